@@ -1,0 +1,15 @@
+"""T5 encoder-decoders in JAX with a pipelined decoder: `pipejax.load(path).decode([...])`."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipejax.generate import Generator
+
+__version__ = "0.1.0"
+
+
+def load(path: str, **options: Any) -> "Generator":
+    """Opens a checkpoint or run directory for decoding; see `pipejax.generate.load`."""
+    from pipejax.generate import load as open_checkpoint  # importing pipejax alone must not start JAX
+
+    return open_checkpoint(path, **options)

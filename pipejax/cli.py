@@ -1,0 +1,51 @@
+"""What all commands share: flags, exit codes, and errors as one line."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from pipejax.errors import UserError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without its usage block: a wrong flag is a UserError like any other bad input."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         **options)  # type: ignore[arg-type]
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for anything that it cannot parse."""
+        raise UserError(message)
+
+
+def note(line: str) -> None:
+    """One line for the person at the keyboard, on standard error: standard output belongs to results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command and leaves with its exit code; bad input is one last line on standard error and exit code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = main(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        note("error: " + " ".join(str(error).split("\n")))
+        code = EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        note("interrupted")
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)

@@ -1,0 +1,329 @@
+"""Experiment configuration: frozen dataclasses, loading, overriding, and the checks that need no files.
+
+A config file is a short Python file that assigns `config = Config(...)`. Standard library only.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import runpy
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pipejax.errors import UserError
+
+STRATEGIES = ("pipelined", "sequential")
+OBJECTIVES = (*STRATEGIES, "none")
+STOPS = ("empty_row", "literal")
+FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
+SCHEDULES = ("constant", "linear")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+def setting(default: Any = dataclasses.MISSING, *, least: float | None = None, most: float | None = None,
+            above: float | None = None, below: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field with its legal range: `least`/`most` are inclusive, `above`/`below` are not."""
+    bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices}
+    return dataclasses.field(default=default, metadata=bounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """The architecture of a T5 (names as in Hugging Face's config.json where one exists)."""
+
+    vocab_size: int = setting(least=2)
+    d_model: int = setting(least=1)
+    d_kv: int = setting(least=1)
+    d_ff: int = setting(least=1)
+    num_heads: int = setting(least=1)
+    num_layers: int = setting(least=1)
+    num_decoder_layers: int = setting(least=1)
+    relative_attention_num_buckets: int = setting(32, least=4)
+    relative_attention_max_distance: int = setting(128, least=4)
+    dropout_rate: float = setting(0.1, least=0.0, below=1.0)
+    layer_norm_epsilon: float = setting(1e-6, above=0.0)
+    feed_forward: str = setting("relu", choices=FEED_FORWARDS)
+    tied_head: bool = setting(True)  # the head is the embedding table (v1.0); False: lm_head/kernel (v1.1, mT5)
+    scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
+    pad_token_id: int = setting(0, least=0)
+    eos_token_id: int = setting(1, least=0)
+    decoder_start_token_id: int = setting(0, least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GridConfig:
+    """The pipelined decoder's grid (paper section 3.4; times and rows are counts)."""
+
+    delay: int = setting(1, least=1)  # Δt: a new row starts every `delay` time-steps
+    time_max: int = setting(50, least=1)  # time-steps at the most
+    sub_max: int = setting(20, least=1)  # rows at the most
+    stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where examples come from, and how long they may be (in tokens)."""
+
+    task: str = setting("jsonl")
+    train: str = setting("")  # paths of the `jsonl` task; "" = none
+    dev: str = setting("")
+    test: str = setting("")
+    tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
+    max_source: int = setting(2048, least=2)  # longer sources are cut here, eos kept
+    max_target: int = setting(512, least=2)  # a longer target loses its last rows (training only)
+    separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
+
+    objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
+    steps: int = setting(1000, least=0)
+    batch_size: int = setting(24, least=1)
+    learning_rate: float = setting(1e-4, above=0.0)
+    schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; "linear" falls to 0 at `steps`
+    warmup_steps: int = setting(100, least=0)
+    weight_decay: float = setting(0.0, least=0.0)
+    beta1: float = setting(0.9, least=0.0, below=1.0)
+    beta2: float = setting(0.999, least=0.0, below=1.0)
+    epsilon: float = setting(1e-8, above=0.0)
+    clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
+    dropout: float = setting(0.1, least=0.0, below=1.0)
+    dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
+    seed: int = setting(0, least=0, most=2**31 - 1)
+    init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
+    log_every: int = setting(50, least=1)
+    evaluate_every: int = setting(500, least=1)
+    evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
+    checkpoint_every: int = setting(500, least=1)
+    keep_checkpoints: int = setting(3, least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Decoding settings that are not the grid's."""
+
+    max_length: int = setting(512, least=1)  # tokens of the sequential decoder, eos included
+    batch_size: int = setting(8, least=1)
+    dtype: str = setting("auto", choices=DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; data = -1 takes all that the other two leave."""
+
+    data: int = setting(-1, least=-1)
+    fsdp: int = setting(1, least=1)
+    tensor: int = setting(1, least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One experiment. `model` is None when the weights come from `train.init_from`."""
+
+    name: str = setting("experiment")
+    model: T5Config | None = setting(None)
+    grid: GridConfig = dataclasses.field(default_factory=GridConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+
+def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
+    """Runs a config file and applies `key=value` overrides.
+
+    Raises:
+      UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such config file")
+    try:
+        namespace = runpy.run_path(str(path))
+    except UserError:
+        raise
+    except Exception as error:
+        line = next((f":{e.tb_lineno}" for e in _frames(error) if e.tb_frame.f_code.co_filename == str(path)), "")
+        if isinstance(error, SyntaxError):
+            line = f":{error.lineno}"
+        raise UserError(f"{path}{line}: {type(error).__name__}: {_first_line(error)}") from error
+    config = namespace.get("config")
+    if not isinstance(config, Config):
+        raise UserError(f"{path}: found no `config = Config(...)`; expected one")
+    check(config, where=str(path))
+    return override(config, overrides)
+
+
+def override(config: Config, assignments: typing.Iterable[str], *, flag: str = "--set") -> Config:
+    """Applies assignments of the form `section.key=value`, left to right, and checks the result."""
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
+        if not equals:
+            raise UserError(f"{flag} {assignment}: found no '='; expected key=value")
+        config = _assign(config, key.split("."), text.strip(), key)
+    check(config, where=flag)
+    return config
+
+
+def to_json(config: Config) -> str:
+    """The resolved config as JSON text."""
+    return json.dumps(dataclasses.asdict(config), indent=2, ensure_ascii=False) + "\n"
+
+
+def from_json(text: str, *, where: str) -> Config:
+    """Reads what `to_json` wrote; `where` names the file in errors."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({_first_line(error)})") from error
+    config = _build(Config, values, "", where)
+    check(config, where=where)
+    return config
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """All leaves by dotted key, in order."""
+    leaves: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            leaves |= flat(value, f"{prefix}{field.name}.")
+        else:
+            leaves[prefix + field.name] = value
+    return leaves
+
+
+def check(config: Config, *, where: str) -> None:
+    """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
+    _check_fields(config, "", where)
+    model = config.model
+    if model is not None:
+        for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+            if getattr(model, key) >= model.vocab_size:
+                raise UserError(f"{where}: model.{key}: found {getattr(model, key)}; expected an id below "
+                                f"model.vocab_size = {model.vocab_size}")
+        if model.relative_attention_max_distance <= model.relative_attention_num_buckets // 2:
+            raise UserError(f"{where}: model.relative_attention_max_distance: found "
+                            f"{model.relative_attention_max_distance}; expected more than half of the "
+                            f"{model.relative_attention_num_buckets} buckets")
+    if config.mesh.data == 0:
+        raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
+    if not config.data.separator.strip() and config.train.objective == "sequential" and not config.data.separator:
+        raise UserError(f"{where}: data.separator: found nothing; expected at least one character")
+
+
+def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
+    names = [field.name for field in dataclasses.fields(node)]
+    if keys[0] not in names:
+        raise UserError(f"{full}: unknown key{_suggestion(full)}")
+    value = getattr(node, keys[0])
+    kind = _types(type(node))[keys[0]]
+    if len(keys) > 1:
+        if not dataclasses.is_dataclass(value):
+            reason = "is not set in this config" if value is None else "is no section"
+            raise UserError(f"{full}: {keys[0]} {reason}{_suggestion(full)}")
+        return dataclasses.replace(node, **{keys[0]: _assign(value, keys[1:], text, full)})
+    if dataclasses.is_dataclass(value) or kind not in (int, float, bool, str):
+        raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, value)}")
+    return dataclasses.replace(node, **{keys[0]: _parse(text, kind, full)})
+
+
+def _parse(text: str, kind: type, key: str) -> Any:
+    if kind is str:
+        return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        if kind is int:
+            return int(text)
+        if kind is float:
+            return float(text)
+    except ValueError:
+        pass
+    raise UserError(f"{key}: found {text!r}; expected {_noun(kind)}")
+
+
+def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
+    kinds = _types(cls)
+    for key in values:
+        if key not in kinds:
+            raise UserError(f"{where}: {prefix}{key}: unknown key{_suggestion(prefix + key)}")
+    built = {}
+    for key, value in values.items():
+        section = next((k for k in _alternatives(kinds[key]) if dataclasses.is_dataclass(k)), None)
+        built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
+    try:
+        return cls(**built)
+    except TypeError as error:
+        missing = [f.name for f in dataclasses.fields(cls) if f.name not in built
+                   and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+        raise UserError(f"{where}: {prefix}{missing[0] if missing else ''}: missing") from error
+
+
+def _check_fields(node: Any, prefix: str, where: str) -> None:
+    kinds = _types(type(node))
+    for field in dataclasses.fields(node):
+        key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
+        if dataclasses.is_dataclass(value) and type(value) in _alternatives(kind):
+            _check_fields(value, f"{key}.", where)
+            continue
+        # bool is an int and an int is a float in Python; a config key takes the first for neither.
+        fits = type(value) in _alternatives(kind) or (kind is float and type(value) is int)
+        if not fits or (kind is float and not math.isfinite(value)):
+            raise UserError(f"{where}: {key}: found {value!r}; expected {_noun(kind)}")
+        rule = field.metadata
+        if rule.get("choices") and value not in rule["choices"]:
+            guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
+            raise UserError(f"{where}: {key}: found {value!r}; expected one of {', '.join(rule['choices'])}"
+                            + (f" (did you mean {guess[0]}?)" if guess else ""))
+        for name, words, broken in (("least", "at least", lambda v, b: v < b), ("most", "at most", lambda v, b: v > b),
+                                    ("above", "more than", lambda v, b: v <= b),
+                                    ("below", "less than", lambda v, b: v >= b)):
+            bound = rule.get(name)
+            if bound is not None and broken(value, bound):
+                raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
+
+
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def _noun(kind: Any) -> str:
+    nouns = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in _alternatives(kind))
+
+
+def _suggestion(key: str) -> str:
+    every = [*flat(Config()), *(f"model.{f.name}" for f in dataclasses.fields(T5Config))]
+    by_tail = [k for k in every if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = by_tail[:1] or difflib.get_close_matches(key, every, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else f"; the sections are {', '.join(_types(Config))}"
+
+
+def _example(key: str, value: Any) -> str:
+    section = value if dataclasses.is_dataclass(value) else T5Config
+    return f"{key}.{dataclasses.fields(section)[0].name}"
+
+
+def _frames(error: BaseException) -> list[types.TracebackType]:
+    frames, tb = [], error.__traceback__
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    return frames[::-1]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

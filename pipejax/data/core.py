@@ -1,0 +1,141 @@
+"""Examples, their token form, and batches of flat slots. Source of truth for lengths, cuts and padding.
+
+Shapes: B batch, L source length (a bucket), N target slots (a bucket).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import grain
+import numpy as np
+
+from pipejax import grid
+from pipejax.config import Config, T5Config
+from pipejax.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One document and its target rows, as text."""
+
+    id: str
+    source: str
+    targets: tuple[str, ...]
+
+
+class Task(Protocol):
+    """Where examples come from."""
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The examples of "train", "dev" or "test"; empty if there are none."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The task's own tokenizer, if it has one."""
+
+
+class Encoded(NamedTuple):
+    """An example in tokens."""
+
+    id: str
+    source: np.ndarray  # i32 [L], eos included
+    target: grid.Flat
+    source_was_cut: bool
+    target_was_cut: bool
+
+
+class Batch(NamedTuple):
+    """Padded arrays for the device, and what only the host wants to know."""
+
+    arrays: dict[str, np.ndarray]
+    ids: list[str]
+    cut_sources: int
+    cut_targets: int
+
+
+def bucket(length: int) -> int:
+    """The padded length: 16, 24, 32, 48, 64, 96, ... so that all lengths share a handful of compiled shapes."""
+    power = 1 << max(math.ceil(math.log2(max(length, 1))), 4)
+    return power * 3 // 4 if 16 < length <= power * 3 // 4 else power
+
+
+def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
+    """At most that many ids; the last one, as a rule eos, is kept."""
+    return ids if len(ids) <= most else [*ids[:most - 1], ids[-1]]
+
+
+def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Config) -> Encoded:
+    """An example as the model is trained on it: rows on the grid, or one row joined by the separator.
+
+    A target of more than `data.max_target` tokens loses its last rows; then nothing teaches the model to stop there. If
+    its first row alone is longer, that row is cut.
+    """
+    bos, eos, most = model.decoder_start_token_id, model.eos_token_id, config.data.max_target
+    full = [*tokenizer.encode(example.source), eos]
+    source = cut_source(full, config.data.max_source)
+    if config.train.objective == "sequential":
+        texts = list(example.targets)
+        joined = tokenizer.encode(config.data.separator.join(texts))
+        cut = len(joined) + 1 > most
+        while len(joined) + 1 > most and len(texts) > 1:
+            texts.pop()
+            joined = tokenizer.encode(config.data.separator.join(texts))
+        open_end, final, kept = cut, False, [joined]
+    else:
+        rows = [row for row in (tokenizer.encode(text) for text in example.targets) if row]
+        ends = np.cumsum([len(row) + 1 for row in rows])
+        cut = bool(rows) and int(ends[-1]) + 1 > most
+        kept = rows[:max(int((ends <= most).sum()), 1)] if cut else rows
+        open_end, final = cut and len(kept[-1]) + 1 > most, not cut
+    kept = [row[:most - 1] for row in kept]
+    target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final)
+    if open_end:
+        target.weights[-1] = 0.0  # the row goes on: an eos here would not be the truth
+    return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)
+
+
+def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """[B, length], zeros at the end; what is real is told by lengths and weights, never by id."""
+    padded = np.zeros((len(rows), length), rows[0].dtype)
+    for i, row in enumerate(rows):
+        padded[i, :len(row)] = row
+    return padded
+
+
+def collate(examples: Sequence[Encoded]) -> Batch:
+    """source i32 [B, L], source_length i32 [B], inputs, targets, row, time i32 [B, N], weights f32 [B, N], slots i32 [B]."""
+    sources = [e.source for e in examples]
+    slots = np.asarray([len(e.target.inputs) for e in examples], np.int32)
+    width = bucket(int(slots.max()))
+    lengths = np.asarray([len(s) for s in sources], np.int32)
+    arrays = {"source": pad(sources, bucket(int(lengths.max()))), "source_length": lengths, "slots": slots}
+    for name in grid.Flat._fields:
+        arrays[name] = pad([getattr(e.target, name) for e in examples], width)
+    return Batch(arrays, [e.id for e in examples], sum(e.source_was_cut for e in examples),
+                 sum(e.target_was_cut for e in examples))
+
+
+def training_batches(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config, *,
+                     start: int) -> Iterator[Batch]:
+    """Endless shuffled batches from the `start`-th on; the same number gives the same batch on every machine.
+
+    The order depends on the seed and the number of the batch alone, so the data position of a run is its step.
+    """
+    dataset = (grain.MapDataset.source(examples).seed(config.train.seed).shuffle().repeat(None)
+               .map(lambda example: encode(example, tokenizer, config, model))
+               .batch(config.train.batch_size, drop_remainder=True, batch_fn=collate))
+    iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+    iterator.set_state({"next_index": start})
+    return iterator
+
+
+def fixed_batches(examples: Sequence[Encoded], batch_size: int) -> Iterator[Batch]:
+    """All examples once, in order of length; the last batch is filled up with weightless copies."""
+    ordered = sorted(examples, key=lambda e: (len(e.target.inputs), len(e.source)))
+    for first in range(0, len(ordered), batch_size):
+        part = ordered[first:first + batch_size]
+        filler = part[-1]._replace(target=part[-1].target._replace(weights=np.zeros_like(part[-1].target.weights)))
+        yield collate([*part, *[filler] * (batch_size - len(part))])

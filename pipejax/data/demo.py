@@ -1,0 +1,157 @@
+"""The embedded task: short delivery notes, made up from a seed, and the things they ask to deliver.
+
+A note is a shuffled run of clauses. The words after "deliver" are an answer; a thing that is only admired, kept or sold is
+not, so that the cue has to be read. A thing is 0-3 adjectives (size, age, colour) and a noun, and these words occur
+in things alone: where an answer ends can be read off the note. The answers of a note stand in its order, and no two are equal; words come
+back in other things all the time.
+"""
+
+import functools
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from pipejax.data.core import Example
+from pipejax.tokenizer import Tokenizer, import_transformers
+
+SIZES = {"train": 20_000, "dev": 256, "test": 512}
+MAX_ROWS = 6  # answers of a note
+MAX_ROW_WORDS = 4
+MAX_SOURCE_WORDS = 47  # full stops included
+SEPARATOR = ";"
+
+_LEAST_WORDS = 40
+# Which kinds of adjective a thing goes without, so that it has 1, 2, 3 or 4 words equally often.
+_LEFT_OUT = ((0, 1, 2),) * 3 + ((0, 1), (0, 2), (1, 2)) + ((0,), (1,), (2,)) + ((),) * 3
+CUE = "deliver"
+ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
+NOUNS = ("apples", "pears", "bread", "cheese", "honey", "candles", "lamps", "roses", "books", "maps", "coins", "boxes",
+         "ropes", "tiles", "shoes", "bells")
+PEOPLE = ("baker", "driver", "clerk", "captain", "gardener", "teacher")
+PLACES = ("river", "station", "market", "garden", "harbour", "bridge")
+VERBS = ("waited", "rested", "sang", "smiled", "slept", "walked")
+PREPOSITIONS = ("near", "behind", "past", "beside", "by")
+DISTRACTORS = ("admired", "kept", "sold")
+WORDS = (".", "the", CUE, *DISTRACTORS, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACES, *VERBS, *PREPOSITIONS)
+
+# A note belongs to one split for ever, by its own words: no split can hold a note of another, whatever the seeds.
+_SHARES = {"train": range(2, 8), "dev": range(0, 1), "test": range(1, 2)}
+
+
+def examples(split: str, seed: int = 0) -> Sequence[Example]:
+    """The examples of a split, each made when it is first asked for, from the split, its index and the seed alone.
+
+    Raises:
+      ValueError: the split is not "train", "dev" or "test", or the seed is negative.
+    """
+    if split not in SIZES:
+        raise ValueError(f"split: expected one of {', '.join(SIZES)}; got {split!r}")
+    if seed < 0:
+        raise ValueError(f"seed: expected at least 0; got {seed}")
+    return _Split(split, seed)
+
+
+def build_tokenizer(directory: Path) -> None:
+    """Writes a word-level tokenizer of the task's words: pad 0, eos 1, unk 2, then ";" and the words."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, processors
+
+    specials = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    vocabulary = {word: i for i, word in enumerate([*specials.values(), SEPARATOR, *WORDS])}
+    inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=specials["unk_token"]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # As T5's: transformers appends eos where special tokens are asked for.
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])])
+    tokenizer = import_transformers().PreTrainedTokenizerFast(
+        tokenizer_object=inner, clean_up_tokenization_spaces=False, **specials)
+    tokenizer.save_pretrained(str(directory))
+
+
+class DemoTask:
+    """The embedded task as the trainer sees it: always the same notes, and a tokenizer of its own."""
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The examples of "train", "dev" or "test"."""
+        return examples(split)
+
+    def tokenizer(self) -> Tokenizer:
+        """The word-level tokenizer that `build_tokenizer` writes."""
+        with tempfile.TemporaryDirectory() as directory:
+            build_tokenizer(Path(directory))
+            return Tokenizer.load(directory)
+
+
+class _Split(Sequence[Example]):
+    def __init__(self, split: str, seed: int) -> None:
+        self._split, self._seed, self._indices = split, seed, range(SIZES[split])
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [_example(self._split, i, self._seed) for i in self._indices[index]]
+        return _example(self._split, self._indices[index], self._seed)
+
+
+@functools.lru_cache(maxsize=None)
+def _example(split: str, index: int, seed: int) -> Example:
+    share = _SHARES[split]
+    entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
+    chance = _chances(np.random.default_rng(entropy))
+    while True:
+        source, targets = _note(chance)
+        if _share(source) in share:
+            return Example(id=f"{split}-{index}", source=source, targets=targets)
+
+
+def _share(source: str) -> int:
+    """0-7, by the note's text; Python's own hash differs from process to process."""
+    return hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8
+
+
+def _note(chance: Iterator[float]) -> tuple[str, tuple[str, ...]]:
+    things: list[str] = []
+    for _ in range(1 + int(next(chance) * MAX_ROWS)):
+        thing = _thing(chance)
+        while thing in things:
+            thing = _thing(chance)
+        things.append(thing)
+    clauses = [f"{CUE} {thing} ." for thing in things]
+    words = sum(len(clause.split()) for clause in clauses)
+    while words < _LEAST_WORDS:
+        if next(chance) < 0.5:
+            clause = f"the {_pick(PEOPLE, chance)} {_pick(DISTRACTORS, chance)} {_thing(chance)} ."
+        else:
+            clause = (f"the {_pick(PEOPLE, chance)} {_pick(VERBS, chance)} {_pick(PREPOSITIONS, chance)} "
+                      f"the {_pick(PLACES, chance)} .")
+        clauses.insert(int(next(chance) * (len(clauses) + 1)), clause)
+        words += len(clause.split())
+    return " ".join(clauses), tuple(things)
+
+
+def _thing(chance: Iterator[float]) -> str:
+    left_out = _pick(_LEFT_OUT, chance)
+    adjectives = [_pick(kind, chance) for i, kind in enumerate(ADJECTIVES) if i not in left_out]
+    return " ".join([*adjectives, _pick(NOUNS, chance)])
+
+
+def _pick(words: Sequence[str], chance: Iterator[float]) -> str:
+    return words[int(next(chance) * len(words))]
+
+
+def _chances(rng: np.random.Generator) -> Iterator[float]:
+    """Uniform numbers below 1, drawn a hundred at a time because a call costs as much as fifty of them."""
+    while True:
+        yield from rng.random(100).tolist()

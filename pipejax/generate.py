@@ -1,0 +1,266 @@
+"""The only place where the T5 meets a decoding strategy, and the Python API for decoding.
+
+Shapes: B batch, L source length (a bucket).
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax import checkpoint, decoding, grid
+from pipejax import config as config_lib
+from pipejax.config import Config
+from pipejax.data.core import bucket, cut_source, pad
+from pipejax.decoding import TRUNCATIONS, Decoded, Query, Strategy
+from pipejax.errors import UserError
+from pipejax.t5 import T5, KVCache, cast_params, empty_cache
+from pipejax.tokenizer import Tokenizer
+
+Record = dict[str, Any]
+DECODING_SECTIONS = ("grid", "decode", "data")  # what `--set` may change when a checkpoint is decoded
+WINDOW = 32  # batches that are read ahead and sorted by length
+
+
+class Source(NamedTuple):
+    """One thing to decode: text or token ids (eos included)."""
+
+    id: str | int
+    content: str | Sequence[int]
+
+
+@dataclasses.dataclass
+class Report:
+    """What a decode came to, as sums."""
+
+    examples: int = 0
+    seconds: float = 0.0  # generate and detokenise; compilation and tokenisation left out
+    compile_seconds: float = 0.0
+    shapes: int = 0  # compiled
+    steps: int = 0
+    other_steps: int = 0  # ideal steps of the other strategy for the same rows
+    cut_sources: int = 0
+    truncated: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def summary(self, strategy: str) -> dict[str, Any]:
+        """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""
+        count = max(self.examples, 1)
+        own, other = self.steps / count, self.other_steps / count
+        sequential, pipelined = (own, other) if strategy == "sequential" else (other, own)
+        return {"steps": own, "sequential_steps": sequential, "pipelined_steps": pipelined,
+                "step_ratio": sequential / pipelined if own and other else None,
+                "examples_per_second": self.examples / self.seconds if self.seconds else None,
+                "compile_seconds": self.compile_seconds, "compiled_shapes": self.shapes,
+                "truncated": dict(sorted(self.truncated.items())), "cut_sources": self.cut_sources}
+
+    def lines(self, strategy: str) -> list[str]:
+        """The summary for people."""
+        s = self.summary(strategy)
+        ratio = s["step_ratio"] and (f"; ideal step ratio sequential/pipelined {s['step_ratio']:.2f} "
+                                     f"({s['sequential_steps']:.1f} / {s['pipelined_steps']:.1f})")
+        cuts = ", ".join(f"{n} by {name}" for name, n in s["truncated"].items()) or "none"
+        return [f"{self.examples} examples, {s['examples_per_second'] or 0:.2f} examples/s (compilation left out: "
+                f"{self.compile_seconds:.1f} s for {self.shapes} shapes)",
+                f"{s['steps']:.1f} steps on average{ratio or ''}",
+                f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}"]
+
+
+def compute_dtype(name: str) -> jnp.dtype:
+    """ "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def decode_batch(model: T5, strategy: Strategy, params: Any, source: jax.Array, length: jax.Array) -> Decoded:
+    """Encodes and decodes one padded batch; `model` and `strategy` are static under jit.
+
+    Args:
+      model: the T5.
+      strategy: the decoding strategy.
+      params: the T5's parameters.
+      source: i32 [B, L].
+      length: i32 [B], real tokens of each source.
+    """
+    variables = {"params": params}
+    mask = jnp.arange(source.shape[1]) < length[:, None]
+    memory = model.apply(variables, source, mask, method="encode")
+
+    def decode(query: Query, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        return model.apply(variables, query.tokens, query.mask, query.distance, memory, cache, query.start,
+                           method="decode")
+
+    batch = source.shape[0]
+    return decoding.run(strategy, decode, empty_cache(model.config, batch, strategy.slots, model.dtype), batch=batch)
+
+
+class Generator:
+    """Parameters, tokenizer and settings, ready to decode. One compiled program a strategy and shape."""
+
+    def __init__(self, config: Config, params: Any, tokenizer: Tokenizer | None, *,
+                 log: Callable[[str], None] = print) -> None:
+        """`config.model` must be set; `params` are float32."""
+        if config.model is None:
+            raise ValueError("config.model: found None; expected the architecture")
+        self.config, self.architecture, self.tokenizer, self.log = config, config.model, tokenizer, log
+        self.model = T5(config.model, dtype=compute_dtype(config.decode.dtype))
+        self.set_params(params)
+        self._programs: dict[tuple[Strategy, int, int], Any] = {}
+
+    def set_params(self, params: Any) -> None:
+        """Other weights of the same architecture; nothing compiles again."""
+        self.params = cast_params(params, self.model.dtype)
+
+    @property
+    def default_strategy(self) -> str:
+        """The objective the weights were trained with; sequential for converted weights."""
+        objective = self.config.train.objective
+        return "sequential" if objective == "none" else objective
+
+    def decode(self, sources: Iterable[str | Sequence[int]], *, strategy: str | None = None,
+               batch_size: int | None = None) -> list[Record]:
+        """Decodes texts, or lists of token ids (eos included), and returns a record each, in order.
+
+        Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position. See the README.
+
+        Raises:
+          UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.
+        """
+        checked = [self.check(Source(i, s), f"source {i}") for i, s in enumerate(sources)]
+        size = min(batch_size or self.config.decode.batch_size, max(len(checked), 1))
+        return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report()))
+
+    def check(self, source: Source, place: str) -> Source:
+        """The source if it can be decoded; `place` names it in the UserError otherwise."""
+        content = source.content
+        if isinstance(content, str):
+            if self.tokenizer is None:
+                raise UserError(f"{place}: found text, but the checkpoint has no tokenizer; expected source_ids")
+            if not content.strip():
+                raise UserError(f"{place}: found an empty text; expected some")
+            return source
+        if not len(content):
+            raise UserError(f"{place}: found no ids; expected at least one")
+        for i in content:
+            if isinstance(i, bool) or not isinstance(i, int | np.integer):
+                raise UserError(f"{place}: found {i!r} among the ids; expected whole numbers")
+            if not 0 <= i < self.architecture.vocab_size:
+                raise UserError(f"{place}: found id {i}; expected 0 to {self.architecture.vocab_size - 1}")
+        return source
+
+    def stream(self, sources: Iterable[Source], *, strategy: str | None, batch_size: int, report: Report,
+               window: int = WINDOW) -> Iterator[Record]:
+        """Yields records in input order, reading `window` batches of checked sources ahead; adds to `report`."""
+        name = strategy or self.default_strategy
+        chosen = self.strategy(name)
+        waiting = iter(sources)
+        while chunk := list(islice(waiting, batch_size * window)):
+            encoded = [self._encode(source, report) for source in chunk]
+            order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
+            records: dict[int, Record] = {}
+            for first in range(0, len(order), batch_size):
+                part = order[first:first + batch_size]
+                results = self._decode_part([encoded[i] for i in part], chosen, batch_size, report)
+                begun = time.perf_counter()
+                for i, (row_ids, steps, truncated) in zip(part, results, strict=True):
+                    records[i] = self._record(chunk[i].id, name, row_ids, steps, truncated)
+                report.seconds += time.perf_counter() - begun
+                for i in part:
+                    self._count(records[i], name, report)
+            yield from (records[i] for i in range(len(chunk)))
+
+    def strategy(self, name: str) -> Strategy:
+        """The strategy of that name with this config's settings."""
+        bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
+        return decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos)
+
+    def _encode(self, source: Source, report: Report) -> Sequence[int]:
+        content = source.content
+        if isinstance(content, str):
+            assert self.tokenizer is not None  # `check` saw to it
+            content = [*self.tokenizer.encode(content), self.architecture.eos_token_id]
+        cut = cut_source(content, self.config.data.max_source)
+        report.cut_sources += len(cut) < len(content)
+        return cut
+
+    def _decode_part(self, sources: list[Sequence[int]], strategy: Strategy, batch_size: int,
+                     report: Report) -> list[tuple[list[list[int]], int, str | None]]:
+        """Rows, steps and truncation of each source; a short part is filled up with copies of its last one."""
+        filled = [*sources, *[sources[-1]] * (batch_size - len(sources))]
+        lengths = np.asarray([len(s) for s in filled], np.int32)
+        source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
+        program = self._program(strategy, source, lengths, report)
+        begun = time.perf_counter()
+        decoded = jax.device_get(program(self.params, source, lengths))
+        report.seconds += time.perf_counter() - begun
+        return [([row[:n].tolist() for row, n in zip(decoded.tokens[b], decoded.lengths[b], strict=True)],
+                 int(decoded.steps[b]), TRUNCATIONS[int(decoded.truncated[b])]) for b in range(len(sources))]
+
+    def _program(self, strategy: Strategy, source: np.ndarray, lengths: np.ndarray, report: Report) -> Any:
+        key = strategy, *source.shape
+        if key not in self._programs:
+            begun = time.perf_counter()
+            function = jax.jit(partial(decode_batch, self.model, strategy))
+            self._programs[key] = function.lower(self.params, source, lengths).compile()
+            report.compile_seconds += time.perf_counter() - begun
+            report.shapes += 1
+        return self._programs[key]
+
+    def _record(self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int,
+                truncated: str | None) -> Record:
+        separator = self.config.data.separator
+        text: str | None = None
+        rows: list[str] | None = None
+        if strategy != "sequential":
+            row_ids = [row for row in row_ids if row]
+        if self.tokenizer is not None:
+            rows = [self.tokenizer.decode(row) for row in row_ids]
+            text = separator.join(rows)
+            if strategy == "sequential":
+                mark = separator.strip()  # tokenizers are free with the spaces around it
+                rows = [row for row in map(str.strip, text.split(mark) if mark else [text]) if row]
+        return {"id": name, "text": text, "rows": rows, "row_ids": row_ids, "steps": steps, "truncated": truncated}
+
+    def _count(self, record: Record, strategy: str, report: Report) -> None:
+        report.examples += 1
+        report.steps += record["steps"]
+        if record["truncated"]:
+            report.truncated[record["truncated"]] += 1
+        if strategy != "sequential":
+            report.other_steps += grid.sequential_steps([len(row) for row in record["row_ids"]])
+        elif self.tokenizer is not None:
+            lengths, g = [len(self.tokenizer.encode(row)) for row in record["rows"]], self.config.grid
+            report.other_steps += grid.pipelined_steps(lengths, delay=g.delay, sub_max=g.sub_max, time_max=g.time_max)
+
+
+def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = (),
+         log: Callable[[str], None] = print) -> Generator:
+    """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
+
+    Args:
+      path: what `pipejax.convert from-hf` or `train.py` wrote.
+      best: take the best evaluated step.
+      overrides: `key=value` settings of the sections grid, decode and data.
+      log: called with each line worth saying.
+
+    Raises:
+      UserError: no such directory, no good step in it, or an override that does not fit.
+    """
+    for assignment in overrides:
+        section = assignment.partition("=")[0].strip().partition(".")[0]
+        if section not in DECODING_SECTIONS and hasattr(Config(), section):
+            raise UserError(f"--set {assignment}: {section} cannot change after training; expected one of the sections "
+                            f"{', '.join(DECODING_SECTIONS)}")
+    restored = checkpoint.open_run(path, best=best, log=log)
+    config = config_lib.override(restored.config, overrides)
+    tokenizer_files = Path(path) / "tokenizer"
+    tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files.is_dir() else None
+    return Generator(config, restored.items["params"], tokenizer, log=log)

@@ -1,0 +1,73 @@
+"""The paper in integers: who sees whom, how far apart, and how a target lies on the grid.
+
+Rows and times are 0-based here (the paper's i is 1-based): the bos of row i stands at time i * delay and its
+j-th generated token (j = 1, 2, ..., eos included) at time i * delay + j. The time-step t of Algorithm 1 feeds the tokens
+at time t - 1 and generates those at time t. Everything works on NumPy and on traced arrays alike; no model, no files.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+def visible(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any:
+    """Whether a query may see a key: its own and lower rows, up to its own time (paper section 3.2, eq. 4)."""
+    return (key_row <= query_row) & (key_time <= query_time)
+
+
+def distance(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any:
+    """Manhattan distance on the grid, the relative position of T5's bias (paper section 4.3)."""
+    return abs(query_time - key_time) + abs(query_row - key_row)
+
+
+def start(row: Any, delay: int) -> Any:
+    """The time of a row's bos (paper section 3.2: "the j-th token in the i-th subsequence")."""
+    return row * delay
+
+
+class Flat(NamedTuple):
+    """A target laid out on the grid as N slots, real tokens only."""
+
+    inputs: np.ndarray  # i32 [N], what is fed
+    targets: np.ndarray  # i32 [N], the next token of the same row
+    weights: np.ndarray  # f32 [N], 1 where `targets` counts, 0 at a fed eos
+    row: np.ndarray  # i32 [N]
+    time: np.ndarray  # i32 [N]
+
+
+def flatten(rows: Sequence[Sequence[int]], *, delay: int, bos: int, eos: int, final: bool = True) -> Flat:
+    """Lays rows of token ids out for teacher forcing (paper section 3.3, eq. 5).
+
+    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last. An eos is fed, without a
+    target of its own, only where a token that has a target can see it: elsewhere the slot would change nothing.
+    One row without `final` is an ordinary T5 target.
+    """
+    every = [list(row) for row in rows] + ([[]] if final else [])
+    last_times = [start(i, delay) + len(row) for i, row in enumerate(every)]  # of each row's last query
+    inputs, targets, weights, row_of, time_of = [], [], [], [], []
+    for i, row in enumerate(every):
+        eos_is_seen = max(last_times[i + 1:], default=-1) > last_times[i]
+        fed = [bos, *row] + ([eos] if eos_is_seen else [])
+        inputs += fed
+        targets += [*row, eos] + ([eos] if eos_is_seen else [])
+        weights += [1.0] * (len(row) + 1) + ([0.0] if eos_is_seen else [])
+        row_of += [i] * len(fed)
+        time_of += range(start(i, delay), start(i, delay) + len(fed))
+    int_arrays = (np.asarray(x, np.int32) for x in (inputs, targets, row_of, time_of))
+    inputs_array, targets_array, row_array, time_array = int_arrays
+    return Flat(inputs_array, targets_array, np.asarray(weights, np.float32), row_array, time_array)
+
+
+def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_max: int) -> int:
+    """Time-steps that Algorithm 1 takes for rows of these lengths (tokens, eos not counted) under the default stop."""
+    started = [length for i, length in enumerate(lengths[:sub_max]) if start(i, delay) < time_max]
+    steps = [start(i, delay) + length + 1 for i, length in enumerate(started)]
+    if len(started) < sub_max:
+        steps.append(start(len(started), delay) + 1)  # the empty row that ends spawning
+    return min(max(steps), time_max)
+
+
+def sequential_steps(lengths: Sequence[int]) -> int:
+    """Tokens that a sequential decoder generates for the same rows: a separator counts one, and so does the eos."""
+    return sum(lengths) + max(len(lengths) - 1, 0) + 1

@@ -1,0 +1,74 @@
+"""Exact-match and partial-match scores of sets of answer spans (MultiSpanQA; Li et al. 2022). Standard library only."""
+
+import difflib
+import re
+import string
+from collections.abc import Iterable, Sequence
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only: curly quotes and long dashes stay
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
+    """EM and PM precision, recall and F1 in percent, micro-averaged over the documents, not rounded.
+
+    Args:
+      gold: the answers of each document; an empty sequence means that there is none.
+      predicted: the predicted answers of each document, in the same order.
+
+    Raises:
+      ValueError: the numbers of documents differ.
+    """
+    if len(gold) != len(predicted):
+        raise ValueError(f"expected one prediction for each document; got {len(gold)} documents "
+                         f"and {len(predicted)} predictions")
+    gold_count = predicted_count = exact = 0
+    partial_precision = partial_recall = 0.0
+    for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
+        golds, guesses = _distinct(gold_spans), _distinct(predicted_spans)
+        gold_count += max(len(golds), 1)
+        predicted_count += max(len(guesses), 1)
+        exact += len(set(golds) & set(guesses)) if golds or guesses else 1
+        precision, recall = _overlap(golds, guesses)
+        partial_precision += precision
+        partial_recall += recall
+    return {f"{name}_{key}": value
+            for name, right, found in (("em", exact, exact), ("pm", partial_precision, partial_recall))
+            for key, value in _percentages(right, predicted_count, found, gold_count).items()}
+
+
+def normalise(text: str) -> str:
+    """Lower case, punctuation deleted (leaving no space), then articles deleted, then single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _distinct(spans: Iterable[str]) -> list[str]:
+    """The set of normalised spans, '' a member like any other; a list, so that sums do not depend on hashing."""
+    return list(dict.fromkeys(normalise(span) for span in spans))
+
+
+def _overlap(golds: list[str], guesses: list[str]) -> tuple[float, float]:
+    """The sum over predictions of the best precision, and the sum over golds of the best recall."""
+    nothing_predicted = guesses in ([], [""])
+    if not golds or nothing_predicted:
+        return (1.0, 1.0) if not golds and nothing_predicted else (0.0, 0.0)
+    shared = [[_longest_common_substring(g, p) for p in guesses] for g in golds]
+    precision = sum(max(row[j] for row in shared) / len(p) for j, p in enumerate(guesses) if p)
+    recall = sum(max(row) / len(g) for g, row in zip(golds, shared, strict=True) if g)
+    return precision, recall
+
+
+def _longest_common_substring(gold: str, guess: str) -> int:
+    """Its length in characters, as the published scores count it.
+
+    difflib's autojunk is on: in a prediction of 200 characters or more, frequent characters do not start a match, so
+    that the result can be shorter than the true one.
+    """
+    return difflib.SequenceMatcher(None, gold, guess).find_longest_match().size
+
+
+def _percentages(right: float, predicted: int, found: float, gold: int) -> dict[str, float]:
+    precision = 100 * right / predicted if predicted else 0.0
+    recall = 100 * found / gold if gold else 0.0
+    f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+    return {"precision": precision, "recall": recall, "f1": f1}

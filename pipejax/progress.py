@@ -1,0 +1,43 @@
+"""Progress of long work: a bar on a terminal, plain lines without one. All on standard error."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Counts units up to a total; without a terminal a line every `every` seconds."""
+
+    def __init__(self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0) -> None:
+        self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
+        self.first, self.began = start, time.monotonic()
+        self.said = self.began
+        self.bar = tqdm(total=total, initial=start, desc=what, unit=unit, file=sys.stderr, leave=False,
+                        dynamic_ncols=True) if sys.stderr.isatty() else None
+
+    def add(self, count: int, note: str = "") -> None:
+        """That many more are done."""
+        self.count += count
+        if self.bar is not None:
+            if note:
+                self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(count)
+        elif time.monotonic() - self.said >= self.every:
+            self.said = time.monotonic()
+            rate = (self.count - self.first) / (self.said - self.began)
+            of = f"/{self.total}" if self.total is not None else ""
+            left = f", {(self.total - self.count) / rate:.0f} s left" if self.total is not None and rate else ""
+            self.line(f"{self.what}: {self.count}{of} {self.unit}s, {rate:.2f}/s{left}{'  ' + note if note else ''}")
+
+    def line(self, text: str) -> None:
+        """A line that does not break the bar."""
+        if self.bar is not None:
+            self.bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self.bar is not None:
+            self.bar.close()

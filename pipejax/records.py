@@ -1,0 +1,92 @@
+"""Files of sources in, files of records out: what decode.py does."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
+from pipejax.errors import UserError
+from pipejax.generate import Generator, Record, Report, Source
+from pipejax.progress import Progress
+
+STANDARD = "-"
+
+
+def check_paths(source: str, target: str) -> None:
+    """Raises a UserError if the input is absent, or the output is the input or cannot be a file."""
+    if source != STANDARD and not Path(source).is_file():
+        found = "found a directory" if Path(source).is_dir() else "no such file"
+        raise UserError(f"--input {source}: {found}; expected a file of JSON lines")
+    if target == STANDARD:
+        return
+    if source != STANDARD and Path(target).exists() and os.path.samefile(source, target):
+        raise UserError(f"--output {target}: found the input itself; expected another file")
+    if Path(target).is_dir():
+        raise UserError(f"--output {target}: found a directory; expected a file")
+    if not Path(target).absolute().parent.is_dir():
+        raise UserError(f"--output {target}: its directory does not exist")
+
+
+def decode_file(generator: Generator, source: str, target: str, *, strategy: str | None, batch_size: int | None,
+                log: Callable[[str], None]) -> Report:
+    """Decodes JSON lines into JSON lines, in order.
+
+    A file is checked whole before anything compiles; standard input line by line, each answered as soon as its batch is
+    full. Records are written as they come, whole lines at a time, so an interrupted run leaves a valid file.
+
+    Raises:
+      UserError: a line that is not a source; the message names file and line.
+    """
+    name = strategy or generator.default_strategy
+    trained = generator.config.train.objective
+    if name != trained and not (trained == "none" and name == "sequential"):
+        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
+        log(f"warning: these weights were {what}; {name} decoding runs, but its output means little")
+    if source == STANDARD:
+        sources, total, window = read_sources(generator, read_objects(sys.stdin.buffer, "standard input")), None, 1
+        size = batch_size or 1
+    else:
+        checked = list(read_sources(generator, read_file(source)))
+        if not checked:
+            raise UserError(f"{source}: found no lines; expected at least one source")
+        sources, total, window = iter(checked), len(checked), 32
+        size = min(batch_size or generator.config.decode.batch_size, total)
+    report, progress = Report(), Progress("decoding", total, unit="example")
+    with ExitStack() as stack:
+        out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
+        for record in generator.stream(sources, strategy=name, batch_size=size, report=report, window=window):
+            if out is None:  # only now: bad input must not cost anyone an older result
+                out = stack.enter_context(open(target, "wb", buffering=0))
+            _write(out, record)
+            progress.add(1)
+    progress.close()
+    for line in report.lines(name):
+        log(f"{name}: {line}")
+    return report
+
+
+def read_sources(generator: Generator, lines: Iterator[tuple[str, dict]]) -> Iterator[Source]:
+    """Sources that the generator can decode, from ("FILE:LINE", object)."""
+    for place, value in lines:
+        if "source" in value and "source_ids" in value:
+            raise UserError(f"{place}: found \"source\" and \"source_ids\"; expected one of them")
+        if "source_ids" not in value:
+            yield generator.check(Source(id_of(value, place), text_of(value, "source", place)), place)
+            continue
+        ids = value["source_ids"]
+        if not isinstance(ids, list):
+            raise UserError(f"{place}: \"source_ids\": found {kind(ids)}; expected a list of whole numbers")
+        yield generator.check(Source(id_of(value, place), ids), f"{place}: \"source_ids\"")
+
+
+def _write(out: BinaryIO, record: Record) -> None:
+    line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    written = out.write(line)
+    while written is not None and written < len(line):  # an unbuffered file may take a part
+        line = line[written:]
+        written = out.write(line)
+    out.flush()

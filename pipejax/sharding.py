@@ -1,0 +1,83 @@
+"""Where arrays live: the device mesh and the one table from parameter path to PartitionSpec.
+
+Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor" splits heads, feed-forward and vocabulary.
+"""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pipejax.config import MeshConfig
+from pipejax.errors import UserError
+
+# First match wins; every parameter matches exactly one rule (a test holds it to that).
+RULES: tuple[tuple[str, P], ...] = (
+    (r"shared/embedding", P("tensor", "fsdp")),
+    (r"lm_head/kernel", P("fsdp", "tensor")),
+    (r".*/(query|key|value|wi|wi_0|wi_1)/kernel", P("fsdp", "tensor")),
+    (r".*/(output|wo)/kernel", P("tensor", "fsdp")),
+    (r".*/relative_bias/embedding", P()),
+    (r".*norm/scale", P()),
+)
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The mesh (data, fsdp, tensor) over all devices, or over the first ones if the config names fewer.
+
+    Raises:
+      UserError: the mesh is larger than the devices, or data = -1 does not come out even.
+    """
+    devices, rest = jax.devices(), config.fsdp * config.tensor
+    data = config.data
+    if data == -1:
+        if len(devices) % rest:
+            raise UserError(f"mesh: found fsdp x tensor = {rest}; expected a divisor of the {len(devices)} devices")
+        data = len(devices) // rest
+    if data * rest > len(devices):
+        raise UserError(f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
+                        "of this machine")
+    return jax.make_mesh((data, config.fsdp, config.tensor), ("data", "fsdp", "tensor"),
+                         axis_types=(AxisType.Auto,) * 3, devices=devices[:data * rest])
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """A tree path as text, "encoder/norm/scale"."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The rule's spec, without the axes that the dimension does not divide by."""
+    for pattern, spec in RULES:
+        if re.fullmatch(pattern, path):
+            return P(*(axis if axis and size % mesh.shape[axis] == 0 else None
+                       for size, axis in zip(shape, tuple(spec) + (None,) * len(shape), strict=False)))
+    raise ValueError(f"no sharding rule for parameter {path}")
+
+
+def param_shardings(params: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every parameter of a tree of arrays or shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: NamedSharding(mesh, spec_of(path_of(keys), x.shape, mesh)), params)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, P())
+
+
+def check_batch(batch_size: int, mesh: Mesh, *, key: str) -> None:
+    """A batch must divide over the data and fsdp axes; raises a UserError naming `key` before anything compiles."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % shards:
+        raise UserError(f"{key}: found {batch_size}; expected a multiple of {shards} "
+                        f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})")
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This process's examples as arrays of the global batch, split over data and fsdp."""
+    sharding = NamedSharding(mesh, P(("data", "fsdp")))
+    return {key: jax.make_array_from_process_local_data(sharding, value) for key, value in batch.items()}

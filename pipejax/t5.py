@@ -1,0 +1,327 @@
+"""The T5 encoder-decoder. Masks and distances in, logits out: no grids, tasks, meshes or files here.
+
+Shapes: B batch, L source length, Q queries of a call, C keys (cache slots), D width, H heads, K head width, F feed-forward
+width, V vocabulary. In a mask True means "may attend". Parameters are float32; `dtype` is that of the computation, and
+norms, softmax and logits are float32 always. Architecture: Raffel et al. 2020 (v1.0) and its v1.1, mT5 and ByT5 variants.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pipejax.config import T5Config
+
+Array = jax.Array
+MASKED = -1e9  # finite: a query that sees nothing gets a uniform softmax instead of NaN, and nobody reads it
+
+
+@flax.struct.dataclass
+class Memory:
+    """Cross-attention keys and values of a source, computed once."""
+
+    keys: tuple[Array, ...]  # a layer each [B, H, L, K]
+    values: tuple[Array, ...]
+    mask: Array  # bool [B, L]
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Self-attention keys and values of the decoder, by slot."""
+
+    keys: tuple[Array, ...]  # a layer each [B, H, C, K]
+    values: tuple[Array, ...]
+
+
+def empty_cache(config: T5Config, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
+    """A cache of `slots` zeroed slots."""
+    shape = (batch, config.num_heads, slots, config.d_kv)
+    zeros = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_decoder_layers))
+    return KVCache(keys=zeros, values=tuple(jnp.zeros_like(x) for x in zeros))
+
+
+def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
+    """T5's relative position buckets of non-negative distances: exact up to count / 2, logarithmic up to `longest`."""
+    exact = count // 2
+    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact)) / np.float32(math.log(longest / exact))
+    logarithmic = exact + (ratio * np.float32(count - exact)).astype(np.int32)
+    return np.where(distances < exact, distances, np.minimum(logarithmic, count - 1)).astype(np.int32)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm without mean or bias, in float32."""
+
+    epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (normed * scale).astype(self.dtype)
+
+
+class RelativeBias(nn.Module):
+    """One learned number per bucket of distance and head, shared by all layers of a stack."""
+
+    config: T5Config
+    bidirectional: bool
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = self.param("embedding", nn.initializers.normal(c.d_model**-0.5),
+                                    (c.relative_attention_num_buckets, c.num_heads))
+
+    def by_distance(self) -> Array:
+        """[longest + 1, H]; in a bidirectional stack [2 longest + 1, H], index offset + longest, offset = key - query."""
+        count, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
+        distances = np.arange(longest + 1)
+        if not self.bidirectional:
+            return self.embedding[buckets(distances, count=count, longest=longest)]
+        # Keys after the query use the upper half of the buckets.
+        half = buckets(distances, count=count // 2, longest=longest)
+        return self.embedding[np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])]
+
+    def __call__(self, distances: Array) -> Array:
+        """f32 [1|B, H, Q, C] from distances (bidirectional: offsets key - query) [1|B, Q, C]."""
+        longest = self.config.relative_attention_max_distance
+        least, shift = (-longest, longest) if self.bidirectional else (0, 0)
+        bias = self.by_distance()[jnp.clip(distances, least, longest) + shift]
+        return jnp.moveaxis(bias, -1, 1).astype(jnp.float32)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with an additive bias, its norm and its residual; T5 does not divide by sqrt(d)."""
+
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    def setup(self) -> None:
+        c = self.config
+        inner = c.num_heads * c.d_kv
+        dense = partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
+        self.query = dense(inner, kernel_init=nn.initializers.normal((c.d_model * c.d_kv) ** -0.5))
+        self.key = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
+        self.value = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
+        self.output = dense(c.d_model, kernel_init=nn.initializers.normal(inner**-0.5))
+        self.drop = nn.Dropout(self.dropout)
+
+    def heads(self, x: Array) -> Array:
+        """[B, L, H*K] -> [B, H, L, K]"""
+        return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv).swapaxes(1, 2)
+
+    def keys_values(self, x: Array) -> tuple[Array, Array]:
+        """Keys and values [B, H, L, K] of already normed states [B, L, D]."""
+        return self.heads(self.key(x)), self.heads(self.value(x))
+
+    def attend(self, x: Array, normed: Array, keys: Array, values: Array, bias: Array, deterministic: bool) -> Array:
+        """x [B, Q, D] plus what its normed form finds in keys and values [B, H, C, K] under bias [B|1, H|1, Q|1, C]."""
+        scores = jnp.einsum("bhqk,bhck->bhqc", self.heads(self.query(normed)), keys, preferred_element_type=jnp.float32)
+        weights = self.drop(jax.nn.softmax(scores + bias, axis=-1), deterministic=deterministic)
+        found = jnp.einsum("bhqc,bhck->bqhk", weights.astype(self.dtype), values)
+        return x + self.drop(self.output(found.reshape(*x.shape[:2], -1)), deterministic=deterministic)
+
+
+class FeedForward(nn.Module):
+    """The position-wise network, its norm and its residual."""
+
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    @nn.compact
+    def __call__(self, x: Array, deterministic: bool) -> Array:
+        c = self.config
+        dense = partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        inwards = partial(dense, c.d_ff, kernel_init=nn.initializers.normal(c.d_model**-0.5))
+        drop = nn.Dropout(self.dropout)
+        hidden = RMSNorm(c.layer_norm_epsilon, self.dtype, name="norm")(x)
+        if c.feed_forward == "relu":
+            hidden = nn.relu(inwards(name="wi")(hidden))
+        else:
+            activation = nn.silu if c.feed_forward == "gated-silu" else partial(nn.gelu, approximate=True)
+            hidden = activation(inwards(name="wi_0")(hidden)) * inwards(name="wi_1")(hidden)
+        hidden = drop(hidden, deterministic=deterministic)
+        hidden = dense(c.d_model, kernel_init=nn.initializers.normal(c.d_ff**-0.5), name="wo")(hidden)
+        return x + drop(hidden, deterministic=deterministic)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward."""
+
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    def setup(self) -> None:
+        self.attention = Attention(self.config, self.dtype, self.dropout)
+        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
+
+    def __call__(self, x: Array, bias: Array, deterministic: bool) -> Array:
+        normed = self.attention.norm(x)
+        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), bias, deterministic)
+        return self.feed_forward(x, deterministic)
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention over the cache's slots, cross-attention over the memory, feed-forward."""
+
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    def setup(self) -> None:
+        self.self_attention = Attention(self.config, self.dtype, self.dropout)
+        self.cross_attention = Attention(self.config, self.dtype, self.dropout)
+        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
+
+    def __call__(self, x: Array, bias: Array, cached: tuple[Array, Array] | None, start: Array | int,
+                 memory: tuple[Array, Array], memory_bias: Array, deterministic: bool) -> tuple[Array, Array, Array]:
+        normed = self.self_attention.norm(x)
+        keys, values = self.self_attention.keys_values(normed)
+        if cached is not None:
+            keys = jax.lax.dynamic_update_slice_in_dim(cached[0], keys.astype(cached[0].dtype), start, axis=2)
+            values = jax.lax.dynamic_update_slice_in_dim(cached[1], values.astype(cached[1].dtype), start, axis=2)
+        x = self.self_attention.attend(x, normed, keys, values, bias, deterministic)
+        x = self.cross_attention.attend(x, self.cross_attention.norm(x), *memory, memory_bias, deterministic)
+        return self.feed_forward(x, deterministic), keys, values
+
+
+class Encoder(nn.Module):
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    def setup(self) -> None:
+        c = self.config
+        self.relative_bias = RelativeBias(c, bidirectional=True)
+        self.layers = [EncoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
+        self.drop = nn.Dropout(self.dropout)
+
+    def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
+        positions = jnp.arange(x.shape[1])
+        bias = self.relative_bias((positions[None, :] - positions[:, None])[None])
+        bias = jnp.where(mask[:, None, None, :], bias, MASKED)
+        x = self.drop(x, deterministic=deterministic)
+        for layer in self.layers:
+            x = layer(x, bias, deterministic)
+        return self.drop(self.norm(x), deterministic=deterministic)
+
+
+class Decoder(nn.Module):
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    def setup(self) -> None:
+        c = self.config
+        self.relative_bias = RelativeBias(c, bidirectional=False)
+        self.layers = [DecoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_decoder_layers)]
+        self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
+        self.drop = nn.Dropout(self.dropout)
+
+    def memorize(self, encoded: Array, mask: Array) -> Memory:
+        pairs = [layer.cross_attention.keys_values(encoded) for layer in self.layers]
+        return Memory(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
+
+    def __call__(self, x: Array, mask: Array, distance: Array, memory: Memory, cache: KVCache | None,
+                 start: Array | int, deterministic: bool) -> tuple[Array, KVCache]:
+        bias = jnp.where(mask[:, None], self.relative_bias(distance), MASKED)
+        memory_bias = jnp.where(memory.mask[:, None, None, :], 0.0, MASKED)
+        x = self.drop(x, deterministic=deterministic)
+        keys, values = [], []
+        for i, layer in enumerate(self.layers):
+            cached = None if cache is None else (cache.keys[i], cache.values[i])
+            x, k, v = layer(x, bias, cached, start, (memory.keys[i], memory.values[i]), memory_bias, deterministic)
+            keys.append(k)
+            values.append(v)
+        return self.drop(self.norm(x), deterministic=deterministic), KVCache(tuple(keys), tuple(values))
+
+
+class T5(nn.Module):
+    """A T5. Call its methods with `model.apply({"params": params}, ..., method="encode")`."""
+
+    config: T5Config
+    dtype: DTypeLike = jnp.float32
+    dropout: float = 0.0
+
+    def setup(self) -> None:
+        c = self.config
+        self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype)
+        self.encoder = Encoder(c, self.dtype, self.dropout)
+        self.decoder = Decoder(c, self.dtype, self.dropout)
+        if not c.tied_head:
+            self.lm_head = nn.Dense(c.vocab_size, use_bias=False, dtype=self.dtype,
+                                    kernel_init=nn.initializers.normal(1.0))
+
+    def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
+        """Encodes sources once and for all.
+
+        Args:
+          tokens: i32 [B, L].
+          mask: bool [B, L], True at real tokens (never judged by id: 0 is a legal token).
+          deterministic: False applies dropout (needs the rng "dropout").
+        """
+        encoded = self.encoder(self.shared(tokens), mask, deterministic)
+        return self.decoder.memorize(encoded, mask)
+
+    def decode(self, tokens: Array, mask: Array, distance: Array, memory: Memory, cache: KVCache | None = None,
+               start: Array | int = 0, *, deterministic: bool = True) -> tuple[Array, KVCache]:
+        """Next-token logits of queries that see what `mask` shows them.
+
+        Args:
+          tokens: i32 [B, Q], fed tokens.
+          mask: bool [B|1, Q, C], the keys each query may see, itself included.
+          distance: i32 [B|1, Q, C], relative distances >= 0, for T5's unidirectional buckets.
+          memory: what `encode` returned for the same B.
+          cache: None: the keys are the queries themselves (C = Q). Else C slots, of which Q from `start` on are
+            written by this call before anything is read.
+          start: i32 scalar.
+          deterministic: False applies dropout.
+
+        Returns:
+          logits f32 [B, Q, V]; the cache with this call's keys and values.
+        """
+        hidden, cache = self.decoder(self.shared(tokens), mask, distance, memory, cache, start, deterministic)
+        return self.logits(hidden), cache
+
+    def logits(self, hidden: Array) -> Array:
+        """f32 [..., V] from the decoder's output [..., D]."""
+        if self.config.scale_head:
+            hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
+        if not self.config.tied_head:
+            return self.lm_head(hidden).astype(jnp.float32)
+        table = self.shared.embedding.astype(self.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+
+    def __call__(self, source: Array, source_mask: Array, tokens: Array, mask: Array, distance: Array, *,
+                 deterministic: bool = True) -> Array:
+        """Teacher-forced logits f32 [B, N, V]; touches every parameter, so `init` may use it."""
+        memory = self.encode(source, source_mask, deterministic=deterministic)
+        return self.decode(tokens, mask, distance, memory, deterministic=deterministic)[0]
+
+
+def init_params(config: T5Config, rng: Array) -> dict:
+    """Fresh float32 parameters with Hugging Face's initial scales. Jit-able: see the paths in `tests/test_t5.py`."""
+    token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    return T5(config).init(rng, token, seen, token, seen[:, None], token[:, None])["params"]
+
+
+def cast_params(params: Any, dtype: DTypeLike) -> Any:
+    """Parameters in the compute dtype, so that decoding does not read float32; norms and biases stay float32."""
+
+    def cast(path: tuple[Any, ...], x: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return x if name.endswith(("norm/scale", "relative_bias/embedding")) else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)

@@ -1,0 +1,372 @@
+"""Fine-tuning and training from scratch, with the pipelined or the sequential objective. Read it top to bottom.
+
+Shapes: B batch, L source length, N target slots.
+"""
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pipejax import checkpoint, grid, losses, sharding
+from pipejax.checkpoint import Restored, Store
+from pipejax.config import Config, T5Config, TrainConfig
+from pipejax.data import make_task
+from pipejax.data.core import Encoded, Example, encode, fixed_batches, training_batches
+from pipejax.errors import UserError
+from pipejax.evaluation import evaluate
+from pipejax.fingerprint import digest, fingerprints
+from pipejax.generate import Generator, compute_dtype
+from pipejax.progress import Progress
+from pipejax.run_directory import RunDirectory, check_resume, resolve_model
+from pipejax.t5 import T5, init_params
+from pipejax.tokenizer import Tokenizer
+
+Array = jax.Array
+Batch = dict[str, Array]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that training changes. RNG and data position follow from seed and step."""
+
+    params: Any
+    optimizer: optax.OptState
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Linear warm-up to `learning_rate`, then constant, or linear down to 0 at `steps`."""
+    warmup = max(config.warmup_steps, 1)
+    after = optax.constant_schedule(config.learning_rate)
+    if config.schedule == "linear":
+        after = optax.linear_schedule(config.learning_rate, 0.0, max(config.steps - warmup, 1))
+    # Step 1 is count 0: it already learns, and step `warmup` is the first at the full rate.
+    first = config.learning_rate / warmup
+    return optax.join_schedules([optax.linear_schedule(first, config.learning_rate, warmup - 1), after], [warmup])
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW after clipping by global norm; norms and relative biases do not decay."""
+
+    def decays(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, _: not sharding.path_of(keys).endswith(("norm/scale", "relative_bias/embedding")), params)
+
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm),
+                       optax.adamw(learning_rate(config), config.beta1, config.beta2, config.epsilon,
+                                   weight_decay=config.weight_decay, mask=decays))
+
+
+def batch_loss(model: T5, params: Any, batch: Batch, dropout: Array | None) -> tuple[Array, Array]:
+    """Summed loss and number of target tokens of a batch of flat slots (paper section 3.3); no dropout without a key."""
+    source_mask = jnp.arange(batch["source"].shape[1]) < batch["source_length"][:, None]
+    real = jnp.arange(batch["inputs"].shape[1]) < batch["slots"][:, None]
+    row, time_ = batch["row"], batch["time"]
+    pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
+    mask = grid.visible(*pairs) & real[:, None, :]
+    rngs = None if dropout is None else {"dropout": dropout}
+    logits = model.apply({"params": params}, batch["source"], source_mask, batch["inputs"], mask, grid.distance(*pairs),
+                         deterministic=dropout is None, rngs=rngs)
+    return losses.cross_entropy(logits, batch["targets"], batch["weights"])
+
+
+def train_step(model: T5, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch,
+               key: Array) -> tuple[TrainState, dict[str, Array]]:
+    """One update with the mean loss over the real target tokens of the global batch."""
+
+    def mean_loss(params: Any) -> tuple[Array, Array]:
+        total, count = batch_loss(model, params, batch, key)
+        return total / jnp.maximum(count, 1), count
+
+    (loss, count), gradient = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+    metrics = {"loss": loss, "tokens": count, "grad_norm": optax.global_norm(gradient)}
+    return TrainState(optax.apply_updates(state.params, updates), optimizer_state), metrics
+
+
+class Trainer:
+    """The compiled step, the shardings, and the state's birth, for one resolved config on one mesh."""
+
+    def __init__(self, config: Config) -> None:
+        """Compiles nothing yet; checks that the batch divides over the mesh."""
+        assert config.model is not None
+        self.config, self.mesh = config, sharding.make_mesh(config.mesh)
+        sharding.check_batch(config.train.batch_size, self.mesh, key="train.batch_size")
+        dtype = compute_dtype(config.train.dtype)
+        self.model = T5(config.model, dtype=dtype, dropout=config.train.dropout)
+        self.optimizer = make_optimizer(config.train)
+        self.key = jax.random.key(config.train.seed)
+        self.abstract = jax.eval_shape(partial(self._birth, config.model), self.key)
+        self.shardings = self._shardings()
+        replicated = sharding.replicated(self.mesh)
+        self.step: Callable[..., tuple[TrainState, dict[str, Array]]] = jax.jit(
+            partial(train_step, self.model, self.optimizer), donate_argnums=0,
+            in_shardings=(self.shardings, None, replicated), out_shardings=(self.shardings, replicated))
+        self.loss = jax.jit(partial(batch_loss, T5(config.model, dtype=dtype), dropout=None))
+
+    def _birth(self, model: T5Config, key: Array) -> TrainState:
+        params = init_params(model, jax.random.fold_in(key, 0))
+        return TrainState(params, self.optimizer.init(params))
+
+    def _shardings(self) -> TrainState:
+        params = sharding.param_shardings(self.abstract.params, self.mesh)
+        replicated = sharding.replicated(self.mesh)
+        optimizer = optax.tree_utils.tree_map_params(self.optimizer, lambda _, own: own, self.abstract.optimizer, params,
+                                                     transform_non_params=lambda _: replicated)
+        return TrainState(params, optimizer)
+
+    def fresh(self, params: Any | None = None) -> TrainState:
+        """A state from the seed, or from given parameters."""
+        if params is None:
+            assert self.config.model is not None
+            birth = partial(self._birth, self.config.model)
+            return jax.jit(birth, out_shardings=self.shardings)(self.key)
+        params = jax.device_put(params, self.shardings.params)
+        optimizer = jax.jit(self.optimizer.init, out_shardings=self.shardings.optimizer)(params)
+        return TrainState(params, optimizer)
+
+    def templates(self) -> dict[str, Any]:
+        """What `checkpoint.Store.restore` needs to put a saved state on this mesh."""
+        placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings)
+        return {"params": placed.params, "state": placed.optimizer}
+
+    def dropout_key(self, step: int) -> Array:
+        """The key of a step (1-based)."""
+        return jax.random.fold_in(self.key, step)
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a run begins."""
+
+    trainer: Trainer
+    state: TrainState
+    step: int  # updates already made
+    tokenizer: Tokenizer
+
+
+def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[str], None]) -> Start:
+    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights. Says which in a line."""
+    trainer: Trainer | None = None
+
+    def expect(saved: Config) -> dict[str, Any]:
+        nonlocal trainer
+        wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
+        check_resume(saved, wanted, directory.path)
+        trainer = trainer or Trainer(wanted)
+        return trainer.templates()
+
+    own = store.newest(expect, log=log, set_aside=True)
+    if own is not None and trainer is not None:
+        log(f"resuming at step {own.step} ({own.path})")
+        state = TrainState(own.items["params"], own.items["state"])
+        return Start(trainer, state, own.step, Tokenizer.load(directory.path / "tokenizer"))
+    return _begin_anew(config, log)
+
+
+def _begin_anew(config: Config, log: Callable[[str], None]) -> Start:
+    origin: Restored | None = None
+    if config.train.init_from:
+        origin = checkpoint.open_run(config.train.init_from, log=log)
+        config = resolve_model(config, origin.config)
+    elif config.model is None:
+        raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
+    tokenizer = _find_tokenizer(config)
+    assert config.model is not None
+    if tokenizer.size > config.model.vocab_size:
+        raise UserError(f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
+                        "the size of the tokenizer")
+    trainer = Trainer(config)
+    state = trainer.fresh(origin.items["params"] if origin else None)
+    log(f"starting from {config.train.init_from} (its step {origin.step})" if origin else
+        f"starting from random weights (seed {config.train.seed})")
+    return Start(trainer, state, 0, tokenizer)
+
+
+def _find_tokenizer(config: Config) -> Tokenizer:
+    if config.data.tokenizer:
+        return Tokenizer.load(config.data.tokenizer)
+    if own := make_task(config.data).tokenizer():
+        return own
+    carried = Path(config.train.init_from) / "tokenizer"
+    if config.train.init_from and carried.is_dir():
+        return Tokenizer.load(carried)
+    raise UserError("data.tokenizer: found none; expected a directory of tokenizer files"
+                    + (f" ({config.train.init_from} carries none)" if config.train.init_from else ""))
+
+
+class Stop:
+    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        """Installs the handlers."""
+        self.signal: int | None = None
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            self.restore()
+            signal.raise_signal(number)
+        self.signal = number
+
+    def restore(self) -> None:
+        """Puts the former handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def fit(config: Config, workdir: str | Path, *, log: Callable[[str], None] = print) -> int:
+    """Trains until `train.steps`, from wherever the run in `workdir` stands.
+
+    Returns:
+      0, or 128 + the signal that stopped it at a step boundary, after a checkpoint.
+
+    Raises:
+      UserError: the config, the data, the starting checkpoint or the directory cannot be used.
+    """
+    if config.train.objective == "none":
+        raise UserError("train.objective: found 'none'; expected pipelined or sequential")
+    task = make_task(config.data)
+    train, dev = task.examples("train"), task.examples("dev")
+    if not len(train):
+        raise UserError("data.train: found nothing; expected the examples to train on")
+    stop = Stop()
+    try:
+        with RunDirectory(workdir) as directory:
+            return _fit(config, directory, train, dev, stop, log)
+    finally:
+        stop.restore()
+
+
+def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: Stop, log: Callable[[str], None]) -> int:
+    store = Store(directory.path / "checkpoints", keep=config.train.keep_checkpoints, writable=True)
+    start = begin(config, directory, store, log)
+    trainer, state, config = start.trainer, start.state, start.trainer.config
+    if start.step >= config.train.steps:
+        log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
+        return 0
+    directory.write_config(config)
+    directory.keep_tokenizer(start.tokenizer)
+    directory.cut_metrics(start.step)
+    examiner = Examiner(trainer, dev, start.tokenizer, directory, log)
+    assert config.model is not None
+    batches = training_batches(train, start.tokenizer, config, config.model, start=start.step)
+    log(f"{sum(x.size for x in jax.tree.leaves(state.params)) / 1e6:.1f} M parameters, computing in "
+        f"{trainer.model.dtype} on {trainer.mesh.size} x {jax.devices()[0].device_kind}; {len(train)} training examples")
+    progress = Progress("training", config.train.steps, unit="step", start=start.step)
+    window = Window(directory, trainer, progress)
+    step, saved = start.step, start.step
+    while step < config.train.steps and stop.signal is None:
+        batch = next(batches)
+        state, metrics = trainer.step(state, sharding.put_batch(batch.arrays, trainer.mesh), trainer.dropout_key(step + 1))
+        step += 1
+        last = step == config.train.steps
+        window.add(step, metrics, batch.cut_sources, batch.cut_targets, flush=last or step % config.train.log_every == 0)
+        if step % config.train.checkpoint_every == 0 or last:
+            _save(store, step, state, config)
+            saved = step
+        if len(dev) and (step % config.train.evaluate_every == 0 or last):
+            examiner.evaluate(step, state.params, progress)
+    if saved < step:
+        _save(store, step, state, config)
+    progress.close()
+    store.close()
+    if stop.signal is not None:
+        log(f"stopped by {signal.Signals(stop.signal).name} at step {step}; the same command goes on from there")
+        return 128 + stop.signal
+    log(f"trained for {step} steps; checkpoints in {directory.path / 'checkpoints'}")
+    return 0
+
+
+def _save(store: Store, step: int, state: TrainState, config: Config) -> None:
+    store.save(step, {"params": state.params, "state": state.optimizer}, config=config,
+               metadata={"batches": step})
+
+
+class Window:
+    """The steps since the last log line; values stay on the device until then."""
+
+    def __init__(self, directory: RunDirectory, trainer: Trainer, progress: Progress) -> None:
+        """Empty."""
+        self.directory, self.progress = directory, progress
+        self.rate = learning_rate(trainer.config.train)
+        self.examples_per_step = trainer.config.train.batch_size
+        self.steps: list[dict[str, Array]] = []
+        self.cut_sources = self.cut_targets = 0
+        self.since = time.perf_counter()
+
+    def add(self, step: int, metrics: dict[str, Array], cut_sources: int, cut_targets: int, *, flush: bool) -> None:
+        """One more step; with `flush` a line of metrics.jsonl over all since the last."""
+        self.steps.append(metrics)
+        self.cut_sources += cut_sources
+        self.cut_targets += cut_targets
+        note = ""
+        if flush:
+            values = self._flush(step)
+            note = f"loss {values['loss']:.4f}"
+        self.progress.add(1, note)
+
+    def _flush(self, step: int) -> dict[str, Any]:
+        fetched = jax.device_get(self.steps)
+        seconds = time.perf_counter() - self.since
+        tokens = np.asarray([m["tokens"] for m in fetched], np.float64)
+        loss = float(np.dot([m["loss"] for m in fetched], tokens) / max(tokens.sum(), 1))
+        values = {"event": "train", "step": step, "loss": loss, "grad_norm": float(fetched[-1]["grad_norm"]),
+                  "learning_rate": float(self.rate(step - 1)), "tokens": int(tokens.sum()),
+                  "cut_sources": self.cut_sources, "cut_targets": self.cut_targets,
+                  "examples_per_second": len(fetched) * self.examples_per_step / seconds,
+                  "tokens_per_second": float(tokens.sum()) / seconds}
+        self.directory.log_metrics(values)
+        self.steps, self.cut_sources, self.cut_targets, self.since = [], 0, 0, time.perf_counter()
+        return values
+
+
+class Examiner:
+    """Scores the dev split and keeps the best parameters apart."""
+
+    def __init__(self, trainer: Trainer, dev: Any, tokenizer: Tokenizer, directory: RunDirectory,
+                 log: Callable[[str], None]) -> None:
+        """Encodes the dev examples once."""
+        self.trainer, self.directory = trainer, directory
+        config, most = trainer.config, trainer.config.train.evaluate_examples
+        self.examples: list[Example] = list(dev[:most] if most else dev)
+        assert config.model is not None
+        self.encoded: list[Encoded] = [encode(e, tokenizer, config, config.model) for e in self.examples]
+        self.tokenizer, self.generator = tokenizer, None
+        self.store = Store(directory.path / "best", keep=1, writable=True)
+        best = self.store.newest(None, log=log, set_aside=True)
+        self.best = tuple(best.metadata["score"]) if best else (-1.0, -np.inf)
+
+    def evaluate(self, step: int, params: Any, progress: Progress) -> None:
+        """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
+        config = self.trainer.config
+        if self.generator is None:
+            self.generator = Generator(config, params, self.tokenizer)
+        self.generator.set_params(params)
+        values, _ = evaluate(self.generator, self.examples, batch_size=config.decode.batch_size)
+        loss = self._loss(params)
+        prints = fingerprints(params)
+        self.directory.log_metrics({"event": "evaluation", "step": step, "dev_loss": loss, **values,
+                                    "params_fp": digest(prints)})
+        progress.line(f"step {step}: dev loss {loss:.4f}, exact-match F1 {values['em_f1']:.2f}, "
+                      f"{values['steps']:.1f} steps")
+        score = (values["em_f1"], -loss)
+        if score > self.best:
+            self.best = score
+            self.store.save(step, {"params": params}, config=config, metadata={"score": list(score)})
+
+    def _loss(self, params: Any) -> float:
+        batches: Iterator = fixed_batches(self.encoded, self.trainer.config.train.batch_size)
+        sums = [self.trainer.loss(params, sharding.put_batch(b.arrays, self.trainer.mesh)) for b in batches]
+        totals, counts = np.asarray(jax.device_get(sums), np.float64).T
+        return float(totals.sum() / max(counts.sum(), 1))

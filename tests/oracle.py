@@ -1,0 +1,399 @@
+"""The reference that the decoder is compared with: T5 and Algorithm 1 from their definitions, clear and slow.
+
+NumPy in float64 and plain lists; nothing of the package, no padding, no batches, no cache. Rows are 0-based
+here; time 0 is the bos of the first row. `config` is anything with the attributes of a T5Config.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Params = dict[str, Any]
+NextTokens = Callable[[list[list[int]]], list[int]]
+
+
+def random_params(
+    config: Any, rng: np.random.Generator, *,
+    scale: float = 1.0, bias_scale: float = 4.0, eos_scale: float = 1.5,
+) -> Params:
+    """Parameters of a tiny T5 whose greedy generations vary: nested dict of float32 arrays.
+
+    Trained weights are not imitated. A T5 with the usual initialisation repeats one token for ever: a head
+    that resembles the embedding prefers the token just read, and a history of equal tokens looks the same
+    from everywhere. So here the decoder's last norm has a negative scale, which makes every token speak
+    against its own repetition, and self-attention is loud and led by distances more than by contents.
+
+    Args:
+      config: the architecture.
+      rng: the only source of randomness.
+      scale: multiplies the standard deviation of every kernel in the blocks; with less, little but the last
+        token decides.
+      bias_scale: standard deviation of the relative position biases, encoder's and decoder's.
+      eos_scale: multiplies the head's vector of eos (its embedding, if tied); a long one wins the argmax more
+        often.
+    """
+    width, inner = config.d_model, config.num_heads * config.d_kv
+
+    def normal(*shape: int, std: float) -> np.ndarray:
+        return (rng.standard_normal(shape) * std).astype(np.float32)
+
+    def kernel(n_in: int, n_out: int, gain: float = 1.0) -> Params:
+        return {"kernel": normal(n_in, n_out, std=scale * gain * n_in**-0.5)}
+
+    def norm(sign: float = 1.0) -> Params:
+        return {"scale": (sign + 0.2 * rng.standard_normal(width)).astype(np.float32)}
+
+    def attention(gain: float) -> Params:
+        return {
+            "norm": norm(),
+            "query": kernel(width, inner, 0.7),
+            "key": kernel(width, inner, 0.7),
+            "value": kernel(width, inner),
+            "output": kernel(inner, width, gain),
+        }
+
+    def feed_forward() -> Params:
+        names = ["wi"] if config.feed_forward == "relu" else ["wi_0", "wi_1"]
+        inputs = {name: kernel(width, config.d_ff) for name in names}
+        return {"norm": norm(), **inputs, "wo": kernel(config.d_ff, width)}
+
+    def relative_bias() -> Params:
+        return {"embedding": normal(config.relative_attention_num_buckets, config.num_heads, std=bias_scale)}
+
+    embedding = normal(config.vocab_size, width, std=1.5)
+    encoder: Params = {"relative_bias": relative_bias(), "norm": norm()}
+    for layer in range(config.num_layers):
+        encoder[f"layers_{layer}"] = {"attention": attention(gain=3.0), "feed_forward": feed_forward()}
+    decoder: Params = {"relative_bias": relative_bias(), "norm": norm(sign=-1.0)}
+    for layer in range(config.num_decoder_layers):
+        decoder[f"layers_{layer}"] = {
+            "self_attention": attention(gain=3.0),
+            "cross_attention": attention(gain=1.0),
+            "feed_forward": feed_forward(),
+        }
+    params: Params = {"shared": {"embedding": embedding}, "encoder": encoder, "decoder": decoder}
+    if config.tied_head:
+        embedding[config.eos_token_id] *= eos_scale
+    else:
+        head = embedding.T + normal(width, config.vocab_size, std=1.0)
+        head[:, config.eos_token_id] *= eos_scale
+        params["lm_head"] = {"kernel": head}
+    return params
+
+
+def linear(x: np.ndarray, layer: Params) -> np.ndarray:
+    """x [N, in] @ kernel [in, out]: computed in float64, since x is float64."""
+    result: np.ndarray = x @ layer["kernel"]
+    return result
+
+
+def distance_bucket(distance: int, buckets: int, max_distance: int) -> int:
+    """T5's bucket of a distance >= 0: one each for the small ones, then logarithmic up to `max_distance`.
+
+    With e exact buckets of n, the bucket is e + floor((n - e) * log(d / e) / log(max_distance / e)). Whole
+    numbers are compared instead, so that no rounding decides at the edges: the floor is at least j where
+    (d / e)^(n - e) >= (max_distance / e)^j.
+    """
+    exact = buckets // 2
+    if distance < exact:
+        return distance
+    extra, j = buckets - exact, 0
+    while j + 1 < extra and distance**extra * exact ** (j + 1) >= max_distance ** (j + 1) * exact**extra:
+        j += 1
+    return exact + j
+
+
+def encoder_bucket(query: int, key: int, buckets: int, max_distance: int) -> int:
+    """T5's bidirectional bucket: the upper half of the buckets is for keys to the right of the query."""
+    half = buckets // 2
+    return distance_bucket(abs(key - query), half, max_distance) + (half if key > query else 0)
+
+
+def rms_norm(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
+    """x / root mean square, times the scale. [N, D] -> [N, D]."""
+    mean_square = np.mean(x**2, axis=-1, keepdims=True)
+    result: np.ndarray = x / np.sqrt(mean_square + config.layer_norm_epsilon) * params["scale"]
+    return result
+
+
+def attend(
+    x: np.ndarray, memory: np.ndarray, params: Params, config: Any, *, bias: np.ndarray, mask: np.ndarray
+) -> np.ndarray:
+    """Attention of x [N, D] over memory [M, D]; bias is [H, N, M], mask [N, M] with True where x may look."""
+
+    def heads(values: np.ndarray) -> np.ndarray:
+        return values.reshape(-1, config.num_heads, config.d_kv).transpose(1, 0, 2)
+
+    query = heads(linear(x, params["query"]))
+    key = heads(linear(memory, params["key"]))
+    value = heads(linear(memory, params["value"]))
+    scores = np.where(mask, query @ key.transpose(0, 2, 1) + bias, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    merged = (weights @ value).transpose(1, 0, 2).reshape(len(x), config.num_heads * config.d_kv)
+    return linear(merged, params["output"])
+
+
+def feed_forward(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
+    """T5's feed-forward layer of the normalised x. [N, D] -> [N, D]."""
+    if config.feed_forward == "relu":
+        return linear(np.maximum(linear(x, params["wi"]), 0.0), params["wo"])
+    gate = linear(x, params["wi_0"])
+    if config.feed_forward == "gated-gelu":
+        gate = 0.5 * gate * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (gate + 0.044715 * gate**3)))
+    elif config.feed_forward == "gated-silu":
+        gate = gate / (1.0 + np.exp(-gate))
+    else:
+        raise ValueError(f"unknown feed_forward {config.feed_forward!r}")
+    return linear(gate * linear(x, params["wi_1"]), params["wo"])
+
+
+def encode(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
+    """The encoder's output [L, D] for the L source ids."""
+    buckets, max_distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    positions = range(len(ids))
+    bucket = np.array([[encoder_bucket(q, k, buckets, max_distance) for k in positions] for q in positions])
+    bias = params["encoder"]["relative_bias"]["embedding"][bucket].transpose(2, 0, 1)
+    everything = np.ones((len(ids), len(ids)), bool)
+
+    x = params["shared"]["embedding"][list(ids)].astype(np.float64)
+    for i in range(config.num_layers):
+        layer = params["encoder"][f"layers_{i}"]
+        h = rms_norm(x, layer["attention"]["norm"], config)
+        x = x + attend(h, h, layer["attention"], config, bias=bias, mask=everything)
+        h = rms_norm(x, layer["feed_forward"]["norm"], config)
+        x = x + feed_forward(h, layer["feed_forward"], config)
+    return rms_norm(x, params["encoder"]["norm"], config)
+
+
+def decoder_logits(
+    params: Params, config: Any, encoded: np.ndarray, tokens: Sequence[int],
+    visible: Sequence[Sequence[bool]], distance: Sequence[Sequence[int]],
+) -> np.ndarray:
+    """The decoder's logits [N, V] for a flat list of N tokens.
+
+    Args:
+      encoded: the encoder's output [L, D], all of it real.
+      tokens: N ids.
+      visible: N x N, `visible[q][k]` says whether token q may look at token k.
+      distance: N x N, `distance[q][k]` >= 0; taken as a distance to the left, whatever it came from. Entries
+        that are not visible do not matter.
+    """
+    buckets, max_distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    farthest = max(max(row) for row in distance)
+    bucket_of = np.array([distance_bucket(d, buckets, max_distance) for d in range(farthest + 1)])
+    bucket = bucket_of[np.array(distance)]
+    bias = params["decoder"]["relative_bias"]["embedding"][bucket].transpose(2, 0, 1)
+    mask = np.array(visible, bool)
+    everything = np.ones((len(tokens), len(encoded)), bool)
+    no_bias = np.zeros((config.num_heads, len(tokens), len(encoded)))
+
+    x = params["shared"]["embedding"][list(tokens)].astype(np.float64)
+    for i in range(config.num_decoder_layers):
+        layer = params["decoder"][f"layers_{i}"]
+        h = rms_norm(x, layer["self_attention"]["norm"], config)
+        x = x + attend(h, h, layer["self_attention"], config, bias=bias, mask=mask)
+        h = rms_norm(x, layer["cross_attention"]["norm"], config)
+        x = x + attend(h, encoded, layer["cross_attention"], config, bias=no_bias, mask=everything)
+        h = rms_norm(x, layer["feed_forward"]["norm"], config)
+        x = x + feed_forward(h, layer["feed_forward"], config)
+    x = rms_norm(x, params["decoder"]["norm"], config)
+    if config.scale_head:
+        x = x * config.d_model**-0.5
+    return linear(x, {"kernel": params["shared"]["embedding"].T} if config.tied_head else params["lm_head"])
+
+
+def coordinates(rows: Sequence[Sequence[int]], delay: int) -> list[tuple[int, int]]:
+    """(row, time) of every token, row after row. Token j of row i is at (i, i * delay + j), bos at j = 0."""
+    return [(i, i * delay + j) for i, row in enumerate(rows) for j in range(len(row))]
+
+
+def visibility(cells: Sequence[tuple[int, int]]) -> list[list[bool]]:
+    """`[q][k]`: a token sees the rows up to its own and the times up to its own (paper, G_{<=i}^{<=t})."""
+    return [[k_row <= q_row and k_time <= q_time for k_row, k_time in cells] for q_row, q_time in cells]
+
+
+def distances(cells: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """`[q][k]`: the Manhattan distance."""
+    return [[abs(q_row - k_row) + abs(q_time - k_time) for k_row, k_time in cells] for q_row, q_time in cells]
+
+
+def grid_logits(
+    params: Params, config: Any, encoded: np.ndarray, rows: Sequence[Sequence[int]], delay: int
+) -> list[np.ndarray]:
+    """The logits after every token of every row: one [length of the row, V] for each row."""
+    cells = coordinates(rows, delay)
+    tokens = [token for row in rows for token in row]
+    flat = decoder_logits(params, config, encoded, tokens, visibility(cells), distances(cells))
+    split: list[np.ndarray] = []
+    for row in rows:
+        split.append(flat[: len(row)])
+        flat = flat[len(row) :]
+    return split
+
+
+def teacher_forced_loss(
+    params: Params, config: Any, source_ids: Sequence[int], rows: Sequence[Sequence[int]], delay: int, *,
+    empty_row: bool = True,
+) -> float:
+    """Mean over its sum(m_i + 1) + 1 targets of the loss of one example (paper, equation 6).
+
+    Args:
+      rows: the target rows without bos and eos.
+      empty_row: whether the empty row is appended, as it is unless the target was cut.
+    """
+    bos, eos = config.decoder_start_token_id, config.eos_token_id
+    layout = [[bos, *row, eos] for row in rows]
+    if empty_row:
+        layout.append([bos, eos])
+    encoded = encode(params, config, source_ids)
+    losses = []
+    for row, logits in zip(layout, grid_logits(params, config, encoded, layout, delay), strict=True):
+        for j in range(len(row) - 1):
+            shifted = logits[j] - logits[j].max()
+            losses.append(np.log(np.exp(shifted).sum()) - shifted[row[j + 1]])
+    return float(np.mean(losses))
+
+
+@dataclasses.dataclass(frozen=True)
+class GridResult:
+    """What Algorithm 1 returns, and how it came to stop."""
+
+    rows: list[list[int]]  # without bos and eos, empty ones dropped
+    all_rows: list[list[int]]  # with both, as they were when the algorithm stopped
+    steps: int  # time-steps, also those in which no row was open
+    calls: int  # time-steps in which a row was open, so that the decoder was needed
+    truncated: str | None  # None, "time_max" or "sub_max"
+
+
+@dataclasses.dataclass(frozen=True)
+class SequentialResult:
+    """What ordinary greedy decoding returns."""
+
+    tokens: list[int]  # without bos and eos
+    steps: int  # tokens generated, eos included
+    truncated: str | None  # None or "max_length"
+
+
+def algorithm1(
+    next_tokens: NextTokens, *, delay: int, time_max: int, sub_max: int, stop: str, bos: int = 0, eos: int = 1
+) -> GridResult:
+    """Algorithm 1 of the paper.
+
+    Args:
+      next_tokens: from the rows so far (bos, tokens and, if the row ended, eos) to the next token of each;
+        that of an ended row is ignored.
+      delay: time-steps between the starts of two rows.
+      time_max: time-steps at the most.
+      sub_max: rows at the most.
+      stop: "literal" is the paper's rule: stop as soon as all rows have ended. "empty_row": after an empty
+        row none starts, and decoding stops when none can start and all have ended. Only an empty row or
+        `sub_max` ends the starting of rows: a start beyond `time_max` does not, so time then runs out.
+    """
+    if stop not in ("literal", "empty_row"):
+        raise ValueError(f"stop: found {stop!r}; expected 'literal' or 'empty_row'")
+
+    def ended(row: list[int]) -> bool:
+        return row[-1] == eos
+
+    rows: list[list[int]] = []
+    empty_row_seen = False
+    steps = calls = 0
+    for t in range(1, time_max + 1):
+        steps = t
+        may_start = len(rows) < sub_max and not (stop == "empty_row" and empty_row_seen)
+        if (t - 1) % delay == 0 and may_start:
+            rows.append([bos])
+        if not all(ended(row) for row in rows):
+            calls += 1
+            # Every row's token comes from the rows as they were before this step.
+            generated = next_tokens([list(row) for row in rows])
+            for row, token in zip(rows, generated, strict=True):
+                if not ended(row):
+                    row.append(token)
+        empty_row_seen = [bos, eos] in rows
+        no_more_rows = stop == "literal" or empty_row_seen or len(rows) == sub_max
+        if no_more_rows and all(ended(row) for row in rows):
+            break
+
+    truncated: str | None
+    if not all(ended(row) for row in rows):
+        truncated = "time_max"
+    elif empty_row_seen:
+        truncated = None
+    elif len(rows) == sub_max:
+        truncated = "sub_max"
+    else:
+        truncated = "time_max" if stop == "empty_row" else None
+    # Only the first bos and the last eos are markers; a model may generate the id of bos, which stays.
+    contents = [row[1:-1] if ended(row) else row[1:] for row in rows]
+    return GridResult([row for row in contents if row], rows, steps, calls, truncated)
+
+
+def scripted_next_tokens(targets: Sequence[Sequence[int]], *, eos: int = 1) -> NextTokens:
+    """For `algorithm1`: a model that says these rows, and eos after each of them and in all further rows."""
+
+    def says(i: int, position: int) -> int:
+        return targets[i][position] if i < len(targets) and position < len(targets[i]) else eos
+
+    return lambda rows: [says(i, len(row) - 1) for i, row in enumerate(rows)]
+
+
+def grid_next_tokens(
+    params: Params, config: Any, encoded: np.ndarray, delay: int, *, margins: list[float] | None = None
+) -> NextTokens:
+    """For `algorithm1`: the greedy choice of the T5, computed anew from all tokens at every step.
+
+    Args:
+      margins: gets, for each choice of an open row, the best logit less the second. A small one marks a
+        choice that another precision may make otherwise.
+    """
+
+    def next_tokens(rows: list[list[int]]) -> list[int]:
+        chosen = []
+        for row, logits in zip(rows, grid_logits(params, config, encoded, rows, delay), strict=True):
+            chosen.append(int(np.argmax(logits[-1])))
+            if margins is not None and row[-1] != config.eos_token_id:
+                margins.append(margin(logits[-1]))
+        return chosen
+
+    return next_tokens
+
+
+def sequential(
+    params: Params, config: Any, encoded: np.ndarray, max_length: int, *, margins: list[float] | None = None
+) -> SequentialResult:
+    """Ordinary greedy decoding with causal visibility and the distance |q - k|; at most `max_length` tokens.
+
+    Args:
+      margins: as in `grid_next_tokens`.
+    """
+    tokens = [config.decoder_start_token_id]
+    while len(tokens) - 1 < max_length:
+        positions = range(len(tokens))
+        visible = [[k <= q for k in positions] for q in positions]
+        distance = [[abs(q - k) for k in positions] for q in positions]
+        logits = decoder_logits(params, config, encoded, tokens, visible, distance)[-1]
+        if margins is not None:
+            margins.append(margin(logits))
+        tokens.append(int(np.argmax(logits)))
+        if tokens[-1] == config.eos_token_id:
+            return SequentialResult(tokens[1:-1], len(tokens) - 1, None)
+    return SequentialResult(tokens[1:], len(tokens) - 1, "max_length")
+
+
+def margin(logits: np.ndarray) -> float:
+    """The best logit less the second."""
+    second, best = np.sort(logits)[-2:]
+    return float(best - second)
+
+
+def pipelined_steps(lengths: Sequence[int], delay: int, sub_max: int, time_max: int) -> int:
+    """Time-steps of the default stop for rows of these lengths (tokens without bos and eos, none empty)."""
+    rows = lengths[:sub_max]
+    steps = [i * delay + length + 1 for i, length in enumerate(rows)]
+    if len(rows) < sub_max:
+        steps.append(len(rows) * delay + 1)  # the empty row
+    return min(max(steps), time_max)
