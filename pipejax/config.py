@@ -84,6 +84,7 @@ class TrainConfig:
     objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
     steps: int = setting(1000, least=0)
     batch_size: int = setting(24, least=1)
+    length_group: int = setting(8, least=1)  # batches drawn together and parted by length, against padding; 1: none
     learning_rate: float = setting(1e-4, above=0.0)
     schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; "linear" falls to 0 at `steps`
     warmup_steps: int = setting(100, least=0)

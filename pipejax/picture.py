@@ -7,9 +7,7 @@ i * delay + j, where i counts from 0 and j from 1.
 """
 
 import dataclasses
-import html as markup
 import json
-import re
 import string
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 from pipejax.cli import Parser, run
 from pipejax.errors import UserError
-from pipejax.picture_page import PAGE
+from pipejax.picture_page import PAGE, escape, mark
 
 PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # first, middle and last time-step
 INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
@@ -50,7 +48,7 @@ class Grid:
     steps: int
     truncated: str | None
     cells: tuple[Cell, ...]  # with the empty last row, if there was one
-    sequential: tuple[int, ...]  # of each step of a sequential decoder: its token's time here, 0: separator, eos
+    sequential: tuple[int, ...]  # for each sequential step: its token's time here; 0: separator or eos
 
     @property
     def height(self) -> int:
@@ -60,7 +58,7 @@ class Grid:
 
 def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = None,
          steps: int | None = None) -> Grid:
-    """Places tokens, bos, eos and the empty last row (paper sections 3.2 and 3.4).
+    """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3).
 
     Args:
       rows: token texts of each row, without bos and eos.
@@ -132,11 +130,11 @@ def html(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = N
     texts = [" ".join(row) for row in rows] if texts is None else texts
     ends = {cell.row: cell.time for cell in grid.cells if cell.kind == "eos"}
     finished = [ends.get(i, grid.steps) for i in range(len(rows))]
-    items = [f'<li data-done="{end}" title="{_escape(text)}">{_escape(text)}</li>'
+    items = [f'<li data-done="{end}" title="{escape(text)}">{escape(text)}</li>'
              for text, end in zip(texts, finished, strict=True)]
-    marked = _mark(source, texts if highlight else [], finished)
+    marked = mark(source, texts if highlight else [], finished)
     return string.Template(PAGE).substitute(
-        title=_escape(title), facts=_escape(_facts(grid)), font=FONT, steps=grid.steps, items="".join(items),
+        title=escape(title), facts=escape(_facts(grid)), font=FONT, steps=grid.steps, items="".join(items),
         source=f'<section><h2>Source</h2><p class="source">{marked}</p></section>' if source else "",
         drawing=_draw(grid, until=None, page=True), pitch=_pitch(grid), top=_top(page=True))
 
@@ -147,31 +145,33 @@ def _draw(grid: Grid, *, until: int | None, page: bool) -> str:
     size = 10.5 if ROOM / columns < 60 else 12.0  # of a token's text
     longest = max((_width(cell.text) for cell in grid.cells if cell.kind == "token"), default=0.0)
     column = round(min(max(longest * size + 20, NARROWEST), WIDEST, max(ROOM / columns, NARROWEST)))
-    width = max(LEFT + columns * column + RIGHT, LEFT + round(_width(caption) * 14) + RIGHT)
+    width = LEFT + max(columns * column, 240 if page else round(_width(caption) * 17)) + RIGHT
     bottom = top + grid.height * pitch
     height = bottom + 62
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
-             f'viewBox="0 0 {width} {height}" aria-labelledby="picture-title picture-text" font-family="{FONT}">',
-             f'<title id="picture-title">{_escape(caption)}</title>',
-             f'<desc id="picture-text">{_escape(_describe(grid))}</desc>']
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+             f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="picture-title picture-text" '
+             f'font-family="{FONT}">',
+             f'<title id="picture-title">{escape(caption)}</title>',
+             f'<desc id="picture-text">{escape(_describe(grid))}</desc>']
     if not page:
         parts.append(_text(LEFT, 20, caption, size=13, anchor="start", weight=600))
     if page or until is not None:  # the current time-step; the page moves it
-        parts.append(f'<rect class="now" data-left="{LEFT}" data-column="{column}" x="{LEFT + last * column}" '
-                     f'y="{top - 20}" width="{column}" height="{bottom - top + 22}" rx="6" fill="{QUIET}" '
-                     'fill-opacity=".14"/>')
+        parts.append(f'<rect class="now" data-left="{LEFT}" data-column="{column}" '
+                     f'x="{LEFT + last * column}" y="{top - 20}" width="{column}" '
+                     f'height="{bottom - top + 22}" rx="6" fill="{QUIET}" fill-opacity=".14"/>')
     parts.append(_text(LEFT - 12, top - 6, "time-step", anchor="end"))
     parts += [_text(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, columns)]
     for i in range(grid.height):
         middle, start = top + (i + 0.5) * pitch, LEFT + i * grid.delay * column
         name = f"row {i + 1}" if i < len(grid.rows) else "empty row"
         parts.append(_text(LEFT - 12, middle + 4, name, anchor="end"))
-        parts.append(f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
-                     'stroke-dasharray="1 5" stroke-linecap="round"/>' if i else "")
+        if 0 < i * grid.delay <= last:
+            parts.append(f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
+                         'stroke-dasharray="1 5" stroke-linecap="round"/>')
     parts += [_cell(cell, grid, column=column, pitch=pitch, top=top, size=size)
               for cell in grid.cells if cell.time <= last]
     parts += _strips(grid, last, top=bottom + 22, room=min(width - LEFT - RIGHT - 60, STRIP_ROOM))
-    return "\n".join(filter(None, [*parts, "</svg>"])) + "\n"
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: float) -> str:
@@ -180,13 +180,15 @@ def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: fl
     if cell.kind == "token":
         tip = f"row {cell.row + 1}, time-step {cell.time}: {cell.text}"
         box = f'fill="{_colour(cell.time, grid.steps)}"'
-        label = _text(centre, middle + size * 0.35, _shorten(cell.text, (width - 6) / size), size=size, ink=INK)
+        shown = _shorten(cell.text, (width - 6) / size)
+        label = _text(centre, middle + size * 0.35, shown, size=size, ink=INK)
     else:
-        tip = f"row {cell.row + 1} {'starts' if cell.kind == 'bos' else 'ends'} at time {cell.time}: {cell.kind}"
-        box = (f'fill="none" stroke="{QUIET}" stroke-opacity=".7" stroke-dasharray="3 3"' if cell.kind == "bos"
-               else f'fill="none" stroke="{_colour(cell.time, grid.steps)}" stroke-width="1.5"')
+        tip = f"row {cell.row + 1}, time-step {cell.time}: {cell.kind}"
+        line = (f'stroke="{QUIET}" stroke-opacity=".7" stroke-dasharray="3 3"' if cell.kind == "bos"
+                else f'stroke="{_colour(cell.time, grid.steps)}" stroke-width="1.5"')
+        box = f'fill="none" {line}'
         label = _text(centre, middle + 3.5, cell.text, size=10)
-    return (f'<g data-time="{cell.time}"><title>{_escape(tip)}</title><rect x="{x}" y="{y}" width="{width}" '
+    return (f'<g data-time="{cell.time}"><title>{escape(tip)}</title><rect x="{x}" y="{y}" width="{width}" '
             f'height="{height}" rx="5" {box}/>{label}</g>')
 
 
@@ -212,10 +214,12 @@ def _facts(grid: Grid) -> str:
 
 
 def _describe(grid: Grid) -> str:
-    rows = [f"Row {i + 1} starts at time {i * grid.delay}: {' '.join(row)}." for i, row in enumerate(grid.rows)]
+    rows = [f"Row {i + 1} starts at time {i * grid.delay}: {' '.join(row)}."
+            for i, row in enumerate(grid.rows)]
     end = "An empty row ends it." if grid.height > len(grid.rows) else "No empty row ends it."
-    return " ".join([*rows, end, f"A sequential decoder takes {_count(len(grid.sequential), 'step')} for the same "
-                                 "text, one token a step; grey steps are separators and the eos."])
+    other = (f"A sequential decoder takes {_count(len(grid.sequential), 'step')} for the same text, "
+             "one token a step; grey steps are separators and the eos.")
+    return " ".join([*rows, end, other])
 
 
 def _count(number: int, noun: str) -> str:
@@ -243,14 +247,14 @@ def _text(x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, 
           weight: int = 400) -> str:
     extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
     return (f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'
-            f"{_escape(text)}</text>")
+            f"{escape(text)}</text>")
 
 
 def _width(text: str) -> float:
-    """A text's width in units of its font size, roughly: a character is narrow, wide, a capital or none of these."""
+    """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
     return sum(0.0 if unicodedata.combining(c) else 1.0 if unicodedata.east_asian_width(c) in "WF"
-               else 0.32 if c in "iljtfrI.,:;'|!()[] " else 0.88 if c in "mwMW@%—" else 0.68 if c.isupper()
-               else 0.58 for c in text)
+               else 0.34 if c in "iljtfrI.,:;'|!()[] " else 0.95 if c in "mwMW@%—" else 0.7 if c.isupper()
+               else 0.62 for c in text)
 
 
 def _shorten(text: str, room: float) -> str:
@@ -259,42 +263,6 @@ def _shorten(text: str, room: float) -> str:
     while text and _width(text) + 0.7 > room:
         text = text[:-1]
     return text.rstrip() + "…"
-
-
-def _escape(text: str) -> str:
-    """Text for XML and HTML; control characters, which XML forbids, become their pictures."""
-    return markup.escape("".join(map(_visible, text)))
-
-
-def _visible(char: str) -> str:
-    code = ord(char)
-    if code < 32:
-        return chr(0x2400 + code)
-    return "\ufffd" if 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF) else char
-
-
-def _mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:
-    """The source with the rows found in it marked; looked for in order, each behind the last where possible."""
-    found: list[tuple[int, int, int]] = []  # start, end, row
-    position = 0
-    for row, text in enumerate(texts):
-        pattern = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
-        for match in (pattern.search(source, position), *pattern.finditer(source)) if text else ():
-            if match and all(match.end() <= start or end <= match.start() for start, end, _ in found):
-                found.append((match.start(), match.end(), row))
-                position = match.end()
-                break
-    parts, position = [], 0
-    for start, end, row in sorted(found):
-        words = _lines(source[start:end])
-        parts.append(_lines(source[position:start]))
-        parts.append(f'<mark data-done="{finished[row]}">{words}<sup>{row + 1}</sup></mark>')
-        position = end
-    return "".join([*parts, _lines(source[position:])])
-
-
-def _lines(text: str) -> str:
-    return "\n".join(map(_escape, text.split("\n")))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -351,23 +319,25 @@ def _find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
 
 def _tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[str]]:
     """Token texts and whole text of each row: from `row_tokens`, or the row's words, or numbered pieces."""
-    ids, texts, tokens = record.get("row_ids"), record.get("rows"), record.get("row_tokens")
+    ids: Any = record.get("row_ids")
+    texts: Any = record.get("rows")
+    tokens: Any = record.get("row_tokens")
     if not _is_table(ids):
         raise UserError(f"{place}: row_ids: found no list of lists; expected a record of decode.py")
     if texts is None:  # decoded without a tokenizer
-        tokens = tokens or ids
+        tokens = ids if tokens is None else tokens
         texts = [" ".join(map(str, row)) for row in ids]
     if not isinstance(texts, list) or len(texts) != len(ids):
-        raise UserError(f"{place}: rows: found no text for each of the {len(ids)} rows of row_ids; expected a "
-                        "record of the pipelined strategy")
-    texts = list(map(str, texts))
-    if tokens is not None:
-        if not _is_table(tokens) or list(map(len, tokens)) != list(map(len, ids)):
-            raise UserError(f"{place}: row_tokens: found another shape than that of row_ids; expected one token an id")
-        return [list(map(str, row)) for row in tokens], texts
-    words = [text.split() for text in texts]
-    return [row if len(row) == len(numbers) else [f"piece {j + 1}" for j in range(len(numbers))]
-            for row, numbers in zip(words, ids, strict=True)], texts
+        raise UserError(f"{place}: rows: found no text for each of the {len(ids)} rows of row_ids; "
+                        "expected a record of the pipelined strategy")
+    texts = [str(text) for text in texts]
+    if tokens is None:
+        words = [text.split() for text in texts]
+        tokens = [row if len(row) == len(numbers) else [f"piece {j + 1}" for j in range(len(numbers))]
+                  for row, numbers in zip(words, ids, strict=True)]
+    elif not _is_table(tokens) or list(map(len, tokens)) != list(map(len, ids)):
+        raise UserError(f"{place}: row_tokens: found another shape than row_ids; expected a token an id")
+    return [[str(token) for token in row] for row in tokens], texts
 
 
 def _is_table(value: Any) -> bool:
@@ -377,15 +347,15 @@ def _is_table(value: Any) -> bool:
 def _steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str) -> int:
     """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
     steps, truncated = record.get("steps"), record.get("truncated")
-    if truncated not in TRUNCATIONS:
-        raise UserError(f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, as in a "
-                        "record of the pipelined strategy")
+    if not (truncated is None or truncated in ("sub_max", "time_max")):
+        raise UserError(f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
+                        "as in a record of the pipelined strategy")
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise UserError(f"{place}: steps: found {steps!r}; expected a whole number")
-    least = max((i * delay + len(row) for i, row in enumerate(rows)), default=0)
+    ends = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1)
     needed = fill(rows, delay=delay, truncated=truncated).steps
-    # The literal stop may come before the empty row; a truncated decode may go on with no row open.
-    if steps < least or (steps > needed and truncated != "time_max"):
+    # A decode that ran out of time may have gone on with no row open; the literal stop may need no empty row.
+    if not (steps >= ends - 1 if truncated == "time_max" else steps in (needed, ends)):
         raise UserError(f"{place}: steps: found {steps}; expected {needed} for these rows at --delay {delay}")
     return steps
 

@@ -1,7 +1,11 @@
-"""The page around the picture of a grid: layout, light and dark colours, and the script that plays it.
+"""The page around a picture: how text gets into it, its layout and colours, the script that plays it.
 
-A `string.Template`. Elements with data-time or data-done are "off" before that time-step.
+PAGE is a `string.Template`. Elements with data-time or data-done are "off" before that time-step.
 """
+
+import html
+import re
+from collections.abc import Sequence
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -15,7 +19,9 @@ PAGE = """<!doctype html>
   --page: #ffffff; --ink: #1d2733; --quiet: #66727f; --line: #d9dee4; --mark: #f8dfd0; --accent: #4b5bb5;
 }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #14181d; --ink: #e4e8ec; --quiet: #93a0ad; --line: #3a434d; --mark: #6a4736; --accent: #a9a6ea; }
+  :root {
+    --page: #14181d; --ink: #e4e8ec; --quiet: #93a0ad; --line: #3a434d; --mark: #6a4736; --accent: #a9a6ea;
+  }
 }
 * { box-sizing: border-box; }
 body {
@@ -23,15 +29,15 @@ body {
   background: var(--page); color: var(--ink); font: 15px/1.5 $font;
 }
 h1 { margin: 0; font-size: 20px; font-weight: 600; overflow-wrap: anywhere; }
-h2 { margin: 0 0 4px; font-size: 12px; font-weight: 600; color: var(--quiet); }
+h2 { margin: 0; font-size: 12px; font-weight: 600; color: var(--quiet); }
 .facts { margin: 2px 0 0; color: var(--quiet); }
 section { margin-top: 22px; }
 .source { margin: 0; max-width: 92ch; max-height: 13.6em; overflow: auto; line-height: 1.75; }
-.source { white-space: pre-wrap; overflow-wrap: anywhere; }
-mark { position: relative; margin: 0 -3px; padding: 1px 3px; border-radius: 4px; }
+.source { padding: 5px 5px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+mark { position: relative; margin: 0 -2px; padding: 1px 2px; border-radius: 4px; }
 mark { background: var(--mark); color: inherit; transition: background .2s; }
 mark.off { background: none; }
-mark sup { position: absolute; top: -7px; right: -3px; font-size: 9px; line-height: 1; color: var(--quiet); }
+mark sup { position: absolute; top: -5px; right: -5px; font-size: 10px; line-height: 1; color: var(--quiet); }
 mark.off sup { visibility: hidden; }
 .controls { display: flex; align-items: center; gap: 14px; max-width: 640px; }
 .controls[hidden] { display: none; }
@@ -76,8 +82,8 @@ $drawing</div>
 </section>
 <script>
 "use strict";
-const [button, slider, output, now] =
-  ["button", "input", "output", ".now"].map((selector) => document.querySelector(selector));
+const [button, slider, output, board, now] =
+  ["button", "input", "output", ".grid", ".now"].map((selector) => document.querySelector(selector));
 const timed = [...document.querySelectorAll("[data-time], [data-done]")];
 const last = Number(slider.max);
 const pause = Math.max(180, Math.min(800, 9000 / Math.max(last, 1)));
@@ -88,7 +94,15 @@ function show(step) {
   for (const element of timed) {
     element.classList.toggle("off", Number(element.dataset.time ?? element.dataset.done) > step);
   }
-  now.setAttribute("x", Number(now.dataset.left) + step * Number(now.dataset.column));
+  now.setAttribute("x", place(step));
+}
+function place(step) {
+  return Number(now.dataset.left) + step * Number(now.dataset.column);
+}
+function follow() {  // keeps the current step in sight where the grid is wider than the page
+  const [left, right] = [board.scrollLeft, board.scrollLeft + board.clientWidth];
+  const step = Number(slider.value);
+  if (place(step) < left || place(step + 1) > right) board.scrollLeft = place(step) - board.clientWidth / 2;
 }
 function stop() {
   clearInterval(timer);
@@ -97,14 +111,16 @@ function stop() {
 }
 function play() {
   if (Number(slider.value) >= last) show(0);
+  follow();
   button.textContent = "Pause";
   timer = setInterval(() => {
     if (Number(slider.value) < last) show(Number(slider.value) + 1);
+    follow();
     if (Number(slider.value) >= last) stop();
   }, pause);
 }
 button.addEventListener("click", () => timer ? stop() : play());
-slider.addEventListener("input", () => { stop(); show(Number(slider.value)); });
+slider.addEventListener("input", () => { stop(); show(Number(slider.value)); follow(); });
 document.querySelector(".controls").hidden = false;
 // PAGE.html?step=N opens at that step.
 const asked = Math.round(Number(new URLSearchParams(location.search).get("step") ?? last));
@@ -113,3 +129,39 @@ show(Math.min(Math.max(asked || 0, 0), last));
 </body>
 </html>
 """
+
+
+def escape(text: str) -> str:
+    """Text for XML and HTML. Control characters, which XML forbids, become their pictures."""
+    return html.escape("".join(map(_visible, text)))
+
+
+def _visible(char: str) -> str:
+    code = ord(char)
+    if code < 32:
+        return chr(0x2400 + code)
+    return "\ufffd" if 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF) else char
+
+
+def mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:
+    """The source with the rows found in it marked: in order, each after the one before where possible."""
+    found: list[tuple[int, int, int]] = []  # start, end, row
+    position = 0
+    for row, text in enumerate(texts):
+        pattern = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
+        for match in (pattern.search(source, position), *pattern.finditer(source)) if text else ():
+            if match and all(match.end() <= start or end <= match.start() for start, end, _ in found):
+                found.append((match.start(), match.end(), row))
+                position = match.end()
+                break
+    parts, position = [], 0
+    for start, end, row in sorted(found):
+        words = _lines(source[start:end])
+        parts.append(_lines(source[position:start]))
+        parts.append(f'<mark data-done="{finished[row]}">{words}<sup>{row + 1}</sup></mark>')
+        position = end
+    return "".join([*parts, _lines(source[position:])])
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(escape, text.split("\n")))

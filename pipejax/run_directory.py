@@ -50,6 +50,7 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._lock.close()
             raise UserError(f"{self.path}: another trainer is at work here; expected a directory of one's own") from error
         return self
 

@@ -15,7 +15,7 @@ _HUB_TIMEOUT = 10.0  # seconds to find out whether the hub answers and knows a n
 
 
 class Tokenizer:
-    """A tokenizer that encodes without special tokens and decodes without them; safe to share between threads."""
+    """Encodes without adding special tokens and decodes without them; safe to share between threads."""
 
     size: int  # the largest id + 1
 
@@ -24,7 +24,7 @@ class Tokenizer:
         self._inner = inner
         self._backend = inner.backend_tokenizer if inner.is_fast else None
         if self._backend is not None:
-            # Set once here: transformers sets them again at each call, which is an error while another thread encodes.
+            # Set once, here: transformers sets them at each call, which fails while another thread encodes.
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = inner.split_special_tokens
@@ -49,14 +49,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text of any length; no special token is added. A lone surrogate counts as "?"."""
-        text = text.encode("utf-8", "replace").decode("utf-8")  # JSON can carry lone surrogates, tokenizers cannot
+        text = text.encode("utf-8", "replace").decode("utf-8")  # JSON can hold half a pair, tokenizers cannot
         if self._backend is not None:
             return self._backend.encode(text, add_special_tokens=False).ids
         with self._lock:
             return self._inner(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, stripped; special tokens, and ids that a model has beyond this vocabulary, are left out."""
+        """The text of ids, stripped; special tokens, and ids beyond the vocabulary, are left out."""
         known = [int(i) for i in ids if 0 <= i < self.size]
         with self._lock:
             text = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -111,8 +111,8 @@ def _read_hub(name: str) -> Any:
         huggingface_hub.model_info(name, timeout=_HUB_TIMEOUT)
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:
-        raise UserError(f"{name}: found no such directory, and no tokenizer of that name on the Hugging Face hub "
-                        f"({_summary(error)}); expected the directory of a tokenizer or a hub id") from error
+        raise UserError(f"{name}: found neither a directory nor a reachable hub id ({_summary(error)}); "
+                        f"expected a directory of tokenizer files or a hub id") from error
 
 
 def _is_hub_id(name: str) -> bool:
@@ -122,7 +122,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def import_transformers() -> types.ModuleType:
-    """Imports transformers late (seconds) and without its advice to install PyTorch, which is not needed here."""
+    """transformers, imported late (it takes seconds) and without its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 

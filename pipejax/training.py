@@ -22,7 +22,7 @@ from pipejax import checkpoint, grid, losses, sharding
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data import make_task
-from pipejax.data.core import Encoded, Example, encode, fixed_batches, training_batches
+from pipejax.data.core import Encoded, Example, TrainingBatches, encode, fixed_batches, prefetch
 from pipejax.errors import UserError
 from pipejax.evaluation import evaluate
 from pipejax.fingerprint import digest, fingerprints
@@ -90,7 +90,7 @@ def train_step(model: T5, optimizer: optax.GradientTransformation, state: TrainS
 
     (loss, count), gradient = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
-    metrics = {"loss": loss, "tokens": count, "grad_norm": optax.global_norm(gradient)}
+    metrics = {"loss": loss, "tokens": count, "grad_norm": optax.tree.norm(gradient)}
     return TrainState(optax.apply_updates(state.params, updates), optimizer_state), metrics
 
 
@@ -121,7 +121,7 @@ class Trainer:
     def _shardings(self) -> TrainState:
         params = sharding.param_shardings(self.abstract.params, self.mesh)
         replicated = sharding.replicated(self.mesh)
-        optimizer = optax.tree_utils.tree_map_params(self.optimizer, lambda _, own: own, self.abstract.optimizer, params,
+        optimizer = optax.tree.map_params(self.optimizer, lambda _, own: own, self.abstract.optimizer, params,
                                                      transform_non_params=lambda _: replicated)
         return TrainState(params, optimizer)
 
@@ -260,7 +260,7 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
     directory.cut_metrics(start.step)
     examiner = Examiner(trainer, dev, start.tokenizer, directory, log)
     assert config.model is not None
-    batches = training_batches(train, start.tokenizer, config, config.model, start=start.step)
+    batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model), start.step)
     log(f"{sum(x.size for x in jax.tree.leaves(state.params)) / 1e6:.1f} M parameters, computing in "
         f"{trainer.model.dtype} on {trainer.mesh.size} x {jax.devices()[0].device_kind}; {len(train)} training examples")
     progress = Progress("training", config.train.steps, unit="step", start=start.step)

@@ -42,12 +42,13 @@ def test_normalise(text: str, expected: str) -> None:
     (["ab"], ["ab", "the"], (50, 100, 200 / 3), (50, 100, 200 / 3)),
     # "abcd" and "bcx" share "bc": 2 of 3 characters, 2 of 4; F1 = 2 * 2/3 * 1/2 / (7/6) = 4/7
     (["abcd"], ["bcx"], (0, 0, 0), (200 / 3, 50, 400 / 7)),
-    # each side takes its best partner: P = (max(4/4, 1/4) + max(0, 1/2)) / 2, R = (max(4/4, 0) + max(1/2, 1/2)) / 2
+    # each takes its best partner: P = (max(4/4, 0) + max(0, 1/2)) / 2, R = (max(4/4, 0) + max(0, 1/2)) / 2
     (["abcd", "ez"], ["abcd", "ey"], (50, 50, 50), (75, 75, 75)),
     # one prediction may serve two golds: P = (2/4) / 1, R = (2/2 + 2/2) / 2
     (["ab", "cd"], ["abcd"], (0, 0, 0), (50, 100, 200 / 3)),
 ])
-def test_one_document(gold: list[str], predicted: list[str], em: tuple[float, ...], pm: tuple[float, ...]) -> None:
+def test_one_document(gold: list[str], predicted: list[str], em: tuple[float, ...],
+                      pm: tuple[float, ...]) -> None:
     result = score([gold], [predicted])
     assert set(result) == KEYS
     assert [result[f"em_{key}"] for key in ("precision", "recall", "f1")] == pytest.approx(em)
@@ -55,7 +56,7 @@ def test_one_document(gold: list[str], predicted: list[str], em: tuple[float, ..
 
 
 def test_micro_average() -> None:
-    # Document 1: 1 of 1 found, 1 of 3 golds. Document 2: nothing asked, one guess. Document 3: both empty, counted 1.
+    # Document 1: 1 right of 1 guess, 3 golds. Document 2: no gold, one guess. Document 3: both empty, right.
     result = score([["x", "y", "z"], [], []], [["x"], ["w"], []])
     assert result["em_precision"] == pytest.approx(100 * 2 / 3)  # 1 + 0 + 1 of 1 + 1 + 1
     assert result["em_recall"] == pytest.approx(100 * 2 / 5)  # 1 + 0 + 1 of 3 + 1 + 1
@@ -63,8 +64,8 @@ def test_micro_average() -> None:
 
 
 def test_autojunk_stays_on() -> None:
-    # In 200 characters or more, one that makes up over one per cent starts no match: here both. (What is left is a match
-    # of no characters at the two beginnings, which difflib lengthens: "xy" would be found, "yx" is not.)
+    # In 200 characters or more, one that makes up over one per cent starts no match: here neither does. There
+    # remains a match of nothing at the two beginnings, which difflib lengthens: "xy" is found, "yx" is not.
     guess = "xy" * 100
     assert score([["yx"]], [[guess]])["pm_recall"] == 0
     assert score([["xy"]], [[guess]])["pm_recall"] == 100
@@ -82,7 +83,8 @@ def test_agrees_with_a_second_implementation() -> None:
     words = ["a", "the", "an", "red", "apple", "apples", "d'or", "!", "x", "", "No-one", "seven of nine"]
 
     def spans() -> list[str]:
-        return [" ".join(rng.choices(words, k=rng.randint(0, 4))) for _ in range(rng.choice([0, 1, 1, 2, 3, 4]))]
+        count = rng.choice([0, 1, 1, 2, 3, 4])
+        return [" ".join(rng.choices(words, k=rng.randint(0, 4))) for _ in range(count)]
 
     for _ in range(300):
         documents = rng.randint(1, 4)
@@ -97,10 +99,12 @@ def naive_score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
         return " ".join(word for word in re.split(r"\s+", kept) if word and word not in ("a", "an", "the"))
 
     def common(left: str, right: str) -> int:
-        return max((k for i in range(len(left)) for k in range(len(left) - i + 1) if left[i:i + k] in right), default=0)
+        starts = range(len(left))
+        return max((k for i in starts for k in range(len(left) - i + 1) if left[i:i + k] in right), default=0)
 
     totals = dict.fromkeys(("gold", "predicted", "em", "p", "r"), 0.0)
-    for g, p in (({clean(s) for s in gs}, {clean(s) for s in ps}) for gs, ps in zip(gold, predicted, strict=True)):
+    for golds, guesses in zip(gold, predicted, strict=True):
+        g, p = {clean(s) for s in golds}, {clean(s) for s in guesses}
         totals["gold"] += len(g) or 1
         totals["predicted"] += len(p) or 1
         totals["em"] += len(g & p) if g or p else 1
@@ -111,7 +115,7 @@ def naive_score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
         elif g and not blank:
             totals["p"] += sum(max(common(a, b) for a in g) / max(len(b), 1) for b in p)
             totals["r"] += sum(max(common(a, b) for b in p) / max(len(a), 1) for a in g)
-    result = {}
+    result: dict[str, float] = {}
     for name, right, found in (("em", "em", "em"), ("pm", "p", "r")):
         precision, recall = 100 * totals[right] / totals["predicted"], 100 * totals[found] / totals["gold"]
         f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0

@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "config", "grid", "losses", "progress", "cli", "metrics", "metrics.*"),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint",
      "tensor_files"),
-    ("convert", "run_directory", "decoding", "decoding.*", "picture"),
+    ("convert", "run_directory", "decoding", "decoding.*", "picture", "picture_page"),
     ("generate",),
     ("evaluation", "records"),
     ("training",),

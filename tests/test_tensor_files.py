@@ -15,7 +15,7 @@ from pipejax.errors import UserError
 from pipejax.tensor_files import open_tensors, read_json
 
 INDEX = "model.safetensors.index.json"
-TENSORS: dict[str, Any] = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), 
+TENSORS: dict[str, Any] = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
                            "b.weight": np.ones(4, np.float16)}
 PLACES = {"a.weight": "1.safetensors", "b.weight": "2.safetensors"}
 
@@ -77,7 +77,8 @@ def test_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_flax(wrapped: bool, tmp_path: Path) -> None:
     kernel, table, scale = TENSORS["a.weight"], np.ones((3, 2), ml_dtypes.bfloat16), TENSORS["b.weight"]
-    tree = {"head": {"kernel": kernel}, "block": {"0": {"norm": {"weight": scale}}}, "shared": {"embedding": table}}
+    norm = {"norm": {"weight": scale}}
+    tree = {"head": {"kernel": kernel}, "shared": {"embedding": table}, "block": {"0": norm}}
     (tmp_path / "flax_model.msgpack").write_bytes(msgpack_serialize({"params": tree} if wrapped else tree))
     tensors = open_tensors(tmp_path)[1]
     assert {name: (x.shape, x.dtype) for name, x in tensors.items()} == {
@@ -88,7 +89,7 @@ def test_flax(wrapped: bool, tmp_path: Path) -> None:
 
 
 def test_safetensors_come_first(tmp_path: Path) -> None:
-    both(put("flax_model.msgpack", b""), put("pytorch_model.bin", b""), shards(PLACES), whole(a=[1.0]))(tmp_path)
+    both(put("flax_model.msgpack", b""), put("x.bin", b""), shards(PLACES), whole(a=[1.0]))(tmp_path)
     with pytest.raises(UserError, match="F64"):
         open_tensors(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -4,9 +4,10 @@ Shapes: B batch, L source length (a bucket), N target slots (a bucket).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -14,8 +15,6 @@ import numpy as np
 from pipejax import grid
 from pipejax.config import Config, T5Config
 from pipejax.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,16 +117,40 @@ def collate(examples: Sequence[Encoded]) -> Batch:
                  sum(e.target_was_cut for e in examples))
 
 
-def training_batches(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config, *,
-                     start: int) -> Iterator[Batch]:
-    """Endless shuffled batches from the `start`-th on; the same number gives the same batch on every machine.
+class TrainingBatches(Sequence[Batch]):
+    """An endless sequence of batches; number i is the same on every machine, so a run's data position is its step.
 
-    The order depends on the seed and the number of the batch alone, so the data position of a run is its step.
+    Examples are shuffled anew for each epoch. `train.length_group` batches are drawn together and parted by length, so
+    that little of a batch is padding; their order is shuffled again.
     """
-    dataset = (grain.MapDataset.source(examples).seed(config.train.seed).shuffle().repeat(None)
-               .map(lambda example: encode(example, tokenizer, config, model))
-               .batch(config.train.batch_size, drop_remainder=True, batch_fn=collate))
-    iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> None:
+        """Reads nothing yet."""
+        self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
+        self._encoded = (grain.MapDataset.source(examples).seed(self.seed).shuffle().repeat(None)
+                         .map(lambda example: encode(example, tokenizer, config, model)))
+        self._drawn = functools.lru_cache(maxsize=2)(self._draw)
+
+    def __len__(self) -> int:
+        return len(self._encoded) // self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        """The batch of that number."""
+        drawn, place = divmod(index, self.group)
+        return self._drawn(drawn)[place]
+
+    def _draw(self, number: int) -> list[Batch]:
+        count = self.group * self.size
+        drawn = [self._encoded[i] for i in range(number * count, (number + 1) * count)]
+        drawn.sort(key=lambda e: (len(e.target.inputs), len(e.source)))
+        order = np.random.default_rng([self.seed, number]).permutation(self.group)
+        return [collate(drawn[i * self.size:(i + 1) * self.size]) for i in order]
+
+
+def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
+    """Batches from the `start`-th on, made in a thread of its own a few ahead of their use."""
+    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(reading))
     iterator.set_state({"next_index": start})
     return iterator
 

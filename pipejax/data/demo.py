@@ -1,9 +1,9 @@
 """The embedded task: short delivery notes, made up from a seed, and the things they ask to deliver.
 
-A note is a shuffled run of clauses. The words after "deliver" are an answer; a thing that is only admired, kept or sold is
-not, so that the cue has to be read. A thing is 0-3 adjectives (size, age, colour) and a noun, and these words occur
-in things alone: where an answer ends can be read off the note. The answers of a note stand in its order, and no two are equal; words come
-back in other things all the time.
+A note is a shuffled run of clauses. The words after "deliver" are an answer. A thing that is only admired,
+kept or sold is none, so that the cue has to be read. A thing is 0-3 adjectives (size, age, colour) and a
+noun; these words occur in things alone, so that where an answer ends can be read off the note. The answers
+of a note stand in its order and are all different, but their words come back in other things all the time.
 """
 
 import functools
@@ -12,12 +12,14 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 
 from pipejax.data.core import Example
 from pipejax.tokenizer import Tokenizer, import_transformers
+
+T = TypeVar("T")
 
 SIZES = {"train": 20_000, "dev": 256, "test": 512}
 MAX_ROWS = 6  # answers of a note
@@ -26,25 +28,27 @@ MAX_SOURCE_WORDS = 47  # full stops included
 SEPARATOR = ";"
 
 _LEAST_WORDS = 40
-# Which kinds of adjective a thing goes without, so that it has 1, 2, 3 or 4 words equally often.
-_LEFT_OUT = ((0, 1, 2),) * 3 + ((0, 1), (0, 2), (1, 2)) + ((0,), (1,), (2,)) + ((),) * 3
 CUE = "deliver"
-ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
-NOUNS = ("apples", "pears", "bread", "cheese", "honey", "candles", "lamps", "roses", "books", "maps", "coins", "boxes",
-         "ropes", "tiles", "shoes", "bells")
+ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"),
+              ("red", "green", "blue", "white"))
+NOUNS = ("apples", "pears", "bread", "cheese", "honey", "candles", "lamps", "roses", "books", "maps", "coins",
+         "boxes", "ropes", "tiles", "shoes", "bells")
 PEOPLE = ("baker", "driver", "clerk", "captain", "gardener", "teacher")
 PLACES = ("river", "station", "market", "garden", "harbour", "bridge")
 VERBS = ("waited", "rested", "sang", "smiled", "slept", "walked")
 PREPOSITIONS = ("near", "behind", "past", "beside", "by")
 DISTRACTORS = ("admired", "kept", "sold")
-WORDS = (".", "the", CUE, *DISTRACTORS, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACES, *VERBS, *PREPOSITIONS)
+# The kinds of adjective that a thing has, so chosen that it has 1, 2, 3 or 4 words equally often.
+_KINDS: tuple[tuple[int, ...], ...] = ((), (), (), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), *[(0, 1, 2)] * 3)
+WORDS = (".", "the", CUE, *DISTRACTORS, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACES, *VERBS,
+         *PREPOSITIONS)
 
-# A note belongs to one split for ever, by its own words: no split can hold a note of another, whatever the seeds.
-_SHARES = {"train": range(2, 8), "dev": range(0, 1), "test": range(1, 2)}
+# A note belongs to one split for ever, by its own words: no split has a note of another, whatever the seeds.
+_SHARES = {"train": (2, 3, 4, 5, 6, 7), "dev": (0,), "test": (1,)}
 
 
 def examples(split: str, seed: int = 0) -> Sequence[Example]:
-    """The examples of a split, each made when it is first asked for, from the split, its index and the seed alone.
+    """The examples of a split, each made when first asked for, from the split, its index and the seed alone.
 
     Raises:
       ValueError: the split is not "train", "dev" or "test", or the seed is negative.
@@ -66,7 +70,9 @@ def build_tokenizer(directory: Path) -> None:
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=specials["unk_token"]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # As T5's: transformers appends eos where special tokens are asked for.
-    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])])
+    eos = specials["eos_token"]
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, vocabulary[eos])])
     tokenizer = import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=inner, clean_up_tokenization_spaces=False, **specials)
     tokenizer.save_pretrained(str(directory))
@@ -105,7 +111,7 @@ class _Split(Sequence[Example]):
         return _example(self._split, self._indices[index], self._seed)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _example(split: str, index: int, seed: int) -> Example:
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
@@ -142,13 +148,12 @@ def _note(chance: Iterator[float]) -> tuple[str, tuple[str, ...]]:
 
 
 def _thing(chance: Iterator[float]) -> str:
-    left_out = _pick(_LEFT_OUT, chance)
-    adjectives = [_pick(kind, chance) for i, kind in enumerate(ADJECTIVES) if i not in left_out]
+    adjectives = [_pick(ADJECTIVES[kind], chance) for kind in _pick(_KINDS, chance)]
     return " ".join([*adjectives, _pick(NOUNS, chance)])
 
 
-def _pick(words: Sequence[str], chance: Iterator[float]) -> str:
-    return words[int(next(chance) * len(words))]
+def _pick(choices: Sequence[T], chance: Iterator[float]) -> T:
+    return choices[int(next(chance) * len(choices))]
 
 
 def _chances(rng: np.random.Generator) -> Iterator[float]:

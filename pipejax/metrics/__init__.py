@@ -1,1 +1,1 @@
-"""Scores of generated rows against the rows of the data, one file a task family. Standard library where it suffices."""
+"""Scores of generated rows against the rows of the data, a file for each family of tasks."""

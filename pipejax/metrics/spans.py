@@ -1,4 +1,4 @@
-"""Exact-match and partial-match scores of sets of answer spans (MultiSpanQA; Li et al. 2022). Standard library only."""
+"""Exact and partial match of sets of answer spans (MultiSpanQA; Li et al. 2022). Standard library only."""
 
 import difflib
 import re
@@ -43,7 +43,7 @@ def normalise(text: str) -> str:
 
 
 def _distinct(spans: Iterable[str]) -> list[str]:
-    """The set of normalised spans, '' a member like any other; a list, so that sums do not depend on hashing."""
+    """The set of normalised spans, '' a member like any other; a list, lest sums vary with hashes."""
     return list(dict.fromkeys(normalise(span) for span in spans))
 
 
@@ -61,8 +61,8 @@ def _overlap(golds: list[str], guesses: list[str]) -> tuple[float, float]:
 def _longest_common_substring(gold: str, guess: str) -> int:
     """Its length in characters, as the published scores count it.
 
-    difflib's autojunk is on: in a prediction of 200 characters or more, frequent characters do not start a match, so
-    that the result can be shorter than the true one.
+    difflib's autojunk is on: in a prediction of 200 characters or more, frequent characters do not start a
+    match, so that the result can be less than the true length.
     """
     return difflib.SequenceMatcher(None, gold, guess).find_longest_match().size
 

@@ -1,0 +1,176 @@
+"""What conversion refuses: each in one line that names file and tensor or key, and nothing is written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file, save_file
+
+from pipejax import convert
+from pipejax.config import T5Config
+from pipejax.errors import UserError
+
+CONFIG = T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_heads=3, num_layers=2, num_decoder_layers=2,
+                  feed_forward="gated-gelu", tied_head=False, scale_head=False)
+SIZES = {"V": 50, "D": 16, "F": 24, "B": 32, "H": 3, "I": 12}
+DENSE = "encoder.block.1.layer.1.DenseReluDense"
+WO = f"{DENSE}.wo.weight"  # [16, 24]
+BIAS = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"  # as umT5 has it
+
+
+def random_params() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {path: [SIZES[axis] for axis in axes] for path, (_, axes) in convert.mapping(CONFIG).items()}
+    flat = {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+    return unflatten_dict(flat, sep="/")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A v1.1 directory, faultless."""
+    convert.write_hf(CONFIG, random_params(), tmp_path / "source", None)
+    return tmp_path / "source"
+
+
+def setting(**changes: Any) -> Callable[[Path], None]:
+    """Sets keys of config.json; `...` removes one."""
+    def change(directory: Path) -> None:
+        facts = json.loads((directory / "config.json").read_text()) | changes
+        facts = {key: value for key, value in facts.items() if value is not ...}
+        (directory / "config.json").write_text(json.dumps(facts))
+    return change
+
+
+def put(name: str, array: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors") | {name: np.asarray(array)}
+        save_file(tensors, directory / "model.safetensors")
+    return change
+
+
+def drop(start: str) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        kept = {name: array for name, array in tensors.items() if not name.startswith(start)}
+        save_file(kept, directory / "model.safetensors")
+    return change
+
+
+def content(name: str, data: bytes) -> Callable[[Path], Any]:
+    return lambda directory: (directory / name).write_bytes(data)
+
+
+def rename(name: str) -> Callable[[Path], Any]:
+    return lambda directory: (directory / "model.safetensors").rename(directory / name)
+
+
+def shards(**changes: str) -> Callable[[Path], None]:
+    """The tensors in one shard, and an index with changes."""
+    def change(directory: Path) -> None:
+        names = load_file(directory / "model.safetensors")
+        rename("shard.safetensors")(directory)
+        places = dict.fromkeys(names, "shard.safetensors") | changes
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return change
+
+
+def truncate(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def clear(directory: Path) -> None:
+    for file in directory.iterdir():
+        file.unlink()
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "missing tensor": (drop(WO), ("model.safetensors: ", f"{WO}: missing", "52", "51")),
+    "no embedding": (drop("shared"), ("model.safetensors: ", "shared.weight: missing")),
+    "extra tensor": (put("classifier.weight", ones(3)), ("model.safetensors: ", "classifier.weight: found")),
+    "bias in each block": (put(BIAS, ones(32, 3)), (f"{BIAS}: found a tensor without a place",)),
+    "shape": (put(WO, ones(16, 25)), ("model.safetensors", WO, "[16, 25]", "[16, 24]", "d_ff 24")),
+    "transposed": (put(WO, ones(24, 16)), (WO, "found shape [24, 16]; expected [16, 24]")),
+    "axes": (put(WO, ones(384)), (WO, "[384]", "[16, 24]")),
+    "integers": (put(WO, np.ones((16, 24), np.int8)), ("model.safetensors: ", WO, "I8", "F32")),
+    "nan": (put(WO, ones(16, 24) * np.nan), ("model.safetensors: ", WO, "384 values", "NaN")),
+    "infinite": (put("lm_head.weight", ones(50, 16) * np.inf), ("lm_head.weight", "800 values", "infinite")),
+    "nan in an alias": (put("decoder.embed_tokens.weight", ones(50, 16) * np.nan), ("decoder.embed", "NaN")),
+    "two embeddings": (put("encoder.embed_tokens.weight", ones(50, 16)), ("encoder.embed", "shared.weight")),
+    "encoder alone": (drop("decoder"), ("model.safetensors", "T5EncoderModel", "decoder")),
+    "no tensors": (drop(""), ("model.safetensors", "0 tensors")),
+    "truncated": (truncate, ("model.safetensors", "damaged")),
+    "bin": (rename("pytorch_model.bin"), ("pytorch_model.bin", "safetensors")),
+    "no weights": (rename("model.ckpt"), ("no weights", "model.safetensors")),
+    "index goes up": (shards(x="../shard.safetensors"), ("index.json", "'../shard.safetensors'")),
+    "absent shard": (shards(x="y.safetensors"), ("index.json", "y.safetensors", "x")),
+    "not in its shard": (shards(x="shard.safetensors"), ("shard.safetensors: x: missing",)),
+    "other model": (setting(model_type="umt5"), ("model_type: found 'umt5'; expected t5 or mt5",)),
+    "model type a list": (setting(model_type=["t5"]), ("config.json", "model_type", "['t5']")),
+    "no model type": (setting(model_type=...), ("config.json", "model_type: missing")),
+    "no d_model": (setting(d_model=...), ("config.json", "d_model: missing")),
+    "text d_ff": (setting(d_ff="24"), ("config.json", "d_ff", "'24'", "a whole number")),
+    "true layers": (setting(num_layers=True), ("config.json", "num_layers", "True")),
+    "negative heads": (setting(num_heads=-3), ("config.json: num_heads: found -3; expected at least 1",)),
+    "null vocabulary": (setting(vocab_size=None), ("config.json", "vocab_size", "None")),
+    "nan epsilon": (setting(layer_norm_epsilon=float("nan")), ("config.json", "layer_norm_epsilon", "nan")),
+    "eos too large": (setting(eos_token_id=50), ("config.json", "eos_token_id", "50", "vocab_size = 50")),
+    "two eos": (setting(eos_token_id=[1, 2]), ("config.json", "eos_token_id", "[1, 2]")),
+    "text tie": (setting(tie_word_embeddings="no", scale_decoder_outputs=...), ("tie_word", "'no'")),
+    "activation": (setting(feed_forward_proj="gated-tanh"), ("_proj: found 'gated-tanh'", "gated-gelu")),
+    "activation list": (setting(feed_forward_proj=["relu"]), ("feed_forward_proj: found ['relu']",)),
+    "other gelu": (setting(dense_act_fn="gelu"), ("config.json: dense_act_fn: found 'gelu'", "'gelu_new'")),
+    "lies on gating": (setting(feed_forward_proj="relu", dense_act_fn=..., is_gated_act=...),
+                       ("config.json: feed_forward_proj: found relu; expected gated-gelu", "wi_0.weight")),
+    "lies on d_model": (setting(d_model=18), ("model.safetensors: shared.weight", "[50, 16]", "d_model 18")),
+    "lies on vocab_size": (setting(vocab_size=60), ("shared.weight", "[50, 16]", "vocab_size 60")),
+    "lies on d_ff": (setting(d_ff=32), ("DenseReluDense.wi_0.weight", "[24, 16]", "d_ff 32")),
+    "lies on d_kv": (setting(d_kv=8), ("SelfAttention.q.weight", "[12, 16]", "num_heads * d_kv 24")),
+    "lies on heads": (setting(num_heads=6, d_kv=2), ("relative_attention_bias", "[32, 3]", "num_heads 6")),
+    "lies on buckets": (setting(relative_attention_num_buckets=16), ("[32, 3]", "_num_buckets 16")),
+    "too few layers": (setting(num_layers=1), ("config.json: num_layers: found 1; expected 2", "encoder")),
+    "too many layers": (setting(num_layers=10**9), ("num_layers: found 1000000000; expected 2",)),
+    "too many decoder layers": (setting(num_decoder_layers=3), ("num_decoder_layers: found 3; expected 2",)),
+    "no config": (lambda directory: (directory / "config.json").unlink(), ("config.json: cannot be read",)),
+    "config no json": (content("config.json", b"{'d_model': 3}"), ("config.json: found no JSON",)),
+    "config a list": (content("config.json", b"[]"), ("config.json: found []",)),
+    "generation no json": (content("generation_config.json", b"{"), ("generation_config.json: found no",)),
+    "nothing": (clear, ("config.json",)),
+    "tokenizer too large": (lambda directory: transformers.ByT5Tokenizer().save_pretrained(directory),
+                            ("source: found a tokenizer of 384 ids", "at most 50", "vocab_size")),
+    "broken tokenizer": (content("tokenizer.json", b"{"), ("tokenizer",)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_in_one_line(case: str, source: Path, tmp_path: Path) -> None:
+    damage, words = REFUSALS[case]
+    damage(source)
+    with pytest.raises(UserError) as caught:
+        convert.from_hf(source, tmp_path / "out")
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("path, change, words", [
+    ("encoder/norm/scale", None, "encoder/norm/scale: missing"),
+    ("decoder/extra", ones(3), "decoder/extra: found one too many"),
+    ("encoder/norm/scale", ones(3), "encoder/norm/scale: found shape [3]; expected [16]"),
+    ("lm_head/kernel", ones(16, 50) * np.nan, "lm_head/kernel: found 800 values that are NaN"),
+])
+def test_bad_parameters_are_not_exported(path: str, change: Any, words: str, tmp_path: Path) -> None:
+    flat = flatten_dict(random_params(), sep="/") | {path: change}
+    params = unflatten_dict({name: array for name, array in flat.items() if array is not None}, sep="/")
+    with pytest.raises(UserError) as caught:
+        convert.write_hf(CONFIG, params, tmp_path / "out", None)
+    assert str(caught.value).startswith(f"parameters: {words}") and not list(tmp_path.iterdir())

@@ -1,0 +1,118 @@
+"""The embedded task: determinism, disjoint splits, and answers that can be read off the note."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipejax.data import demo
+from pipejax.data.demo import (
+    ADJECTIVES,
+    CUE,
+    MAX_ROW_WORDS,
+    MAX_ROWS,
+    MAX_SOURCE_WORDS,
+    NOUNS,
+    SIZES,
+    WORDS,
+    examples,
+)
+
+
+def test_the_first_note() -> None:
+    """Pinned: published numbers depend on these very notes."""
+    first = examples("dev")[0]
+    assert first.id == "dev-0"
+    assert first.source == (
+        "deliver small old green ropes . the driver slept by the station . deliver heavy new "
+        "white bread . deliver heavy fine blue coins . deliver tiny pears . deliver coins . the "
+        "gardener sold tiny boxes . deliver tiny new blue lamps .")
+    assert first.targets == (
+        "small old green ropes",
+        "heavy new white bread",
+        "heavy fine blue coins",
+        "tiny pears",
+        "coins",
+        "tiny new blue lamps",
+    )
+
+
+def test_splits() -> None:
+    notes = {split: [example.source for example in examples(split)] for split in SIZES}
+    assert [len(notes[split]) for split in ("train", "dev", "test")] == [20_000, 256, 512]
+    every = list(itertools.chain(*notes.values()))
+    assert len(set(every)) == len(every)
+    other_seed = {example.source for example in examples("train", seed=1)[:2000]}
+    assert not other_seed & {*notes["dev"], *notes["test"]}
+
+
+def test_answers_follow_the_cue() -> None:
+    things = {*itertools.chain(*ADJECTIVES), *NOUNS}
+    rows: set[int] = set()
+    lengths: set[int] = set()
+    for example in examples("train")[:2000]:
+        words = example.source.split()
+        assert set(words) <= set(WORDS)
+        assert 40 <= len(words) <= MAX_SOURCE_WORDS
+        found = [" ".join(itertools.takewhile(things.__contains__, words[i + 1:]))
+                 for i, word in enumerate(words) if word == CUE]
+        assert tuple(found) == example.targets
+        assert len(set(found)) == len(found)
+        rows.add(len(found))
+        lengths.update(len(row.split()) for row in found)
+    assert rows == set(range(1, MAX_ROWS + 1))
+    assert lengths == set(range(1, MAX_ROW_WORDS + 1))
+
+
+def test_some_notes_are_tricky() -> None:
+    """A word of an answer occurs elsewhere in the note in half of them at least."""
+    def tricky(source: str, targets: tuple[str, ...]) -> bool:
+        words = source.split()
+        return any(words.count(word) > 1 for row in targets for word in row.split())
+
+    some = examples("test")
+    assert sum(tricky(example.source, example.targets) for example in some) > len(some) / 2
+
+
+def test_an_example_depends_on_nothing_but_split_index_and_seed() -> None:
+    backwards = [examples("test")[i] for i in reversed(range(5))]
+    demo._example.cache_clear()
+    assert backwards[::-1] == [examples("test")[i] for i in range(5)] == list(examples("test")[:5])
+    assert examples("test")[-1] == examples("test")[511]
+    assert examples("test", seed=1)[0].source != examples("test")[0].source != examples("dev")[0].source
+    with pytest.raises(IndexError):
+        examples("test")[512]
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="train, dev, test; got 'valid'"):
+        examples("valid")
+    with pytest.raises(ValueError, match="seed: expected at least 0; got -1"):
+        examples("dev", seed=-1)
+
+
+def test_the_tokenizer() -> None:
+    tokenizer = demo.DemoTask().tokenizer()
+    assert tokenizer.size == 4 + len(set(WORDS)) == 4 + len(WORDS)
+    assert tokenizer.encode(";") == [3]
+    assert tokenizer.encode("unheard the") == [2, tokenizer.encode("the")[0]]
+    for example in examples("dev"):
+        for text in (example.source, f" {demo.SEPARATOR} ".join(example.targets)):
+            assert tokenizer.decode([0, *tokenizer.encode(text), 1]) == text
+
+
+def test_the_tokenizer_is_an_ordinary_one(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    demo.build_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert tokenizer("; the").input_ids == [3, tokenizer.convert_tokens_to_ids("the"), 1]
+
+
+def test_reading_notes_starts_no_tokenizer() -> None:
+    script = ("import sys, pipejax.data.demo as demo; demo.examples('dev')[0]; "
+              "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1], check=True)

@@ -1,0 +1,284 @@
+"""The picture shows the paper's times, is well-formed whatever the tokens, and loads nothing."""
+
+import itertools
+import json
+import random
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipejax.errors import UserError
+from pipejax.picture import LEFT, Cell, _shorten, _width, fill, html, main, svg
+
+FIGURE_2 = [["A", "B", "C"], ["D", "E"]]
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = ["</script>", "a&b", '"quoted"', "'", "\x00\x1b", "\n", "\ud800", "中文", "e\u0301", "\uffff",
+           "$step", "${x}", "<rect/>", "pneumonoultramicroscopicsilicovolcanoconiosis"]
+
+
+def cells_of(drawing: str) -> list[ET.Element]:
+    return [g for g in ET.fromstring(drawing).iter(f"{SVG}g") if g.get("data-time")]
+
+
+def number(element: ET.Element | None, name: str) -> float:
+    assert element is not None
+    return float(element.get(name, "nan"))
+
+
+def texts_of(drawing: str) -> list[str]:
+    return [text.text or "" for text in ET.fromstring(drawing).iter(f"{SVG}text")]
+
+
+def test_figure_2() -> None:
+    """The paper's example: 1, 2, 2 tokens at steps 1-3, all eos by step 4, and "D" beside "B"."""
+    grid = fill(FIGURE_2, delay=1)
+    assert grid.steps == 4
+    assert [[c.text for c in grid.cells if c.time == t and c.kind == "token"] for t in range(5)] == [
+        [], ["A"], ["B", "D"], ["C", "E"], []]
+    assert [c for c in grid.cells if c.kind == "eos"] == [
+        Cell(0, 4, "eos", "eos"), Cell(1, 4, "eos", "eos"), Cell(2, 3, "eos", "eos")]
+    assert [(c.row, c.time) for c in grid.cells if c.kind == "bos"] == [(0, 0), (1, 1), (2, 2)]
+    assert grid.sequential == (1, 2, 3, 0, 2, 3, 0)  # A B C <sep> D E eos
+
+
+@pytest.mark.parametrize("rows, options, steps, last_row, eos_times", [
+    ([], {"delay": 1}, 1, 0, [1]),
+    ([["a"]], {"delay": 3}, 4, 1, [2, 4]),
+    ([["a"] * 5, ["b"]], {"delay": 2, "truncated": "sub_max"}, 6, 1, [6, 4]),  # nothing after the second row
+    ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is cut
+    ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),  # both are, and no row 3 began
+    ([["a"]], {"delay": 5, "truncated": "time_max", "steps": 5}, 5, 0, [2]),  # row 2 would start at 5
+    ([["a"] * 4, ["b"]], {"delay": 4, "steps": 6}, 6, 1, [5, 6]),  # the literal stop, before the empty row
+])
+def test_ends(rows: list[list[str]], options: dict[str, Any], steps: int, last_row: int,
+              eos_times: list[int]) -> None:
+    grid = fill(rows, **options)
+    assert grid.steps == steps
+    assert grid.height == last_row + 1
+    eos = [c.time for c in grid.cells if c.kind == "eos"]
+    assert eos == [t for t in eos_times if t]
+
+
+def test_steps_are_those_of_the_paper() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        delay, lengths = rng.randint(1, 4), [rng.randint(1, 9) for _ in range(rng.randint(0, 6))]
+        grid = fill([["x"] * n for n in lengths], delay=delay)
+        n = len(lengths)
+        assert grid.steps == max([(i - 1) * delay + m + 1 for i, m in enumerate(lengths, start=1)]
+                                 + [n * delay + 1])
+        assert len(grid.sequential) == sum(lengths) + max(n - 1, 0) + 1
+        assert len({(c.row, c.time) for c in grid.cells}) == len(grid.cells)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="delay: expected at least 1; got 0"):
+        fill([], delay=0)
+    with pytest.raises(ValueError, match="truncated: expected None"):
+        fill([], delay=1, truncated="max_length")
+
+
+def test_svg_places_cells_by_time_and_row() -> None:
+    grid = fill(FIGURE_2, delay=1)
+    drawn = cells_of(svg(FIGURE_2, delay=1))
+    assert len(drawn) == len(grid.cells)
+    boxes = [g.find(f"{SVG}rect") for g in drawn]
+    lefts = {c.time: set() for c in grid.cells}  # type: dict[int, set[float]]
+    tops = {c.row: set() for c in grid.cells}  # type: dict[int, set[float]]
+    colours = {c.time: set() for c in grid.cells}  # type: dict[int, set[str | None]]
+    for cell, box in zip(grid.cells, boxes, strict=True):
+        assert box is not None
+        lefts[cell.time].add(number(box, "x"))
+        tops[cell.row].add(number(box, "y"))
+        if cell.kind == "token":
+            colours[cell.time].add(box.get("fill"))
+    assert all(len(values) == 1 for values in [*lefts.values(), *tops.values()])
+    across = [lefts[t].pop() for t in sorted(lefts)]
+    assert len({b - a for a, b in itertools.pairwise(across)}) == 1  # a step has one width
+    assert [len(colours[t]) for t in (1, 2, 3)] == [1, 1, 1]
+    assert len(colours[1] | colours[2] | colours[3]) == 3
+    assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(FIGURE_2, delay=1)))
+
+
+def test_svg_until() -> None:
+    for until in range(-1, 6):
+        drawn = cells_of(svg(FIGURE_2, delay=1, until=until))
+        assert len(drawn) == sum(c.time <= max(until, 0) for c in fill(FIGURE_2, delay=1).cells)
+
+
+@pytest.mark.parametrize("rows, steps", [(20, 50), (1, 1), (1, 120), (40, 3)])
+def test_svg_keeps_everything_inside_and_apart(rows: int, steps: int) -> None:
+    rng = random.Random(0)
+    words = ["internationalisation", "of", "▁the", "W" * 30]
+    tokens = [rng.choices(words, k=rng.randint(1, steps)) for _ in range(rows)]
+    drawn = svg(tokens, delay=1)
+    root = ET.fromstring(drawn)
+    width, height = number(root, "width"), number(root, "height")
+    boxes = []
+    for g in cells_of(drawn):
+        box, label = g.find(f"{SVG}rect"), g.find(f"{SVG}text")
+        x, y, w, h = (number(box, name) for name in ("x", "y", "width", "height"))
+        assert x >= LEFT and x + w <= width
+        assert y >= 0 and y + h <= height
+        assert label is not None and label.text is not None
+        assert _width(label.text) * number(label, "font-size") <= w
+        assert number(label, "font-size") >= 10
+        boxes.append((x, y))
+    assert len(set(boxes)) == len(boxes)
+    assert all(number(r, "x") + number(r, "width") <= width for r in root.iter(f"{SVG}rect"))
+
+
+def test_long_tokens_are_shortened_and_whole_in_the_tooltip() -> None:
+    token = "pneumonoultramicroscopic"
+    drawn = svg([[token] * 3], delay=1)
+    assert any(text.startswith("pneumono") and text.endswith("…") for text in texts_of(drawn))
+    titles = [title.text or "" for title in ET.fromstring(drawn).iter(f"{SVG}title")]
+    assert f"row 1, time-step 2: {token}" in titles
+    assert _shorten("abc", 9) == "abc"
+    assert _shorten("", 0) == ""
+
+
+def test_svg_survives_any_token() -> None:
+    drawn = svg([HOSTILE, [""]], delay=2)
+    drawn.encode("utf-8")
+    shown = " ".join(title.text or "" for title in ET.fromstring(drawn).iter(f"{SVG}title"))
+    assert "</script>" in shown
+    assert "␀␛" in shown
+
+
+class Page(HTMLParser):
+    """What a page holds, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.marks: list[tuple[str, str]] = []
+        self.items: list[str] = []
+        self.open: list[str] = []
+        self.source = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.loads += [f"{tag} {name}" for name in given if name in ("src", "href", "xlink:href", "action")]
+        if tag in ("mark", "sup", "li", "p"):
+            self.open.append(tag if given.get("class") != "source" else "source")
+        if tag == "mark":
+            self.marks.append((str(given["data-done"]), ""))
+        if tag == "li":
+            self.items.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("mark", "sup", "li", "p"):
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["mark"]:
+            self.marks[-1] = (self.marks[-1][0], self.marks[-1][1] + data)
+        if "source" in self.open and "sup" not in self.open:
+            self.source += data
+        if self.open[-1:] == ["li"]:
+            self.items[-1] += data
+
+
+def test_html_is_one_page_that_loads_nothing() -> None:
+    text = html([HOSTILE, ["x"]], delay=1, source="\n".join(HOSTILE), title="</title>$x")
+    text.encode("utf-8")
+    page = Page(text)
+    assert page.loads == []
+    assert "@import" not in text and "url(" not in text
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert text.count("</script>") == 1
+    shown = {0: "␀", 27: "␛", 10: "␊", 0xD800: "\ufffd", 0xFFFF: "\ufffd"}
+    assert page.items == [" ".join(HOSTILE).translate(shown), "x"]
+
+
+def test_html_holds_the_source_and_marks_its_rows() -> None:
+    source = "deliver red apples . red applesauce ,\nred apples & pears <now> ."
+    rows = [["red", "apples"], ["pears"], ["plums"], ["red", "apples"]]
+    page = Page(html(rows, delay=1, source=source))
+    assert page.source == source
+    # Done with its eos: row 1 at step 3, row 2 at 1 + 2, row 4 at 3 + 3. The sauce is no "red apples"; the
+    # fourth row finds the second ones, although row 2 stands behind them.
+    assert page.marks == [("3", "red apples"), ("6", "red apples"), ("3", "pears")]
+    assert page.items == ["red apples", "pears", "plums", "red apples"]
+    assert Page(html(rows, delay=1, source=source, highlight=False)).marks == []
+    assert Page(html(rows, delay=1)).source == ""
+
+
+def test_html_rows_stand_beside_the_grid() -> None:
+    drawn = html(FIGURE_2, delay=1, texts=["abc", "de"])
+    assert Page(drawn).items == ["abc", "de"]
+    picture = drawn[drawn.index("<svg"):drawn.index("</svg>") + len("</svg>")]
+    rows = [number(g.find(f"{SVG}rect"), "y") for g in cells_of(picture)]
+    pitch = sorted(set(rows))[1] - sorted(set(rows))[0]
+    assert f"li {{ height: {pitch:g}px; line-height: {pitch:g}px" in drawn
+    assert f"margin: {min(rows) - 3:g}px 0 0" in drawn
+
+
+RECORD = {"id": "x", "text": "a b ; c", "rows": ["a b", "c"], "row_ids": [[5, 6], [7]], "steps": 3,
+          "truncated": None}
+
+
+def draw(tmp_path: Path, record: dict[str, Any] | str, *flags: str, output: str = "x.svg") -> str:
+    line = record if isinstance(record, str) else json.dumps(record)
+    (tmp_path / "records.jsonl").write_text('{"id": "first"}\n\n' + line + "\n")
+    wanted = () if "--id" in flags else ("--id", "x")
+    code = main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / output), *wanted, *flags])
+    assert code == 0
+    return (tmp_path / output).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("change, shown", [
+    ({}, ["a", "b", "c"]),
+    ({"row_tokens": [["▁a", "▁b"], ["▁c"]]}, ["▁a", "▁b", "▁c"]),
+    ({"rows": ["ab", "c"]}, ["piece 1", "piece 2", "c"]),  # word pieces, names unknown
+    ({"rows": None, "text": None}, ["5", "6", "7"]),  # decoded without a tokenizer
+])
+def test_command_shows_tokens(tmp_path: Path, change: dict[str, Any], shown: list[str]) -> None:
+    drawn = draw(tmp_path, RECORD | change)
+    assert [text for text in texts_of(drawn) if text in shown] == shown
+
+
+def test_command_draws_pages(tmp_path: Path) -> None:
+    source = tmp_path / "sources.jsonl"
+    source.write_text(json.dumps({"id": "x", "source": "then a b and c"}) + "\n")
+    page = Page(draw(tmp_path, RECORD, "--input", str(source), output="x.html"))
+    assert page.source == "then a b and c"
+    assert [text for _, text in page.marks] == ["a b", "c"]
+    assert Page(draw(tmp_path, RECORD, output="x.html")).source == ""
+    assert Page(draw(tmp_path, RECORD | {"source": "a b"}, output="x.html")).source == "a b"
+    # The literal stop, before an empty row: two times bos and eos, three tokens.
+    assert len(cells_of(draw(tmp_path, RECORD | {"steps": 4}, "--delay", "2"))) == 7
+
+
+@pytest.mark.parametrize("record, flags, message", [
+    (RECORD, ("--delay", "2"), "steps: found 3; expected 5 for these rows at --delay 2"),
+    (RECORD | {"steps": 9}, (), "steps: found 9; expected 3 for these rows at --delay 1"),
+    (RECORD | {"steps": "3"}, (), "steps: found '3'; expected a whole number"),
+    (RECORD | {"truncated": "max_length"}, (), "expected null, sub_max or time_max"),
+    (RECORD | {"truncated": []}, (), "truncated: found \\[\\]"),
+    (RECORD | {"row_ids": [[5, 6, 3, 7]]}, (), "expected a record of the pipelined strategy"),
+    (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
+    (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found another shape"),
+    (RECORD, ("--id", "y"), "found no record with the id y"),
+    (RECORD, ("--delay", "0"), "--delay: found 0; expected at least 1"),
+    (RECORD, ("--output", "x.png"), "expected a name that ends in .html or .svg"),
+    (RECORD, ("--output", "/no/such/x.svg"), "/no/such/x.svg: cannot be written"),
+    (RECORD, ("--colour", "red"), "unrecognized arguments: --colour red"),
+    ("{", (), "records.jsonl:3: not JSON"),
+    ("[]", (), "records.jsonl:3: found no object"),
+])
+def test_command_refuses(tmp_path: Path, record: Any, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        draw(tmp_path, record, *flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_command_refuses_absent_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.jsonl: cannot be read"):
+        main([str(tmp_path / "none.jsonl"), "--output", "x.svg"])

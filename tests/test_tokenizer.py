@@ -1,0 +1,199 @@
+"""The tokenizer against transformers' own, for every kind of directory; nothing is downloaded."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipejax.data.demo import build_tokenizer
+from pipejax.errors import UserError
+from pipejax.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+TEXTS = ["The house is wonderful.", "  two  spaces\tand\na line ", "déjà vu, ﬁne Ⅻ", "x^{2}~ <3", "中文 🙂",
+         "", "a</s>b", "<extra_id_0> c <pad>", "e\u0301tude", "the river ; small apples .", "word " * 3000]
+
+
+@pytest.fixture(scope="module")
+def t5(shared: Path) -> Path:
+    """The original T5 files, which are not part of the repository."""
+    directory = shared / "data" / "t5_tokenizer"
+    if not (directory / "spiece.model").is_file():
+        pytest.skip(f"no T5 tokenizer in {directory}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import ByT5Tokenizer
+
+    directory = tmp_path_factory.mktemp("byt5")
+    ByT5Tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo")
+    build_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sentinels_inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare spiece.model made as mT5's: its sentinels are among its pieces."""
+    import sentencepiece
+
+    directory = tmp_path_factory.mktemp("mt5")
+    text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
+    lines = [text[i:] + text[:i] for i in range(len(text))]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(directory / "spiece"), vocab_size=46, pad_id=0,
+        eos_id=1, unk_id=2, bos_id=-1, user_defined_symbols=["▁<extra_id_1>", "▁<extra_id_0>"], minloglevel=2)
+    (directory / "spiece.vocab").unlink()
+    return directory
+
+
+def test_the_t5_of_the_paper(t5: Path) -> None:
+    tokenizer = Tokenizer.load(t5)
+    ids = [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5]
+    assert tokenizer.encode("translate English to German: The house is wonderful.") == ids
+    assert tokenizer.decode([0, *ids, 1, 0]) == "translate English to German: The house is wonderful."
+    assert tokenizer.decode([32099, 8774, 2, 32000]) == "Hello"  # sentinels and unknowns are special
+    assert tokenizer.decode([100_000, 8774, 32127]) == "Hello"  # a model may have more ids than that
+    assert tokenizer.size == 32100
+
+
+def test_a_bare_sentencepiece_model(t5: Path, tmp_path: Path) -> None:
+    shutil.copy(t5 / "spiece.model", tmp_path)
+    bare, full = Tokenizer.load(tmp_path), Tokenizer.load(t5)
+    assert bare.size == full.size
+    assert [bare.encode(text) for text in TEXTS] == [full.encode(text) for text in TEXTS]
+
+
+def test_a_bare_sentencepiece_model_with_sentinels_inside(sentinels_inside: Path) -> None:
+    import sentencepiece
+
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(sentinels_inside / "spiece.model"))
+    tokenizer = Tokenizer.load(str(sentinels_inside))
+    assert tokenizer.size == len(pieces)  # no further sentinels
+    assert tokenizer.encode("the lazy fox") == pieces.encode("the lazy fox")
+    assert tokenizer.decode([0, *pieces.encode("the lazy fox"), 1]) == "the lazy fox"
+
+
+@pytest.mark.parametrize("kind", ["t5", "byt5", "demo"])
+def test_ids_and_texts_are_those_of_transformers(kind: str, request: pytest.FixtureRequest,
+                                                 tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    directory = request.getfixturevalue(kind)
+    theirs, ours = AutoTokenizer.from_pretrained(directory), Tokenizer.load(directory)
+    ours.save(tmp_path / "copy")
+    again = Tokenizer.load(tmp_path / "copy")
+    assert ours.size == again.size == max(theirs.get_vocab().values()) + 1
+    for text in TEXTS:
+        ids = theirs(text, add_special_tokens=False, verbose=False).input_ids
+        assert ours.encode(text) == again.encode(text) == ids
+        decoded = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+        assert ours.decode(ids) == again.decode(ids) == decoded
+
+
+def test_bytes(byt5: Path) -> None:
+    tokenizer = Tokenizer.load(byt5)
+    assert tokenizer.encode("né") == [ord("n") + 3, 0xC3 + 3, 0xA9 + 3]
+    assert tokenizer.decode([0, ord("n") + 3, 0xC3 + 3, 0xA9 + 3, 300, 1]) == "né"  # 300 is a sentinel
+    assert tokenizer.decode([ord("n") + 3, 0xC3 + 3, 500, 10_000]) == "n"  # half a character, unknown ids
+    assert tokenizer.size == 384
+
+
+def test_half_a_surrogate_pair(byt5: Path, demo: Path) -> None:
+    assert Tokenizer.load(byt5).encode("a\ud800") == Tokenizer.load(byt5).encode("a?")
+    assert Tokenizer.load(demo).encode("the \ud800") == Tokenizer.load(demo).encode("the ?")
+
+
+@pytest.mark.parametrize("kind", ["byt5", "demo"])
+def test_threads(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = Tokenizer.load(request.getfixturevalue(kind))
+    texts = [f"the river {i} ; small apples " * 20 for i in range(64)]
+    expected = [tokenizer.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(tokenizer.encode, texts * 4)) == expected * 4
+        assert len(set(pool.map(tokenizer.decode, [expected[0]] * 64))) == 1
+
+
+def test_long_texts_are_no_news(byt5: Path, demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                caplog: pytest.LogCaptureFixture) -> None:
+    for name, directory in (("byt5", byt5), ("demo", demo)):
+        short = tmp_path / name
+        shutil.copytree(directory, short)
+        settings = json.loads((short / "tokenizer_config.json").read_text())
+        (short / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 8}))
+        with caplog.at_level(logging.DEBUG):
+            assert len(Tokenizer.load(short).encode("the " * 5000)) >= 5000
+    assert capfd.readouterr().err == ""
+    assert not [record for record in caplog.records if "length" in record.getMessage()]
+
+
+def test_saved_padding_and_truncation_do_not_count(demo: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo, tmp_path / "copy")
+    file = tmp_path / "copy" / "tokenizer.json"
+    contents = json.loads(file.read_text())
+    contents["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(contents))
+    assert len(Tokenizer.load(tmp_path / "copy").encode("the river . the river")) == 5
+
+
+def test_no_advice_about_torch() -> None:
+    script = ("import importlib.util as u; found = u.find_spec\n"
+              "u.find_spec = lambda name, *rest: None if name == 'torch' else found(name, *rest)\n"
+              "from pipejax.tokenizer import import_transformers; import_transformers()")
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout + done.stderr == ""
+
+
+@pytest.mark.parametrize("files, message", [
+    ({}, "found no tokenizer; expected one of tokenizer.json"),
+    ({"config.json": '{"model_type": "t5"}'}, "found no tokenizer"),
+    ({"tokenizer_config.json": '{"tokenizer_class": "T5Tokenizer"}'}, "found no vocabulary"),
+    ({"tokenizer.json": "{"}, "cannot be read"),
+    ({"spiece.model": "junk"}, "spiece.model is damaged"),
+])
+def test_bad_directories(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_paths(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="found a file"):
+        Tokenizer.load(tmp_path / "file")
+    for path in (tmp_path / "none", str(tmp_path / "none"), "runs/of/mine", "./t5", "~/t5"):
+        with pytest.raises(UserError, match="found no such directory"):
+            Tokenizer.load(path)
+
+
+def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def unreachable(name: str, **options: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    for name in ("no-such-tokenizer-here", "nobody-at-all/no-such-tokenizer"):
+        with pytest.raises(UserError, match=rf"^{name}: .*ConnectionError: no network\);") as caught:
+            Tokenizer.load(name)
+        assert "\n" not in str(caught.value)
+    assert asked == ["no-such-tokenizer-here", "nobody-at-all/no-such-tokenizer"]

@@ -1,0 +1,326 @@
+"""The trainer: its loss against independent ones, resume to the bit, meshes, and what it refuses."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import torch
+from transformers import T5Config as HfConfig
+from transformers import T5ForConditionalGeneration
+
+from pipejax import checkpoint, config as config_lib, convert, sharding, t5
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.data import demo
+from pipejax.data.core import Example, TrainingBatches, bucket, collate, encode, fixed_batches, prefetch
+from pipejax.errors import UserError
+from pipejax.tokenizer import Tokenizer
+from pipejax.training import Trainer, batch_loss, fit
+
+ROOT = Path(__file__).parents[1]
+MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
+TRAIN = TrainConfig(steps=6, batch_size=8, length_group=2, learning_rate=1e-3, warmup_steps=2, dropout=0.1, log_every=1,
+                    evaluate_every=3, evaluate_examples=8, checkpoint_every=3)
+CONFIG = Config(name="tiny", model=MODEL, grid=GridConfig(delay=2, time_max=12, sub_max=4),
+                data=DataConfig(task="demo"), train=TRAIN, decode=DecodeConfig(max_length=16))
+
+
+def change(config, **sections):
+    return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values)
+                                          for name, values in sections.items()})
+
+
+def metrics(directory):
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(lines):
+    """Without what the clock says."""
+    return [{k: v for k, v in line.items() if "second" not in k and k != "compiled_shapes"} for line in lines]
+
+
+def quiet(line):
+    pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return demo.DemoTask().tokenizer()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    assert fit(CONFIG, directory, log=quiet) == 0
+    return directory
+
+
+@pytest.mark.parametrize("delay", [1, 2, 4])
+def test_pipelined_loss_is_the_definition(tokenizer, delay):
+    config = change(CONFIG, grid={"delay": delay})
+    params = oracle.random_params(MODEL, np.random.default_rng(delay))
+    examples = demo.examples("train")[:6]
+    examples.append(Example("none", "the baker smiled .", ()))
+    encoded = [encode(e, tokenizer, config, MODEL) for e in examples]
+    total, count = batch_loss(t5.T5(MODEL), params, collate(encoded).arrays, None)
+    expected, tokens = 0.0, 0
+    for example in examples:
+        rows = [tokenizer.encode(row) for row in example.targets]
+        n = sum(len(row) + 1 for row in rows) + 1
+        mean = oracle.teacher_forced_loss(params, MODEL, [*tokenizer.encode(example.source), 1], rows, delay)
+        expected, tokens = expected + n * mean, tokens + n
+    assert int(count) == tokens
+    assert abs(float(total) - expected) < 1e-5 * expected
+
+
+def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
+    rows = ("large red apples", "honey", "tiny old blue maps")
+    words = [tokenizer.encode(row) for row in rows]
+
+    def slots(most, **sections):
+        config = change(CONFIG, data={"max_target": most}, grid={"delay": 1}, **sections)
+        encoded = encode(Example("x", "deliver honey .", rows), tokenizer, config, MODEL)
+        real = encoded.target.weights > 0
+        return encoded.target_was_cut, encoded.target.targets[real].tolist()
+
+    whole = [*words[0], 1, *words[1], 1, *words[2], 1, 1]
+    assert slots(12) == (False, whole)
+    assert slots(11) == (True, whole[:-1])
+    assert slots(10) == (True, [*words[0], 1, *words[1], 1])
+    assert slots(5) == (True, [*words[0], 1])
+    assert slots(3) == (True, words[0][:2])  # not even one row: cut, and no eos is taught
+    sequential = {"train": {"objective": "sequential"}}
+    separator = tokenizer.encode(";")
+    joined = [*words[0], *separator, *words[1], *separator, *words[2]]
+    assert slots(11, **sequential) == (False, [*joined, 1])
+    assert slots(10, **sequential) == (True, joined[:5])
+    assert slots(3, **sequential) == (True, words[0][:2])
+
+
+def test_an_over_long_source_is_cut_and_keeps_its_eos(tokenizer):
+    encoded = encode(Example("x", "deliver red apples .", ("red apples",)), tokenizer,
+                     change(CONFIG, data={"max_source": 3}), MODEL)
+    assert encoded.source.tolist() == [*tokenizer.encode("deliver red"), 1]
+    assert encoded.source_was_cut
+
+
+def test_batches_are_a_function_of_their_number(tokenizer):
+    examples = demo.examples("train")[:50]
+    a, b = (TrainingBatches(examples, tokenizer, CONFIG, MODEL) for _ in range(2))
+    in_order = [a[i].ids for i in range(12)]
+    assert [b[i].ids for i in (11, 4, 0)] == [in_order[i] for i in (11, 4, 0)]
+    first_epoch = [i for ids in in_order[:6] for i in ids]
+    assert len(set(first_epoch)) == 48  # no example twice in an epoch
+    resumed = prefetch(TrainingBatches(examples, tokenizer, CONFIG, MODEL), 5)
+    assert [next(resumed).ids for _ in range(3)] == in_order[5:8]
+    other = TrainingBatches(examples, tokenizer, change(CONFIG, train={"seed": 1}), MODEL)
+    assert other[0].ids != in_order[0]
+
+
+def test_fixed_batches_hold_everything_once(tokenizer):
+    encoded = [encode(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:11]]
+    batches = list(fixed_batches(encoded, 4))
+    assert sum(b.arrays["weights"].sum() for b in batches) == sum(e.target.weights.sum() for e in encoded)
+
+
+def test_buckets_are_few_and_tight():
+    sizes = sorted({bucket(n) for n in range(1, 2049)})
+    assert sizes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+    assert all(n <= bucket(n) < max(17, 2 * n) for n in range(1, 2049))
+
+
+def test_resume_is_exact(finished, tmp_path):
+    assert fit(change(CONFIG, train={"steps": 2}), tmp_path, log=quiet) == 0
+    assert fit(change(CONFIG, train={"steps": 5}), tmp_path, log=quiet) == 0
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "train", "step": 6, "loss": 0}\n{"torn')  # what a crash leaves behind
+    said = []
+    assert fit(CONFIG, tmp_path, log=said.append) == 0
+    assert any(line.startswith("resuming at step 5") for line in said)
+    whole, parts = untimed(metrics(finished)), untimed(metrics(tmp_path))
+    assert [line for line in parts if line["event"] == "train"] == [line for line in whole if line["event"] == "train"]
+    assert parts[-1] == whole[-1]
+    assert re.fullmatch("[0-9a-f]{16}", whole[-1]["params_fp"])
+
+
+def test_the_same_command_twice_gives_the_same_metrics(finished, tmp_path):
+    fit(CONFIG, tmp_path, log=quiet)
+    assert untimed(metrics(tmp_path)) == untimed(metrics(finished))
+
+
+def test_a_finished_run_repeated_changes_nothing(finished):
+    def everything():
+        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(finished.rglob("*")) if p.is_file()}
+
+    before, said = everything(), []
+    assert fit(CONFIG, finished, log=said.append) == 0
+    assert everything() == before
+    assert said[-1] == "already trained for 6 of 6 steps; nothing to do"
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2},
+                                  {"data": 2, "tensor": 4}], ids=str)
+def test_many_devices_equal_one(tokenizer, mesh):
+    batches = TrainingBatches(demo.examples("train"), tokenizer, CONFIG, MODEL)
+    births, losses = [], []
+    for chosen in ({"data": 1}, mesh):
+        trainer = Trainer(change(CONFIG, mesh=chosen))
+        state = trainer.fresh()
+        births.append(jax.device_get(state.params))
+        losses.append([])
+        for step in range(3):
+            arrays = sharding.put_batch(batches[step].arrays, trainer.mesh)
+            state, values = trainer.step(state, arrays, trainer.dropout_key(step + 1))
+            losses[-1].append(float(values["loss"]))
+    for one, many in zip(*map(jax.tree.leaves, births), strict=True):
+        np.testing.assert_array_equal(one, many)
+    np.testing.assert_allclose(*losses, atol=2e-6)
+    assert len(set(losses[0])) == 3
+
+
+def test_every_parameter_matches_exactly_one_rule():
+    gated = dataclasses.replace(MODEL, feed_forward="gated-gelu", tied_head=False)
+    for model in (MODEL, gated):
+        shapes = jax.eval_shape(lambda key, model=model: t5.init_params(model, key), jax.random.key(0))
+        for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]:
+            path = sharding.path_of(keys)
+            assert sum(bool(re.fullmatch(rule, path)) for rule, _ in sharding.RULES) == 1, path
+
+
+def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
+    fit(CONFIG, tmp_path, log=quiet)
+    for data in (tmp_path / "checkpoints/6/params").rglob("d/*"):
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    said = []
+    restored = checkpoint.open_run(tmp_path, log=said.append)
+    assert restored.step == 3 and "checkpoints/6: damaged" in said[0]
+    assert (tmp_path / "checkpoints/6").is_dir()  # reading changes nothing
+    said.clear()
+    assert fit(CONFIG, tmp_path, log=said.append) == 0
+    assert "kept aside as corrupt-6" in said[0] and said[1].startswith("resuming at step 3")
+    assert (tmp_path / "checkpoints/corrupt-6").is_dir()
+    assert checkpoint.open_run(tmp_path, log=said.append).step == 6
+
+
+def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
+    with pytest.raises(UserError, match=r"grid.delay: 2 -> 3; expected no change on resume"):
+        fit(change(CONFIG, grid={"delay": 3}), finished, log=quiet)
+
+
+REFUSED = [
+    ({"train": {"objective": "none"}}, r"train\.objective: found 'none'"),
+    ({"train": {"batch_size": 6}, "mesh": {"data": 4}}, r"train\.batch_size: found 6; expected a multiple of 4"),
+    ({"mesh": {"data": 16}}, r"mesh: found data x fsdp x tensor = 16; expected at most the 8 devices"),
+    ({"mesh": {"tensor": 3}}, r"mesh: found fsdp x tensor = 3; expected a divisor of the 8 devices"),
+    ({"model": {"vocab_size": 20}}, r"model\.vocab_size: found 20; expected at least \d+, the size of the tokenizer"),
+    ({"data": {"task": "jsonl"}}, r"data\.train: found nothing"),
+    ({"data": {"task": "jsonl", "train": "/nowhere.jsonl"}}, r"/nowhere\.jsonl: no such file"),
+    ({"data": {"task": "nonsense"}}, r"data\.task: found 'nonsense'; expected one of demo, jsonl"),
+    ({"train": {"init_from": "/nowhere"}}, r"/nowhere: no such checkpoint directory"),
+]
+
+
+@pytest.mark.parametrize("sections, message", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_refused_before_anything_is_trained(sections, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        fit(change(CONFIG, **sections), tmp_path / "run", log=quiet)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_foreign_directories_are_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match="other things in it"):
+        fit(CONFIG, tmp_path, log=quiet)
+    with pytest.raises(UserError, match="found a file"):
+        fit(CONFIG, tmp_path / "thesis.tex", log=quiet)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A Hugging Face model with a tokenizer, and the checkpoint made of it."""
+    root = tmp_path_factory.mktemp("converted")
+    torch.manual_seed(5)
+    model = T5ForConditionalGeneration(HfConfig(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                                decoder_start_token_id=0, dropout_rate=0.0))
+    model.save_pretrained(root / "hf")
+    demo.build_tokenizer(root / "hf")
+    convert.from_hf(root / "hf", root / "ours")
+    return model.eval(), root / "ours"
+
+
+def test_fine_tuning_a_converted_checkpoint(converted, tmp_path):
+    """The first sequential loss is torch's on the same labels; the loss falls; the result goes back to Hugging Face."""
+    model, ours = converted
+    config = Config(name="fine", data=DataConfig(task="demo"), decode=DecodeConfig(max_length=8), mesh=MeshConfig(data=1),
+                    train=dataclasses.replace(TRAIN, objective="sequential", dropout=0.0, steps=30, evaluate_every=30,
+                                              checkpoint_every=30, init_from=str(ours)))
+    said = []
+    assert fit(config, tmp_path / "run", log=said.append) == 0
+    assert said[0] == f"starting from {ours} (its step 0)"
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
+
+    tokenizer = Tokenizer.load(ours / "tokenizer")
+    resolved = checkpoint.open_run(tmp_path / "run", log=quiet).config
+    ids = TrainingBatches(demo.examples("train"), tokenizer, resolved, resolved.model)[0].ids
+    batch = [next(e for e in demo.examples("train") if e.id == name) for name in ids]
+    sources = [[*tokenizer.encode(e.source), 1] for e in batch]
+    labels = [[*tokenizer.encode(" ; ".join(e.targets)), 1] for e in batch]
+
+    def tensor(rows, filler):
+        return torch.tensor([[*row, *[filler] * (max(map(len, rows)) - len(row))] for row in rows])
+
+    mask = tensor([[1] * len(s) for s in sources], 0)
+    with torch.no_grad():
+        expected = model(input_ids=tensor(sources, 0), attention_mask=mask, labels=tensor(labels, -100)).loss.item()
+    assert abs(losses[0] - expected) < 1e-4
+    assert np.mean(losses[-5:]) < 0.8 * losses[0]
+
+    convert.to_hf(tmp_path / "run", tmp_path / "back")
+    back, report = T5ForConditionalGeneration.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert back(input_ids=tensor(sources, 0), attention_mask=mask, labels=tensor(labels, -100)).loss.item() < expected
+
+
+def test_a_config_that_contradicts_its_starting_checkpoint(converted, tmp_path):
+    with pytest.raises(UserError, match=r"model\.d_model: found 16; expected 32 as in the checkpoint"):
+        fit(change(CONFIG, train={"init_from": str(converted[1])}), tmp_path / "run", log=quiet)
+    with pytest.raises(UserError, match=r"model: found none; expected"):
+        fit(dataclasses.replace(CONFIG, model=None), tmp_path / "run", log=quiet)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
+    command = [sys.executable, ROOT / "train.py", "--config", ROOT / "configs/demo.py", "--workdir", tmp_path / "run",
+               *(f"--set={x}" for x in ("train.steps=100000", "train.batch_size=4", "train.log_every=1",
+                                        "train.checkpoint_every=100000", "train.evaluate_every=100000"))]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "run/metrics.jsonl"
+    for _ in range(600):
+        if log.is_file() and len(log.read_bytes().splitlines()) >= 3:
+            break
+        time.sleep(0.1)
+    with pytest.raises(UserError, match="another trainer is at work here"):
+        fit(CONFIG, tmp_path / "run", log=quiet)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == code
+    step = int(re.search(r"stopped by SIG\w+ at step (\d+)", said[-1])[1])
+    assert checkpoint.open_run(tmp_path / "run", log=quiet).step == step
+    assert metrics(tmp_path / "run")[-1]["step"] == step
+
+
+def test_resolved_config_is_written_beside_the_checkpoint(finished):
+    written = config_lib.from_json((finished / "config.json").read_text(), where="config.json")
+    assert written == CONFIG == checkpoint.open_run(finished, log=quiet).config
