@@ -14,8 +14,16 @@ config = Config(
     grid=GridConfig(delay=1, time_max=16, sub_max=8),
     data=DataConfig(task="demo", max_source=64, max_target=64, separator=" ; "),
     train=TrainConfig(
-        steps=2000, batch_size=64, learning_rate=2e-3, schedule="linear", warmup_steps=100, dropout=0.0, log_every=100,
-        evaluate_every=500, checkpoint_every=500,
+        steps=3000,
+        batch_size=32,
+        learning_rate=3e-3,
+        schedule="linear",
+        warmup_steps=100,
+        beta2=0.98,
+        dropout=0.0,
+        log_every=100,
+        evaluate_every=1000,
+        checkpoint_every=1000,
     ),
     decode=DecodeConfig(max_length=48, batch_size=64),
 )

@@ -9,8 +9,8 @@ A run directory, of which a converted checkpoint is one at step 0:
     metrics.jsonl          the log
 
 Orbax checks no content: a flipped bit restores silently. The manifest is committed together with the arrays and holds a
-fingerprint of every one, the step, the config and the data position, sealed with SHA-256; nothing is restored that does not
-match it, and the newest step that does match is used.
+fingerprint of every one, the step, the config and the data position, sealed with SHA-256; nothing is restored that does
+not match it, and the newest step that does match is used.
 """
 
 import dataclasses
@@ -60,15 +60,23 @@ class Restored:
 class Store:
     """The steps in one directory."""
 
-    def __init__(self, directory: Path, *, keep: int | None = None, writable: bool = False,
-                 asynchronous: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int | None = None, writable: bool = False, asynchronous: bool = False
+    ) -> None:
         self.directory = directory.absolute()
         handlers: dict[str, ocp.CheckpointHandler] = {
-            "params": ocp.StandardCheckpointHandler(), "state": ocp.StandardCheckpointHandler(),
-            "manifest": ocp.JsonCheckpointHandler()}
+            "params": ocp.StandardCheckpointHandler(),
+            "state": ocp.StandardCheckpointHandler(),
+            "manifest": ocp.JsonCheckpointHandler(),
+        }
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=writable, read_only=not writable, cleanup_tmp_directories=writable,
-            enable_async_checkpointing=asynchronous, should_save_fn=lambda step, latest: True)
+            max_to_keep=keep,
+            create=writable,
+            read_only=not writable,
+            cleanup_tmp_directories=writable,
+            enable_async_checkpointing=asynchronous,
+            should_save_fn=lambda step, latest: True,
+        )
         self.manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def steps(self) -> list[int]:
@@ -78,11 +86,20 @@ class Store:
     def save(self, step: int, items: Mapping[str, Any], *, config: Config, metadata: Mapping[str, Any]) -> None:
         """Commits arrays and manifest as one; asynchronous saves surface their errors at `wait`."""
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
-        manifest = _seal({"format": FORMAT, "step": step, "arrays": arrays, "metadata": dict(metadata),
-                          "config": json.loads(config_lib.to_json(config)),
-                          "versions": {name: importlib.metadata.version(name) for name in PACKAGES}})
+        manifest = _seal(
+            {
+                "format": FORMAT,
+                "step": step,
+                "arrays": arrays,
+                "metadata": dict(metadata),
+                "config": json.loads(config_lib.to_json(config)),
+                "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            }
+        )
         saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        done = self.manager.save(step, args=ocp.args.Composite(**saves, manifest=ocp.args.JsonSave(manifest)), force=True)
+        done = self.manager.save(
+            step, args=ocp.args.Composite(**saves, manifest=ocp.args.JsonSave(manifest)), force=True
+        )
         if not done:
             raise RuntimeError(f"{self.directory}: step {step} was not saved")
 
@@ -117,8 +134,7 @@ class Store:
                 raise Damaged(f"{name}: {problem}")
         return Restored(step, items, config, manifest["metadata"], self.directory / str(step))
 
-    def newest(self, expect: Expect | None, *, log: Callable[[str], None],
-               set_aside: bool = False) -> Restored | None:
+    def newest(self, expect: Expect | None, *, log: Callable[[str], None], set_aside: bool = False) -> Restored | None:
         """The newest step that verifies, or None. With `set_aside` damaged ones are renamed to corrupt-STEP."""
         for step in self.steps():
             try:
@@ -141,8 +157,10 @@ class Store:
         if not isinstance(manifest, dict) or manifest != _seal(manifest):
             raise Damaged("manifest does not match its seal")
         if manifest["format"] != FORMAT or manifest["step"] != step:
-            raise Damaged(f"manifest is of format {manifest['format']}, step {manifest['step']}; "
-                          f"expected format {FORMAT}, step {step}")
+            raise Damaged(
+                f"manifest is of format {manifest['format']}, step {manifest['step']}; "
+                f"expected format {FORMAT}, step {step}"
+            )
         return manifest
 
     def wait(self) -> None:
@@ -212,8 +230,9 @@ def require_free(directory: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file whole, or leaves it as it was."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False,
-                                     encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
+    ) as file:
         try:
             file.write(text)
             file.flush()

@@ -31,22 +31,36 @@ from pipejax.tokenizer import Tokenizer
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
 
 # The mapping: our path, Hugging Face's name without ".weight", our axes; `mapping` prefixes the layer.
-ATTENTION = (("norm/scale", "layer_norm", "D"), ("query/kernel", "{}.q", "DI"), ("key/kernel", "{}.k", "DI"),
-             ("value/kernel", "{}.v", "DI"), ("output/kernel", "{}.o", "ID"))
+ATTENTION = (
+    ("norm/scale", "layer_norm", "D"),
+    ("query/kernel", "{}.q", "DI"),
+    ("key/kernel", "{}.k", "DI"),
+    ("value/kernel", "{}.v", "DI"),
+    ("output/kernel", "{}.o", "ID"),
+)
 RELU = (("norm/scale", "layer_norm", "D"), ("wi/kernel", "{}.wi", "DF"), ("wo/kernel", "{}.wo", "FD"))
 GATED = (RELU[0], ("wi_0/kernel", "{}.wi_0", "DF"), ("wi_1/kernel", "{}.wi_1", "DF"), RELU[2])
-LAYERS = {"encoder": {"attention": "SelfAttention", "feed_forward": "DenseReluDense"},
-          "decoder": {"self_attention": "SelfAttention", "cross_attention": "EncDecAttention",
-                      "feed_forward": "DenseReluDense"}}
+LAYERS = {
+    "encoder": {"attention": "SelfAttention", "feed_forward": "DenseReluDense"},
+    "decoder": {
+        "self_attention": "SelfAttention",
+        "cross_attention": "EncDecAttention",
+        "feed_forward": "DenseReluDense",
+    },
+}
 SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # names of one table
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # only in very old files
 
 ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
 REQUIRED = ("model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers")
-NULLABLE = ("num_decoder_layers", "tie_word_embeddings", "pad_token_id", "eos_token_id",
-            "decoder_start_token_id")
-TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                   "added_tokens.json")
+NULLABLE = ("num_decoder_layers", "tie_word_embeddings", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+TOKENIZER_FILES = (
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 
 def mapping(model: T5Config) -> dict[str, tuple[str, str]]:
@@ -138,8 +152,9 @@ def from_hf(source: str | Path, out: str | Path) -> None:
         if tokenizer is None:
             note(f"{directory}: no tokenizer files, so the checkpoint carries no tokenizer")
         elif (size := Tokenizer.load(tokenizer).size) > vocabulary:
-            raise UserError(f"{directory}: found a tokenizer of {size} ids; expected at most {vocabulary}, "
-                            "config.json's vocab_size")
+            raise UserError(
+                f"{directory}: found a tokenizer of {size} ids; expected at most {vocabulary}, config.json's vocab_size"
+            )
         model, params = read_hf(directory)
         config = Config(name=Path(source).resolve().name, model=model, train=TrainConfig(objective="none"))
         try:
@@ -215,8 +230,10 @@ def _read_architecture(directory: Path) -> T5Config:
     activation, gated = ACTIVATIONS[model.feed_forward], model.feed_forward != "relu"
     for key, expected in (("dense_act_fn", activation), ("is_gated_act", gated)):
         if facts.get(key, expected) != expected:  # in transformers it would override feed_forward_proj
-            raise UserError(f"{file}: {key}: found {facts[key]!r}; expected {expected!r}, as "
-                            f"feed_forward_proj is {model.feed_forward}")
+            raise UserError(
+                f"{file}: {key}: found {facts[key]!r}; expected {expected!r}, as "
+                f"feed_forward_proj is {model.feed_forward}"
+            )
     return model
 
 
@@ -234,28 +251,42 @@ def _merge_shared(tensors: dict[str, Stored]) -> None:
 def _check_names(file: Path, model: T5Config, weights: Path, tensors: dict[str, Stored]) -> None:
     """Raises a UserError unless the tensors are exactly those of the architecture in config.json."""
     if not any(name.startswith("decoder.") for name in tensors):
-        raise UserError(f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "
-                        "expected an encoder and a decoder")
+        raise UserError(
+            f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "
+            "expected an encoder and a decoder"
+        )
     dense = min((name for name in tensors if ".DenseReluDense.wi" in name), default=None)
     if dense and (".wi." in dense) != (model.feed_forward == "relu"):
-        raise UserError(f"{file}: feed_forward_proj: found {model.feed_forward}; expected "
-                        f"{'relu' if '.wi.' in dense else 'gated-gelu'}, as {weights.name} holds {dense}")
+        raise UserError(
+            f"{file}: feed_forward_proj: found {model.feed_forward}; expected "
+            f"{'relu' if '.wi.' in dense else 'gated-gelu'}, as {weights.name} holds {dense}"
+        )
     for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
         blocks = {name.split(".")[2] for name in tensors if name.startswith(f"{stack}.block.")}
         if len(blocks) != getattr(model, key):
-            raise UserError(f"{file}: {key}: found {getattr(model, key)}; expected {len(blocks)}, the number "
-                            f"of {stack} blocks in {weights.name}")
+            raise UserError(
+                f"{file}: {key}: found {getattr(model, key)}; expected {len(blocks)}, the number "
+                f"of {stack} blocks in {weights.name}"
+            )
     names = {name for name, _ in mapping(model).values()}
     for name in sorted(names - tensors.keys()):
         raise UserError(f"{weights}: {name}: missing; expected {len(names)} tensors, found {len(tensors)}")
     for name in sorted(tensors.keys() - names):
-        raise UserError(f"{tensors[name].file}: {name}: found a tensor without a place; expected the "
-                        f"{len(names)} that follow from config.json")
+        raise UserError(
+            f"{tensors[name].file}: {name}: found a tensor without a place; expected the "
+            f"{len(names)} that follow from config.json"
+        )
 
 
 def _check_shape(where: str, shape: tuple[int, ...], axes: str, model: T5Config) -> None:
-    keys = {"V": "vocab_size", "D": "d_model", "F": "d_ff", "H": "num_heads", "I": "num_heads * d_kv",
-            "B": "relative_attention_num_buckets"}
+    keys = {
+        "V": "vocab_size",
+        "D": "d_model",
+        "F": "d_ff",
+        "H": "num_heads",
+        "I": "num_heads * d_kv",
+        "B": "relative_attention_num_buckets",
+    }
     sizes = {key: getattr(model, key, model.num_heads * model.d_kv) for key in (keys[axis] for axis in axes)}
     expected = list(sizes.values())
     if list(shape) != expected:
@@ -283,9 +314,15 @@ def _hf_config(model: T5Config) -> dict[str, Any]:
     facts = asdict(model)
     kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
     return facts | {
-        "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True,
-        "feed_forward_proj": kind, "dense_act_fn": ACTIVATIONS[kind], "is_gated_act": kind != "relu",
-        "tie_word_embeddings": tied, "scale_decoder_outputs": scaled}
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "feed_forward_proj": kind,
+        "dense_act_fn": ACTIVATIONS[kind],
+        "is_gated_act": kind != "relu",
+        "tie_word_embeddings": tied,
+        "scale_decoder_outputs": scaled,
+    }
 
 
 def _locate(source: str) -> Path:

@@ -8,8 +8,14 @@ from pipejax.generate import Generator, Record, Report, Source
 from pipejax.metrics import spans
 
 
-def evaluate(generator: Generator, examples: Sequence[Example], *, strategy: str | None = None, batch_size: int = 8,
-             tick: Callable[[int], None] = lambda count: None) -> tuple[dict[str, Any], list[Record]]:
+def evaluate(
+    generator: Generator,
+    examples: Sequence[Example],
+    *,
+    strategy: str | None = None,
+    batch_size: int = 8,
+    tick: Callable[[int], None] = lambda count: None,
+) -> tuple[dict[str, Any], list[Record]]:
     """Decodes the examples and compares rows with targets as sets.
 
     Args:
@@ -26,11 +32,16 @@ def evaluate(generator: Generator, examples: Sequence[Example], *, strategy: str
     """
     name = strategy or generator.default_strategy
     report, records = Report(), []
-    for record in generator.stream([Source(e.id, e.source) for e in examples], strategy=name, batch_size=batch_size,
-                                   report=report):
+    for record in generator.stream(
+        [Source(e.id, e.source) for e in examples], strategy=name, batch_size=batch_size, report=report
+    ):
         records.append(record)
         tick(1)
     scores = spans.score([list(e.targets) for e in examples], [record["rows"] for record in records])
-    result = {"strategy": name, "examples": len(examples), **{key: scores[key] for key in ("em_f1", "pm_f1")},
-              **report.summary(name)}
+    result = {
+        "strategy": name,
+        "examples": len(examples),
+        **{key: scores[key] for key in ("em_f1", "pm_f1")},
+        **report.summary(name),
+    }
     return result, records

@@ -1,4 +1,4 @@
-"""Exact integer fingerprints of arrays: equal bits give equal numbers on any mesh, and a changed bit does not go unseen."""
+"""Exact integer fingerprints of arrays: equal bits give equal numbers on any mesh; a changed bit does not go unseen."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def _numbers(x: Array) -> Array:
     """
     position = jnp.zeros(x.shape, jnp.uint32)
     for axis in range(x.ndim):
-        stride = int(np.prod(x.shape[axis + 1:], dtype=np.int64)) & 0xFFFFFFFF
+        stride = int(np.prod(x.shape[axis + 1 :], dtype=np.int64)) & 0xFFFFFFFF
         position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
     words = _words(x)
     mixed = words ^ (position * jnp.uint32(0x9E3779B9))
@@ -47,8 +47,10 @@ def fingerprints(tree: Any) -> Fingerprints:
     """The fingerprint of every array of a tree, by path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     numbers = [_numbers(x) for _, x in leaves]  # dispatched first, fetched after
-    return {path_of(keys): [str(x.dtype), list(x.shape), *(int(n) for n in np.asarray(pair))]
-            for (keys, x), pair in zip(leaves, numbers, strict=True)}
+    return {
+        path_of(keys): [str(x.dtype), list(x.shape), *(int(n) for n in np.asarray(pair))]
+        for (keys, x), pair in zip(leaves, numbers, strict=True)
+    }
 
 
 def digest(prints: Fingerprints) -> str:

@@ -55,26 +55,36 @@ class Report:
         count = max(self.examples, 1)
         own, other = self.steps / count, self.other_steps / count
         sequential, pipelined = (own, other) if strategy == "sequential" else (other, own)
-        return {"steps": own, "sequential_steps": sequential, "pipelined_steps": pipelined,
-                "step_ratio": sequential / pipelined if own and other else None,
-                "examples_per_second": self.examples / self.seconds if self.seconds else None,
-                "compile_seconds": self.compile_seconds, "compiled_shapes": self.shapes,
-                "truncated": dict(sorted(self.truncated.items())), "cut_sources": self.cut_sources}
+        return {
+            "steps": own,
+            "sequential_steps": sequential,
+            "pipelined_steps": pipelined,
+            "step_ratio": sequential / pipelined if own and other else None,
+            "examples_per_second": self.examples / self.seconds if self.seconds else None,
+            "compile_seconds": self.compile_seconds,
+            "compiled_shapes": self.shapes,
+            "truncated": dict(sorted(self.truncated.items())),
+            "cut_sources": self.cut_sources,
+        }
 
     def lines(self, strategy: str) -> list[str]:
         """The summary for people."""
         s = self.summary(strategy)
-        ratio = s["step_ratio"] and (f"; ideal step ratio sequential/pipelined {s['step_ratio']:.2f} "
-                                     f"({s['sequential_steps']:.1f} / {s['pipelined_steps']:.1f})")
+        ratio = s["step_ratio"] and (
+            f"; ideal step ratio sequential/pipelined {s['step_ratio']:.2f} "
+            f"({s['sequential_steps']:.1f} / {s['pipelined_steps']:.1f})"
+        )
         cuts = ", ".join(f"{n} by {name}" for name, n in s["truncated"].items()) or "none"
-        return [f"{self.examples} examples, {s['examples_per_second'] or 0:.2f} examples/s (compilation left out: "
-                f"{self.compile_seconds:.1f} s for {self.shapes} shapes)",
-                f"{s['steps']:.1f} steps on average{ratio or ''}",
-                f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}"]
+        return [
+            f"{self.examples} examples, {s['examples_per_second'] or 0:.2f} examples/s (compilation left out: "
+            f"{self.compile_seconds:.1f} s for {self.shapes} shapes)",
+            f"{s['steps']:.1f} steps on average{ratio or ''}",
+            f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}",
+        ]
 
 
 def compute_dtype(name: str) -> jnp.dtype:
-    """ "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
+    """The dtype of that name; "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
@@ -95,8 +105,9 @@ def decode_batch(model: T5, strategy: Strategy, params: Any, source: jax.Array, 
     memory = model.apply(variables, source, mask, method="encode")
 
     def decode(query: Query, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        return model.apply(variables, query.tokens, query.mask, query.distance, memory, cache, query.start,
-                           method="decode")
+        seen = query.tokens, query.mask, query.distance
+        answer: Any = model.apply(variables, *seen, memory, cache, query.start, method="decode")
+        return answer
 
     batch = source.shape[0]
     return decoding.run(strategy, decode, empty_cache(model.config, batch, strategy.slots, model.dtype), batch=batch)
@@ -105,8 +116,9 @@ def decode_batch(model: T5, strategy: Strategy, params: Any, source: jax.Array, 
 class Generator:
     """Parameters, tokenizer and settings, ready to decode. One compiled program a strategy and shape."""
 
-    def __init__(self, config: Config, params: Any, tokenizer: Tokenizer | None, *,
-                 log: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, config: Config, params: Any, tokenizer: Tokenizer | None, *, log: Callable[[str], None] = print
+    ) -> None:
         """`config.model` must be set; `params` are float32."""
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
@@ -125,8 +137,9 @@ class Generator:
         objective = self.config.train.objective
         return "sequential" if objective == "none" else objective
 
-    def decode(self, sources: Iterable[str | Sequence[int]], *, strategy: str | None = None,
-               batch_size: int | None = None) -> list[Record]:
+    def decode(
+        self, sources: Iterable[str | Sequence[int]], *, strategy: str | None = None, batch_size: int | None = None
+    ) -> list[Record]:
         """Decodes texts, or lists of token ids (eos included), and returns a record each, in order.
 
         Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position. See the README.
@@ -156,8 +169,9 @@ class Generator:
                 raise UserError(f"{place}: found id {i}; expected 0 to {self.architecture.vocab_size - 1}")
         return source
 
-    def stream(self, sources: Iterable[Source], *, strategy: str | None, batch_size: int, report: Report,
-               window: int = WINDOW) -> Iterator[Record]:
+    def stream(
+        self, sources: Iterable[Source], *, strategy: str | None, batch_size: int, report: Report, window: int = WINDOW
+    ) -> Iterator[Record]:
         """Yields records in input order, reading `window` batches of checked sources ahead; adds to `report`."""
         name = strategy or self.default_strategy
         chosen = self.strategy(name)
@@ -167,7 +181,7 @@ class Generator:
             order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
             records: dict[int, Record] = {}
             for first in range(0, len(order), batch_size):
-                part = order[first:first + batch_size]
+                part = order[first : first + batch_size]
                 results = self._decode_part([encoded[i] for i in part], chosen, batch_size, report)
                 begun = time.perf_counter()
                 for i, (row_ids, steps, truncated) in zip(part, results, strict=True):
@@ -191,8 +205,9 @@ class Generator:
         report.cut_sources += len(cut) < len(content)
         return cut
 
-    def _decode_part(self, sources: list[Sequence[int]], strategy: Strategy, batch_size: int,
-                     report: Report) -> list[tuple[list[list[int]], int, str | None]]:
+    def _decode_part(
+        self, sources: list[Sequence[int]], strategy: Strategy, batch_size: int, report: Report
+    ) -> list[tuple[list[list[int]], int, str | None]]:
         """Rows, steps and truncation of each source; a short part is filled up with copies of its last one."""
         filled = [*sources, *[sources[-1]] * (batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
@@ -201,8 +216,14 @@ class Generator:
         begun = time.perf_counter()
         decoded = jax.device_get(program(self.params, source, lengths))
         report.seconds += time.perf_counter() - begun
-        return [([row[:n].tolist() for row, n in zip(decoded.tokens[b], decoded.lengths[b], strict=True)],
-                 int(decoded.steps[b]), TRUNCATIONS[int(decoded.truncated[b])]) for b in range(len(sources))]
+        return [
+            (
+                [row[:n].tolist() for row, n in zip(decoded.tokens[b], decoded.lengths[b], strict=True)],
+                int(decoded.steps[b]),
+                TRUNCATIONS[int(decoded.truncated[b])],
+            )
+            for b in range(len(sources))
+        ]
 
     def _program(self, strategy: Strategy, source: np.ndarray, lengths: np.ndarray, report: Report) -> Any:
         key = strategy, *source.shape
@@ -214,8 +235,9 @@ class Generator:
             report.shapes += 1
         return self._programs[key]
 
-    def _record(self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int,
-                truncated: str | None) -> Record:
+    def _record(
+        self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int, truncated: str | None
+    ) -> Record:
         separator = self.config.data.separator
         text: str | None = None
         rows: list[str] | None = None
@@ -241,8 +263,9 @@ class Generator:
             report.other_steps += grid.pipelined_steps(lengths, delay=g.delay, sub_max=g.sub_max, time_max=g.time_max)
 
 
-def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = (),
-         log: Callable[[str], None] = print) -> Generator:
+def load(
+    path: str | Path, *, best: bool = False, overrides: Sequence[str] = (), log: Callable[[str], None] = print
+) -> Generator:
     """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
 
     Args:
@@ -257,8 +280,10 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = (),
     for assignment in overrides:
         section = assignment.partition("=")[0].strip().partition(".")[0]
         if section not in DECODING_SECTIONS and hasattr(Config(), section):
-            raise UserError(f"--set {assignment}: {section} cannot change after training; expected one of the sections "
-                            f"{', '.join(DECODING_SECTIONS)}")
+            raise UserError(
+                f"--set {assignment}: {section} cannot change after training; expected one of the sections "
+                f"{', '.join(DECODING_SECTIONS)}"
+            )
     restored = checkpoint.open_run(path, best=best, log=log)
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = Path(path) / "tokenizer"

@@ -1,8 +1,9 @@
 """The paper in integers: who sees whom, how far apart, and how a target lies on the grid.
 
 Rows and times are 0-based here (the paper's i is 1-based): the bos of row i stands at time i * delay and its
-j-th generated token (j = 1, 2, ..., eos included) at time i * delay + j. The time-step t of Algorithm 1 feeds the tokens
-at time t - 1 and generates those at time t. Everything works on NumPy and on traced arrays alike; no model, no files.
+j-th generated token (j = 1, 2, ..., eos included) at time i * delay + j. The time-step t of Algorithm 1 feeds the
+tokens at time t - 1 and generates those at time t. Everything works on NumPy and on traced arrays alike; no model, no
+files.
 """
 
 from collections.abc import Sequence
@@ -39,15 +40,19 @@ class Flat(NamedTuple):
 def flatten(rows: Sequence[Sequence[int]], *, delay: int, bos: int, eos: int, final: bool = True) -> Flat:
     """Lays rows of token ids out for teacher forcing (paper section 3.3, eq. 5).
 
-    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last. An eos is fed, without a
-    target of its own, only where a token that has a target can see it: elsewhere the slot would change nothing.
-    One row without `final` is an ordinary T5 target.
+    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last. An eos is fed, without
+    a target of its own, only where a token that has a target can see it: elsewhere the slot would change nothing. One
+    row without `final` is an ordinary T5 target.
     """
     every = [list(row) for row in rows] + ([[]] if final else [])
     last_times = [start(i, delay) + len(row) for i, row in enumerate(every)]  # of each row's last query
-    inputs, targets, weights, row_of, time_of = [], [], [], [], []
+    inputs: list[int] = []
+    targets: list[int] = []
+    weights: list[float] = []
+    row_of: list[int] = []
+    time_of: list[int] = []
     for i, row in enumerate(every):
-        eos_is_seen = max(last_times[i + 1:], default=-1) > last_times[i]
+        eos_is_seen = max(last_times[i + 1 :], default=-1) > last_times[i]
         fed = [bos, *row] + ([eos] if eos_is_seen else [])
         inputs += fed
         targets += [*row, eos] + ([eos] if eos_is_seen else [])

@@ -25,8 +25,11 @@ LEFT, RIGHT, TOP = 84, 20, 52  # pixels around the grid
 NARROWEST, WIDEST = 46, 104  # columns
 ROOM = 1600  # columns get narrower to keep the grid within it
 STRIP, STRIP_ROOM = 10, 960  # height of a strip of steps, and its greatest length
-TRUNCATIONS = {None: "", "sub_max": "; truncated: no further row was allowed (sub_max)",
-               "time_max": "; truncated at the last time-step (time_max)"}
+TRUNCATIONS = {
+    None: "",
+    "sub_max": "; truncated: no further row was allowed (sub_max)",
+    "time_max": "; truncated at the last time-step (time_max)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +59,7 @@ class Grid:
         return max((cell.row for cell in self.cells), default=-1) + 1
 
 
-def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = None,
-         steps: int | None = None) -> Grid:
+def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = None, steps: int | None = None) -> Grid:
     """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3).
 
     Args:
@@ -93,8 +95,14 @@ def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = N
     return Grid(tuple(map(tuple, rows)), delay, steps, truncated, tuple(cells), (*sequential, 0))
 
 
-def svg(rows: Sequence[Sequence[str]], *, delay: int, until: int | None = None, truncated: str | None = None,
-        steps: int | None = None) -> str:
+def svg(
+    rows: Sequence[Sequence[str]],
+    *,
+    delay: int,
+    until: int | None = None,
+    truncated: str | None = None,
+    steps: int | None = None,
+) -> str:
     """The grid as a standalone SVG that reads well on white and on dark.
 
     Time-steps run across, rows down, and a colour is a time-step. Beneath, on one scale: the steps of the
@@ -111,9 +119,17 @@ def svg(rows: Sequence[Sequence[str]], *, delay: int, until: int | None = None, 
     return _draw(grid, until=until, page=False)
 
 
-def html(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = None, steps: int | None = None,
-         source: str = "", texts: Sequence[str] | None = None, highlight: bool = True,
-         title: str = "Pipelined decoding, step by step") -> str:
+def html(
+    rows: Sequence[Sequence[str]],
+    *,
+    delay: int,
+    truncated: str | None = None,
+    steps: int | None = None,
+    source: str = "",
+    texts: Sequence[str] | None = None,
+    highlight: bool = True,
+    title: str = "Pipelined decoding, step by step",
+) -> str:
     """One page that loads nothing from elsewhere and fills the grid step by step.
 
     Args:
@@ -130,13 +146,22 @@ def html(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = N
     texts = [" ".join(row) for row in rows] if texts is None else texts
     ends = {cell.row: cell.time for cell in grid.cells if cell.kind == "eos"}
     finished = [ends.get(i, grid.steps) for i in range(len(rows))]
-    items = [f'<li data-done="{end}" title="{escape(text)}">{escape(text)}</li>'
-             for text, end in zip(texts, finished, strict=True)]
+    items = [
+        f'<li data-done="{end}" title="{escape(text)}">{escape(text)}</li>'
+        for text, end in zip(texts, finished, strict=True)
+    ]
     marked = mark(source, texts if highlight else [], finished)
     return string.Template(PAGE).substitute(
-        title=escape(title), facts=escape(_facts(grid)), font=FONT, steps=grid.steps, items="".join(items),
+        title=escape(title),
+        facts=escape(_facts(grid)),
+        font=FONT,
+        steps=grid.steps,
+        items="".join(items),
         source=f'<section><h2>Source</h2><p class="source">{marked}</p></section>' if source else "",
-        drawing=_draw(grid, until=None, page=True), pitch=_pitch(grid), top=_top(page=True))
+        drawing=_draw(grid, until=None, page=True),
+        pitch=_pitch(grid),
+        top=_top(page=True),
+    )
 
 
 def _draw(grid: Grid, *, until: int | None, page: bool) -> str:
@@ -148,17 +173,21 @@ def _draw(grid: Grid, *, until: int | None, page: bool) -> str:
     width = LEFT + max(columns * column, 240 if page else round(_width(caption) * 17)) + RIGHT
     bottom = top + grid.height * pitch
     height = bottom + 62
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-             f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="picture-title picture-text" '
-             f'font-family="{FONT}">',
-             f'<title id="picture-title">{escape(caption)}</title>',
-             f'<desc id="picture-text">{escape(_describe(grid))}</desc>']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="picture-title picture-text" '
+        f'font-family="{FONT}">',
+        f'<title id="picture-title">{escape(caption)}</title>',
+        f'<desc id="picture-text">{escape(_describe(grid))}</desc>',
+    ]
     if not page:
         parts.append(_text(LEFT, 20, caption, size=13, anchor="start", weight=600))
     if page or until is not None:  # the current time-step; the page moves it
-        parts.append(f'<rect class="now" data-left="{LEFT}" data-column="{column}" '
-                     f'x="{LEFT + last * column}" y="{top - 20}" width="{column}" '
-                     f'height="{bottom - top + 22}" rx="6" fill="{QUIET}" fill-opacity=".14"/>')
+        parts.append(
+            f'<rect class="now" data-left="{LEFT}" data-column="{column}" '
+            f'x="{LEFT + last * column}" y="{top - 20}" width="{column}" '
+            f'height="{bottom - top + 22}" rx="6" fill="{QUIET}" fill-opacity=".14"/>'
+        )
     parts.append(_text(LEFT - 12, top - 6, "time-step", anchor="end"))
     parts += [_text(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, columns)]
     for i in range(grid.height):
@@ -166,10 +195,13 @@ def _draw(grid: Grid, *, until: int | None, page: bool) -> str:
         name = f"row {i + 1}" if i < len(grid.rows) else "empty row"
         parts.append(_text(LEFT - 12, middle + 4, name, anchor="end"))
         if 0 < i * grid.delay <= last:
-            parts.append(f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
-                         'stroke-dasharray="1 5" stroke-linecap="round"/>')
-    parts += [_cell(cell, grid, column=column, pitch=pitch, top=top, size=size)
-              for cell in grid.cells if cell.time <= last]
+            parts.append(
+                f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
+                'stroke-dasharray="1 5" stroke-linecap="round"/>'
+            )
+    parts += [
+        _cell(cell, grid, column=column, pitch=pitch, top=top, size=size) for cell in grid.cells if cell.time <= last
+    ]
     parts += _strips(grid, last, top=bottom + 22, room=min(width - LEFT - RIGHT - 60, STRIP_ROOM))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -184,12 +216,17 @@ def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: fl
         label = _text(centre, middle + size * 0.35, shown, size=size, ink=INK)
     else:
         tip = f"row {cell.row + 1}, time-step {cell.time}: {cell.kind}"
-        line = (f'stroke="{QUIET}" stroke-opacity=".7" stroke-dasharray="3 3"' if cell.kind == "bos"
-                else f'stroke="{_colour(cell.time, grid.steps)}" stroke-width="1.5"')
+        line = (
+            f'stroke="{QUIET}" stroke-opacity=".7" stroke-dasharray="3 3"'
+            if cell.kind == "bos"
+            else f'stroke="{_colour(cell.time, grid.steps)}" stroke-width="1.5"'
+        )
         box = f'fill="none" {line}'
         label = _text(centre, middle + 3.5, cell.text, size=10)
-    return (f'<g data-time="{cell.time}"><title>{escape(tip)}</title><rect x="{x}" y="{y}" width="{width}" '
-            f'height="{height}" rx="5" {box}/>{label}</g>')
+    return (
+        f'<g data-time="{cell.time}"><title>{escape(tip)}</title><rect x="{x}" y="{y}" width="{width}" '
+        f'height="{height}" rx="5" {box}/>{label}</g>'
+    )
 
 
 def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
@@ -201,24 +238,29 @@ def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
         for step, time in enumerate(times, start=1):
             colour = f'fill="{_colour(time, grid.steps)}"' if time else f'fill="{QUIET}" fill-opacity=".45"'
             faint = ' opacity=".2"' if last < grid.steps and step > last else ""
-            yield (f'<rect class="step" data-time="{step}" x="{LEFT + (step - 1) * unit:.2f}" y="{top}" '
-                   f'width="{unit - gap:.2f}" height="{STRIP}" rx="{min(2, unit / 4):.1f}" {colour}{faint}/>')
+            yield (
+                f'<rect class="step" data-time="{step}" x="{LEFT + (step - 1) * unit:.2f}" y="{top}" '
+                f'width="{unit - gap:.2f}" height="{STRIP}" rx="{min(2, unit / 4):.1f}" {colour}{faint}/>'
+            )
         yield _text(LEFT + len(times) * unit + 8, top + STRIP - 1, _count(len(times), "step"), anchor="start")
         top += STRIP + 10
 
 
 def _facts(grid: Grid) -> str:
     ratio = f" ({len(grid.sequential) / grid.steps:.1f}×)" if grid.steps else ""
-    return (f"{_count(grid.steps, 'time-step')} instead of {len(grid.sequential)}{ratio}, "
-            f"Δt = {grid.delay}{TRUNCATIONS[grid.truncated]}")
+    return (
+        f"{_count(grid.steps, 'time-step')} instead of {len(grid.sequential)}{ratio}, "
+        f"Δt = {grid.delay}{TRUNCATIONS[grid.truncated]}"
+    )
 
 
 def _describe(grid: Grid) -> str:
-    rows = [f"Row {i + 1} starts at time {i * grid.delay}: {' '.join(row)}."
-            for i, row in enumerate(grid.rows)]
+    rows = [f"Row {i + 1} starts at time {i * grid.delay}: {' '.join(row)}." for i, row in enumerate(grid.rows)]
     end = "An empty row ends it." if grid.height > len(grid.rows) else "No empty row ends it."
-    other = (f"A sequential decoder takes {_count(len(grid.sequential), 'step')} for the same text, "
-             "one token a step; grey steps are separators and the eos.")
+    other = (
+        f"A sequential decoder takes {_count(len(grid.sequential), 'step')} for the same text, "
+        "one token a step; grey steps are separators and the eos."
+    )
     return " ".join([*rows, end, other])
 
 
@@ -243,18 +285,32 @@ def _colour(time: int, steps: int) -> str:
     return "#" + "".join(f"{round(channel):02x}" for channel in mixed)
 
 
-def _text(x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle",
-          weight: int = 400) -> str:
+def _text(
+    x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle", weight: int = 400
+) -> str:
     extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
-    return (f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'
-            f"{escape(text)}</text>")
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'
+        f"{escape(text)}</text>"
+    )
 
 
 def _width(text: str) -> float:
     """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
-    return sum(0.0 if unicodedata.combining(c) else 1.0 if unicodedata.east_asian_width(c) in "WF"
-               else 0.34 if c in "iljtfrI.,:;'|!()[] " else 0.95 if c in "mwMW@%—" else 0.7 if c.isupper()
-               else 0.62 for c in text)
+    return sum(
+        0.0
+        if unicodedata.combining(c)
+        else 1.0
+        if unicodedata.east_asian_width(c) in "WF"
+        else 0.34
+        if c in "iljtfrI.,:;'|!()[] "
+        else 0.95
+        if c in "mwMW@%—"
+        else 0.7
+        if c.isupper()
+        else 0.62
+        for c in text
+    )
 
 
 def _shorten(text: str, room: float) -> str:
@@ -281,15 +337,19 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--delay: found {flags.delay}; expected at least 1")
     place, record = _find(flags.records, flags.id)
     rows, texts = _tokens(record, place)
-    drawing = {"delay": flags.delay, "truncated": record.get("truncated"),
-               "steps": _steps(record, rows, flags.delay, place)}
+    drawing = {
+        "delay": flags.delay,
+        "truncated": record.get("truncated"),
+        "steps": _steps(record, rows, flags.delay, place),
+    }
     if output.suffix == ".svg":
         drawn = svg(rows, **drawing)
     else:
         name = str(record.get("id", place))
         source = (_find(flags.input, name)[1] if flags.input else record).get("source")
-        drawn = html(rows, **drawing, texts=texts, source=source if isinstance(source, str) else "",
-                     title=f"Record {name}")
+        drawn = html(
+            rows, **drawing, texts=texts, source=source if isinstance(source, str) else "", title=f"Record {name}"
+        )
     try:
         output.write_text(drawn, encoding="utf-8")
     except OSError as error:
@@ -328,13 +388,17 @@ def _tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[s
         tokens = ids if tokens is None else tokens
         texts = [" ".join(map(str, row)) for row in ids]
     if not isinstance(texts, list) or len(texts) != len(ids):
-        raise UserError(f"{place}: rows: found no text for each of the {len(ids)} rows of row_ids; "
-                        "expected a record of the pipelined strategy")
+        raise UserError(
+            f"{place}: rows: found no text for each of the {len(ids)} rows of row_ids; "
+            "expected a record of the pipelined strategy"
+        )
     texts = [str(text) for text in texts]
     if tokens is None:
         words = [text.split() for text in texts]
-        tokens = [row if len(row) == len(numbers) else [f"piece {j + 1}" for j in range(len(numbers))]
-                  for row, numbers in zip(words, ids, strict=True)]
+        tokens = [
+            row if len(row) == len(numbers) else [f"piece {j + 1}" for j in range(len(numbers))]
+            for row, numbers in zip(words, ids, strict=True)
+        ]
     elif not _is_table(tokens) or list(map(len, tokens)) != list(map(len, ids)):
         raise UserError(f"{place}: row_tokens: found another shape than row_ids; expected a token an id")
     return [[str(token) for token in row] for row in tokens], texts
@@ -348,8 +412,10 @@ def _steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str
     """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
     steps, truncated = record.get("steps"), record.get("truncated")
     if not (truncated is None or truncated in ("sub_max", "time_max")):
-        raise UserError(f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
-                        "as in a record of the pipelined strategy")
+        raise UserError(
+            f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
+            "as in a record of the pipelined strategy"
+        )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise UserError(f"{place}: steps: found {steps!r}; expected a whole number")
     ends = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1)

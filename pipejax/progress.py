@@ -13,8 +13,11 @@ class Progress:
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.first, self.began = start, time.monotonic()
         self.said = self.began
-        self.bar = tqdm(total=total, initial=start, desc=what, unit=unit, file=sys.stderr, leave=False,
-                        dynamic_ncols=True) if sys.stderr.isatty() else None
+        self.bar = (
+            tqdm(total=total, initial=start, desc=what, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True)
+            if sys.stderr.isatty()
+            else None
+        )
 
     def add(self, count: int, note: str = "") -> None:
         """That many more are done."""

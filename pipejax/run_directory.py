@@ -16,8 +16,14 @@ from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
 # Everything else decides what is learned: changing it in the middle of a run would make the result nobody's.
-CHANGEABLE = ("train.steps", "train.log_every", "train.checkpoint_every", "train.evaluate_every",
-              "train.evaluate_examples", "train.keep_checkpoints")
+CHANGEABLE = (
+    "train.steps",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.evaluate_every",
+    "train.evaluate_examples",
+    "train.keep_checkpoints",
+)
 
 
 class RunDirectory:
@@ -33,7 +39,9 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{path}: found a file; expected a directory to work in")
         if self.path.is_dir() and any(self.path.iterdir()) and not self.is_run:
-            raise UserError(f"{path}: found a directory with other things in it; expected a new, an empty or a run directory")
+            raise UserError(
+                f"{path}: found a directory with other things in it; expected a new, an empty or a run directory"
+            )
 
     @property
     def is_run(self) -> bool:
@@ -51,10 +59,14 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise UserError(f"{self.path}: another trainer is at work here; expected a directory of one's own") from error
+            raise UserError(
+                f"{self.path}: another trainer is at work here; expected a directory of one's own"
+            ) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Lets go."""
         self._lock.close()
 
@@ -99,8 +111,10 @@ def check_resume(old: Config, new: Config, where: Path) -> None:
     for key in [*before, *(k for k in after if k not in before)]:
         was, now = before.get(key), after.get(key)
         if was != now and key not in CHANGEABLE:
-            raise UserError(f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume (may change: "
-                            f"{', '.join(CHANGEABLE)}); take another --workdir for another experiment")
+            raise UserError(
+                f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume (may change: "
+                f"{', '.join(CHANGEABLE)}); take another --workdir for another experiment"
+            )
 
 
 def resolve_model(config: Config, other: Config) -> Config:
@@ -112,6 +126,8 @@ def resolve_model(config: Config, other: Config) -> Config:
     if config.model is not None and config.model != other.model:
         a, b = config_lib.flat(config.model), config_lib.flat(other.model) if other.model else {}
         key = next(key for key in a if a[key] != b.get(key))
-        raise UserError(f"model.{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
-                        "(leave `model` out to take its architecture)")
+        raise UserError(
+            f"model.{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
+            "(leave `model` out to take its architecture)"
+        )
     return dataclasses.replace(config, model=other.model)

@@ -1,6 +1,7 @@
 """Where arrays live: the device mesh and the one table from parameter path to PartitionSpec.
 
-Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor" splits heads, feed-forward and vocabulary.
+Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor" splits heads, feed-forward and
+vocabulary.
 """
 
 import re
@@ -38,10 +39,16 @@ def make_mesh(config: MeshConfig) -> Mesh:
             raise UserError(f"mesh: found fsdp x tensor = {rest}; expected a divisor of the {len(devices)} devices")
         data = len(devices) // rest
     if data * rest > len(devices):
-        raise UserError(f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
-                        "of this machine")
-    return jax.make_mesh((data, config.fsdp, config.tensor), ("data", "fsdp", "tensor"),
-                         axis_types=(AxisType.Auto,) * 3, devices=devices[:data * rest])
+        raise UserError(
+            f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
+            "of this machine"
+        )
+    return jax.make_mesh(
+        (data, config.fsdp, config.tensor),
+        ("data", "fsdp", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
+        devices=devices[: data * rest],
+    )
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
@@ -53,15 +60,20 @@ def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The rule's spec, without the axes that the dimension does not divide by."""
     for pattern, spec in RULES:
         if re.fullmatch(pattern, path):
-            return P(*(axis if axis and size % mesh.shape[axis] == 0 else None
-                       for size, axis in zip(shape, tuple(spec) + (None,) * len(shape), strict=False)))
+            return P(
+                *(
+                    axis if axis and size % mesh.shape[axis] == 0 else None
+                    for size, axis in zip(shape, tuple(spec) + (None,) * len(shape), strict=False)
+                )
+            )
     raise ValueError(f"no sharding rule for parameter {path}")
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every parameter of a tree of arrays or shapes."""
     return jax.tree_util.tree_map_with_path(
-        lambda keys, x: NamedSharding(mesh, spec_of(path_of(keys), x.shape, mesh)), params)
+        lambda keys, x: NamedSharding(mesh, spec_of(path_of(keys), x.shape, mesh)), params
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -73,8 +85,10 @@ def check_batch(batch_size: int, mesh: Mesh, *, key: str) -> None:
     """A batch must divide over the data and fsdp axes; raises a UserError naming `key` before anything compiles."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % shards:
-        raise UserError(f"{key}: found {batch_size}; expected a multiple of {shards} "
-                        f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})")
+        raise UserError(
+            f"{key}: found {batch_size}; expected a multiple of {shards} "
+            f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})"
+        )
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -1,8 +1,9 @@
 """The T5 encoder-decoder. Masks and distances in, logits out: no grids, tasks, meshes or files here.
 
-Shapes: B batch, L source length, Q queries of a call, C keys (cache slots), D width, H heads, K head width, F feed-forward
-width, V vocabulary. In a mask True means "may attend". Parameters are float32; `dtype` is that of the computation, and
-norms, softmax and logits are float32 always. Architecture: Raffel et al. 2020 (v1.0) and its v1.1, mT5 and ByT5 variants.
+Shapes: B batch, L source length, Q queries of a call, C keys (cache slots), D width, H heads, K head width,
+F feed-forward width, V vocabulary. In a mask True means "may attend". Parameters are float32; `dtype` is that of the
+computation, and norms, softmax and logits are float32 always. Architecture: Raffel et al. 2020 (v1.0) and its v1.1, mT5
+and ByT5 variants.
 """
 
 import math
@@ -49,7 +50,9 @@ def empty_cache(config: T5Config, batch: int, slots: int, dtype: DTypeLike) -> K
 def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
     """T5's relative position buckets of non-negative distances: exact up to count / 2, logarithmic up to `longest`."""
     exact = count // 2
-    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact)) / np.float32(math.log(longest / exact))
+    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact)) / np.float32(
+        math.log(longest / exact)
+    )
     logarithmic = exact + (ratio * np.float32(count - exact)).astype(np.int32)
     return np.where(distances < exact, distances, np.minimum(logarithmic, count - 1)).astype(np.int32)
 
@@ -76,11 +79,12 @@ class RelativeBias(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.embedding = self.param("embedding", nn.initializers.normal(c.d_model**-0.5),
-                                    (c.relative_attention_num_buckets, c.num_heads))
+        self.embedding = self.param(
+            "embedding", nn.initializers.normal(c.d_model**-0.5), (c.relative_attention_num_buckets, c.num_heads)
+        )
 
     def by_distance(self) -> Array:
-        """[longest + 1, H]; in a bidirectional stack [2 longest + 1, H], index offset + longest, offset = key - query."""
+        """[longest + 1, H]; in a bidirectional stack [2 longest + 1, H], at offset + longest, offset = key - query."""
         count, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
         distances = np.arange(longest + 1)
         if not self.bidirectional:
@@ -116,7 +120,7 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(self.dropout)
 
     def heads(self, x: Array) -> Array:
-        """[B, L, H*K] -> [B, H, L, K]"""
+        """[B, L, H*K] -> [B, H, L, K]."""
         return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
@@ -184,8 +188,16 @@ class DecoderLayer(nn.Module):
         self.cross_attention = Attention(self.config, self.dtype, self.dropout)
         self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
-    def __call__(self, x: Array, bias: Array, cached: tuple[Array, Array] | None, start: Array | int,
-                 memory: tuple[Array, Array], memory_bias: Array, deterministic: bool) -> tuple[Array, Array, Array]:
+    def __call__(
+        self,
+        x: Array,
+        bias: Array,
+        cached: tuple[Array, Array] | None,
+        start: Array | int,
+        memory: tuple[Array, Array],
+        memory_bias: Array,
+        deterministic: bool,
+    ) -> tuple[Array, Array, Array]:
         normed = self.self_attention.norm(x)
         keys, values = self.self_attention.keys_values(normed)
         if cached is not None:
@@ -197,6 +209,8 @@ class DecoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
+    """The encoder's stack: embedded tokens [B, L, D] to encoded ones."""
+
     config: T5Config
     dtype: DTypeLike
     dropout: float
@@ -219,6 +233,8 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
+    """The decoder's stack: embedded queries [B, Q, D] to hidden states of the same shape."""
+
     config: T5Config
     dtype: DTypeLike
     dropout: float
@@ -234,8 +250,16 @@ class Decoder(nn.Module):
         pairs = [layer.cross_attention.keys_values(encoded) for layer in self.layers]
         return Memory(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
-    def __call__(self, x: Array, mask: Array, distance: Array, memory: Memory, cache: KVCache | None,
-                 start: Array | int, deterministic: bool) -> tuple[Array, KVCache]:
+    def __call__(
+        self,
+        x: Array,
+        mask: Array,
+        distance: Array,
+        memory: Memory,
+        cache: KVCache | None,
+        start: Array | int,
+        deterministic: bool,
+    ) -> tuple[Array, KVCache]:
         bias = jnp.where(mask[:, None], self.relative_bias(distance), MASKED)
         memory_bias = jnp.where(memory.mask[:, None, None, :], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
@@ -261,8 +285,9 @@ class T5(nn.Module):
         self.encoder = Encoder(c, self.dtype, self.dropout)
         self.decoder = Decoder(c, self.dtype, self.dropout)
         if not c.tied_head:
-            self.lm_head = nn.Dense(c.vocab_size, use_bias=False, dtype=self.dtype,
-                                    kernel_init=nn.initializers.normal(1.0))
+            self.lm_head = nn.Dense(
+                c.vocab_size, use_bias=False, dtype=self.dtype, kernel_init=nn.initializers.normal(1.0)
+            )
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
         """Encodes sources once and for all.
@@ -275,8 +300,17 @@ class T5(nn.Module):
         encoded = self.encoder(self.shared(tokens), mask, deterministic)
         return self.decoder.memorize(encoded, mask)
 
-    def decode(self, tokens: Array, mask: Array, distance: Array, memory: Memory, cache: KVCache | None = None,
-               start: Array | int = 0, *, deterministic: bool = True) -> tuple[Array, KVCache]:
+    def decode(
+        self,
+        tokens: Array,
+        mask: Array,
+        distance: Array,
+        memory: Memory,
+        cache: KVCache | None = None,
+        start: Array | int = 0,
+        *,
+        deterministic: bool = True,
+    ) -> tuple[Array, KVCache]:
         """Next-token logits of queries that see what `mask` shows them.
 
         Args:
@@ -304,14 +338,22 @@ class T5(nn.Module):
         table = self.shared.embedding.astype(self.dtype)
         return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
 
-    def __call__(self, source: Array, source_mask: Array, tokens: Array, mask: Array, distance: Array, *,
-                 deterministic: bool = True) -> Array:
+    def __call__(
+        self,
+        source: Array,
+        source_mask: Array,
+        tokens: Array,
+        mask: Array,
+        distance: Array,
+        *,
+        deterministic: bool = True,
+    ) -> Array:
         """Teacher-forced logits f32 [B, N, V]; touches every parameter, so `init` may use it."""
         memory = self.encode(source, source_mask, deterministic=deterministic)
         return self.decode(tokens, mask, distance, memory, deterministic=deterministic)[0]
 
 
-def init_params(config: T5Config, rng: Array) -> dict:
+def init_params(config: T5Config, rng: Array) -> Any:
     """Fresh float32 parameters with Hugging Face's initial scales. Jit-able: see the paths in `tests/test_t5.py`."""
     token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     return T5(config).init(rng, token, seen, token, seen[:, None], token[:, None])["params"]

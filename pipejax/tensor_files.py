@@ -48,15 +48,19 @@ def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
     Raises:
       UserError: no weights; a file that is damaged or at odds with its index; a dtype not in DTYPES.
     """
-    openers = {"model.safetensors": _open_safetensors, "model.safetensors.index.json": _open_index,
-               "flax_model.msgpack": _open_msgpack}
+    openers = {
+        "model.safetensors": _open_safetensors,
+        "model.safetensors.index.json": _open_index,
+        "flax_model.msgpack": _open_msgpack,
+    }
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):
         if file.is_file():
             tensors = opener(file)
             for name, stored in tensors.items():
                 if stored.dtype not in DTYPES:
-                    raise UserError(f"{stored.file}: {name}: found dtype {stored.dtype}; expected one of "
-                                    f"{', '.join(DTYPES)}")
+                    raise UserError(
+                        f"{stored.file}: {name}: found dtype {stored.dtype}; expected one of {', '.join(DTYPES)}"
+                    )
             return file, tensors
     pickles = sorted(file.name for file in directory.glob("*.bin"))
     found = f"only {pickles[0]} (save it as safetensors first)" if pickles else "no weights"
@@ -98,8 +102,10 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no dict)
     except (SafetensorError, OSError) as error:
         raise damaged(file, "safetensors", error) from error
-    return {name: Stored(file, name, tuple(part.get_shape()), part.get_dtype(),
-                         partial(handle.get_tensor, name)) for name, part in slices.items()}
+    return {
+        name: Stored(file, name, tuple(part.get_shape()), part.get_dtype(), partial(handle.get_tensor, name))
+        for name, part in slices.items()
+    }
 
 
 def _open_index(index: Path) -> dict[str, Stored]:
@@ -113,8 +119,10 @@ def _open_index(index: Path) -> dict[str, Stored]:
         file = index.with_name(shard)
         listed = {name for name, place in places.items() if place == shard}
         if not file.is_file():
-            raise UserError(f"{index}: weight_map: found {shard}, which does not exist; expected it to hold "
-                            f"{min(listed)} ({len(listed)} tensors in all)")
+            raise UserError(
+                f"{index}: weight_map: found {shard}, which does not exist; expected it to hold "
+                f"{min(listed)} ({len(listed)} tensors in all)"
+            )
         stored = _open_safetensors(file)
         for name in sorted(stored.keys() ^ listed):
             problem = "found, but not" if name in stored else "missing; expected it, as it is"
@@ -136,8 +144,10 @@ def _open_msgpack(file: Path) -> dict[str, Stored]:
     for path, array in leaves.items():
         stem, _, kind = path.rpartition(".")
         if not isinstance(array, np.ndarray) or kind not in ("kernel", "embedding", "weight"):
-            raise UserError(f"{file}: {path}: found {type(array).__name__}; expected an array whose name "
-                            "ends in kernel, embedding or weight")
+            raise UserError(
+                f"{file}: {path}: found {type(array).__name__}; expected an array whose name "
+                "ends in kernel, embedding or weight"
+            )
         array = array.T if kind == "kernel" else array
         name, dtype = f"{stem}.weight", codes.get(str(array.dtype), str(array.dtype))
         tensors[name] = Stored(file, name, array.shape, dtype, partial(np.asarray, array))

@@ -77,8 +77,10 @@ def _read_directory(directory: Path) -> Any:
         else:
             inner = _read_sentencepiece(transformers, directory)
     except Exception as error:  # transformers, tokenizers and sentencepiece raise all kinds for a bad file
-        raise UserError(f"{directory}: found tokenizer files that cannot be read ({_summary(error)}); "
-                        f"expected those of a transformers tokenizer") from error
+        raise UserError(
+            f"{directory}: found tokenizer files that cannot be read ({_summary(error)}); "
+            f"expected those of a transformers tokenizer"
+        ) from error
     # Without its vocabulary file transformers makes up a tokenizer of a few pieces, silently.
     needed = list(type(inner).vocab_files_names.values())
     if needed and not any((directory / name).is_file() for name in needed):
@@ -111,8 +113,10 @@ def _read_hub(name: str) -> Any:
         huggingface_hub.model_info(name, timeout=_HUB_TIMEOUT)
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:
-        raise UserError(f"{name}: found neither a directory nor a reachable hub id ({_summary(error)}); "
-                        f"expected a directory of tokenizer files or a hub id") from error
+        raise UserError(
+            f"{name}: found neither a directory nor a reachable hub id ({_summary(error)}); "
+            f"expected a directory of tokenizer files or a hub id"
+        ) from error
 
 
 def _is_hub_id(name: str) -> bool:

@@ -5,8 +5,7 @@ Shapes: B batch, L source length, N target slots.
 
 import dataclasses
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,11 +21,10 @@ from pipejax import checkpoint, grid, losses, sharding
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data import make_task
-from pipejax.data.core import Encoded, Example, TrainingBatches, encode, fixed_batches, prefetch
+from pipejax.data.core import TrainingBatches, prefetch
 from pipejax.errors import UserError
-from pipejax.evaluation import evaluate
-from pipejax.fingerprint import digest, fingerprints
-from pipejax.generate import Generator, compute_dtype
+from pipejax.generate import compute_dtype
+from pipejax.monitoring import Examiner, Window
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory, check_resume, resolve_model
 from pipejax.t5 import T5, init_params
@@ -60,28 +58,46 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
     def decays(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
-            lambda keys, _: not sharding.path_of(keys).endswith(("norm/scale", "relative_bias/embedding")), params)
+            lambda keys, _: not sharding.path_of(keys).endswith(("norm/scale", "relative_bias/embedding")), params
+        )
 
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm),
-                       optax.adamw(learning_rate(config), config.beta1, config.beta2, config.epsilon,
-                                   weight_decay=config.weight_decay, mask=decays))
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate(config),
+            config.beta1,
+            config.beta2,
+            config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=decays,
+        ),
+    )
 
 
 def batch_loss(model: T5, params: Any, batch: Batch, dropout: Array | None) -> tuple[Array, Array]:
-    """Summed loss and number of target tokens of a batch of flat slots (paper section 3.3); no dropout without a key."""
+    """Summed loss and target tokens of a batch of flat slots (paper section 3.3); without a key no dropout."""
     source_mask = jnp.arange(batch["source"].shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(batch["inputs"].shape[1]) < batch["slots"][:, None]
     row, time_ = batch["row"], batch["time"]
     pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
     mask = grid.visible(*pairs) & real[:, None, :]
     rngs = None if dropout is None else {"dropout": dropout}
-    logits = model.apply({"params": params}, batch["source"], source_mask, batch["inputs"], mask, grid.distance(*pairs),
-                         deterministic=dropout is None, rngs=rngs)
+    logits: Any = model.apply(
+        {"params": params},
+        batch["source"],
+        source_mask,
+        batch["inputs"],
+        mask,
+        grid.distance(*pairs),
+        deterministic=dropout is None,
+        rngs=rngs,
+    )
     return losses.cross_entropy(logits, batch["targets"], batch["weights"])
 
 
-def train_step(model: T5, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch,
-               key: Array) -> tuple[TrainState, dict[str, Array]]:
+def train_step(
+    model: T5, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch, key: Array
+) -> tuple[TrainState, dict[str, Array]]:
     """One update with the mean loss over the real target tokens of the global batch."""
 
     def mean_loss(params: Any) -> tuple[Array, Array]:
@@ -110,9 +126,12 @@ class Trainer:
         self.shardings = self._shardings()
         replicated = sharding.replicated(self.mesh)
         self.step: Callable[..., tuple[TrainState, dict[str, Array]]] = jax.jit(
-            partial(train_step, self.model, self.optimizer), donate_argnums=0,
-            in_shardings=(self.shardings, None, replicated), out_shardings=(self.shardings, replicated))
-        self.loss = jax.jit(partial(batch_loss, T5(config.model, dtype=dtype), dropout=None))
+            partial(train_step, self.model, self.optimizer),
+            donate_argnums=0,
+            in_shardings=(self.shardings, None, replicated),
+            out_shardings=(self.shardings, replicated),
+        )
+        self._loss = jax.jit(partial(batch_loss, T5(config.model, dtype=dtype), dropout=None))
 
     def _birth(self, model: T5Config, key: Array) -> TrainState:
         params = init_params(model, jax.random.fold_in(key, 0))
@@ -121,8 +140,13 @@ class Trainer:
     def _shardings(self) -> TrainState:
         params = sharding.param_shardings(self.abstract.params, self.mesh)
         replicated = sharding.replicated(self.mesh)
-        optimizer = optax.tree.map_params(self.optimizer, lambda _, own: own, self.abstract.optimizer, params,
-                                                     transform_non_params=lambda _: replicated)
+        optimizer = optax.tree.map_params(
+            self.optimizer,
+            lambda _, own: own,
+            self.abstract.optimizer,
+            params,
+            transform_non_params=lambda _: replicated,
+        )
         return TrainState(params, optimizer)
 
     def fresh(self, params: Any | None = None) -> TrainState:
@@ -137,8 +161,14 @@ class Trainer:
 
     def templates(self) -> dict[str, Any]:
         """What `checkpoint.Store.restore` needs to put a saved state on this mesh."""
-        placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings)
+        placed = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
+        )
         return {"params": placed.params, "state": placed.optimizer}
+
+    def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
+        """Summed loss and token count of a host batch, without dropout."""
+        return self._loss(params, sharding.put_batch(arrays, self.mesh))
 
     def dropout_key(self, step: int) -> Array:
         """The key of a step (1-based)."""
@@ -156,7 +186,7 @@ class Start:
 
 
 def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[str], None]) -> Start:
-    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights. Says which in a line."""
+    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
     trainer: Trainer | None = None
 
     def expect(saved: Config) -> dict[str, Any]:
@@ -184,12 +214,17 @@ def _begin_anew(config: Config, log: Callable[[str], None]) -> Start:
     tokenizer = _find_tokenizer(config)
     assert config.model is not None
     if tokenizer.size > config.model.vocab_size:
-        raise UserError(f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
-                        "the size of the tokenizer")
+        raise UserError(
+            f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
+            "the size of the tokenizer"
+        )
     trainer = Trainer(config)
     state = trainer.fresh(origin.items["params"] if origin else None)
-    log(f"starting from {config.train.init_from} (its step {origin.step})" if origin else
-        f"starting from random weights (seed {config.train.seed})")
+    log(
+        f"starting from {config.train.init_from} (its step {origin.step})"
+        if origin
+        else f"starting from random weights (seed {config.train.seed})"
+    )
     return Start(trainer, state, 0, tokenizer)
 
 
@@ -201,8 +236,10 @@ def _find_tokenizer(config: Config) -> Tokenizer:
     carried = Path(config.train.init_from) / "tokenizer"
     if config.train.init_from and carried.is_dir():
         return Tokenizer.load(carried)
-    raise UserError("data.tokenizer: found none; expected a directory of tokenizer files"
-                    + (f" ({config.train.init_from} carries none)" if config.train.init_from else ""))
+    raise UserError(
+        "data.tokenizer: found none; expected a directory of tokenizer files"
+        + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
+    )
 
 
 class Stop:
@@ -258,20 +295,26 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
     directory.write_config(config)
     directory.keep_tokenizer(start.tokenizer)
     directory.cut_metrics(start.step)
-    examiner = Examiner(trainer, dev, start.tokenizer, directory, log)
+    examiner = Examiner(config, trainer.dev_loss, dev, start.tokenizer, directory, log)
     assert config.model is not None
     batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model), start.step)
-    log(f"{sum(x.size for x in jax.tree.leaves(state.params)) / 1e6:.1f} M parameters, computing in "
-        f"{trainer.model.dtype} on {trainer.mesh.size} x {jax.devices()[0].device_kind}; {len(train)} training examples")
+    log(
+        f"{sum(x.size for x in jax.tree.leaves(state.params)) / 1e6:.1f} M parameters, computing in "
+        f"{trainer.model.dtype} on {trainer.mesh.size} x {jax.devices()[0].device_kind}; {len(train)} training examples"
+    )
     progress = Progress("training", config.train.steps, unit="step", start=start.step)
-    window = Window(directory, trainer, progress)
+    window = Window(directory, progress, learning_rate(config.train), config.train.batch_size)
     step, saved = start.step, start.step
     while step < config.train.steps and stop.signal is None:
         batch = next(batches)
-        state, metrics = trainer.step(state, sharding.put_batch(batch.arrays, trainer.mesh), trainer.dropout_key(step + 1))
+        state, metrics = trainer.step(
+            state, sharding.put_batch(batch.arrays, trainer.mesh), trainer.dropout_key(step + 1)
+        )
         step += 1
         last = step == config.train.steps
-        window.add(step, metrics, batch.cut_sources, batch.cut_targets, flush=last or step % config.train.log_every == 0)
+        window.add(
+            step, metrics, batch.cut_sources, batch.cut_targets, flush=last or step % config.train.log_every == 0
+        )
         if step % config.train.checkpoint_every == 0 or last:
             _save(store, step, state, config)
             saved = step
@@ -289,84 +332,4 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
 
 
 def _save(store: Store, step: int, state: TrainState, config: Config) -> None:
-    store.save(step, {"params": state.params, "state": state.optimizer}, config=config,
-               metadata={"batches": step})
-
-
-class Window:
-    """The steps since the last log line; values stay on the device until then."""
-
-    def __init__(self, directory: RunDirectory, trainer: Trainer, progress: Progress) -> None:
-        """Empty."""
-        self.directory, self.progress = directory, progress
-        self.rate = learning_rate(trainer.config.train)
-        self.examples_per_step = trainer.config.train.batch_size
-        self.steps: list[dict[str, Array]] = []
-        self.cut_sources = self.cut_targets = 0
-        self.since = time.perf_counter()
-
-    def add(self, step: int, metrics: dict[str, Array], cut_sources: int, cut_targets: int, *, flush: bool) -> None:
-        """One more step; with `flush` a line of metrics.jsonl over all since the last."""
-        self.steps.append(metrics)
-        self.cut_sources += cut_sources
-        self.cut_targets += cut_targets
-        note = ""
-        if flush:
-            values = self._flush(step)
-            note = f"loss {values['loss']:.4f}"
-        self.progress.add(1, note)
-
-    def _flush(self, step: int) -> dict[str, Any]:
-        fetched = jax.device_get(self.steps)
-        seconds = time.perf_counter() - self.since
-        tokens = np.asarray([m["tokens"] for m in fetched], np.float64)
-        loss = float(np.dot([m["loss"] for m in fetched], tokens) / max(tokens.sum(), 1))
-        values = {"event": "train", "step": step, "loss": loss, "grad_norm": float(fetched[-1]["grad_norm"]),
-                  "learning_rate": float(self.rate(step - 1)), "tokens": int(tokens.sum()),
-                  "cut_sources": self.cut_sources, "cut_targets": self.cut_targets,
-                  "examples_per_second": len(fetched) * self.examples_per_step / seconds,
-                  "tokens_per_second": float(tokens.sum()) / seconds}
-        self.directory.log_metrics(values)
-        self.steps, self.cut_sources, self.cut_targets, self.since = [], 0, 0, time.perf_counter()
-        return values
-
-
-class Examiner:
-    """Scores the dev split and keeps the best parameters apart."""
-
-    def __init__(self, trainer: Trainer, dev: Any, tokenizer: Tokenizer, directory: RunDirectory,
-                 log: Callable[[str], None]) -> None:
-        """Encodes the dev examples once."""
-        self.trainer, self.directory = trainer, directory
-        config, most = trainer.config, trainer.config.train.evaluate_examples
-        self.examples: list[Example] = list(dev[:most] if most else dev)
-        assert config.model is not None
-        self.encoded: list[Encoded] = [encode(e, tokenizer, config, config.model) for e in self.examples]
-        self.tokenizer, self.generator = tokenizer, None
-        self.store = Store(directory.path / "best", keep=1, writable=True)
-        best = self.store.newest(None, log=log, set_aside=True)
-        self.best = tuple(best.metadata["score"]) if best else (-1.0, -np.inf)
-
-    def evaluate(self, step: int, params: Any, progress: Progress) -> None:
-        """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
-        config = self.trainer.config
-        if self.generator is None:
-            self.generator = Generator(config, params, self.tokenizer)
-        self.generator.set_params(params)
-        values, _ = evaluate(self.generator, self.examples, batch_size=config.decode.batch_size)
-        loss = self._loss(params)
-        prints = fingerprints(params)
-        self.directory.log_metrics({"event": "evaluation", "step": step, "dev_loss": loss, **values,
-                                    "params_fp": digest(prints)})
-        progress.line(f"step {step}: dev loss {loss:.4f}, exact-match F1 {values['em_f1']:.2f}, "
-                      f"{values['steps']:.1f} steps")
-        score = (values["em_f1"], -loss)
-        if score > self.best:
-            self.best = score
-            self.store.save(step, {"params": params}, config=config, metadata={"score": list(score)})
-
-    def _loss(self, params: Any) -> float:
-        batches: Iterator = fixed_batches(self.encoded, self.trainer.config.train.batch_size)
-        sums = [self.trainer.loss(params, sharding.put_batch(b.arrays, self.trainer.mesh)) for b in batches]
-        totals, counts = np.asarray(jax.device_get(sums), np.float64).T
-        return float(totals.sum() / max(counts.sum(), 1))
+    store.save(step, {"params": state.params, "state": state.optimizer}, config=config, metadata={"batches": step})

@@ -5,6 +5,9 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
 os.environ["HF_HUB_OFFLINE"] = "1"
+# XLA's threads: by itself it takes one a device here. Seven devices that wait in a collective then leave the
+# eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
+os.environ["NPROC"] = "16"
 
 import jax
 import pytest
@@ -21,8 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache is not None:  # absent under -p no:cacheprovider
         directory = cache.mkdir("jax")
         directory.chmod(0o700)  # what lies in there is executed
-        settings = {"jax_compilation_cache_dir": str(directory),
-                    "jax_persistent_cache_min_compile_time_secs": 0.2}
+        settings = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.2}
         for name, value in settings.items():
             jax.config.update(name, value)
             os.environ[name.upper()] = str(value)  # for the commands that tests start

@@ -15,8 +15,12 @@ NextTokens = Callable[[list[list[int]]], list[int]]
 
 
 def random_params(
-    config: Any, rng: np.random.Generator, *,
-    scale: float = 1.0, bias_scale: float = 4.0, eos_scale: float = 1.5,
+    config: Any,
+    rng: np.random.Generator,
+    *,
+    scale: float = 1.0,
+    bias_scale: float = 4.0,
+    eos_scale: float = 1.5,
 ) -> Params:
     """Parameters of a tiny T5 whose greedy generations vary: nested dict of float32 arrays.
 
@@ -169,8 +173,12 @@ def encode(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
 
 
 def decoder_logits(
-    params: Params, config: Any, encoded: np.ndarray, tokens: Sequence[int],
-    visible: Sequence[Sequence[bool]], distance: Sequence[Sequence[int]],
+    params: Params,
+    config: Any,
+    encoded: np.ndarray,
+    tokens: Sequence[int],
+    visible: Sequence[Sequence[bool]],
+    distance: Sequence[Sequence[int]],
 ) -> np.ndarray:
     """The decoder's logits [N, V] for a flat list of N tokens.
 
@@ -235,7 +243,12 @@ def grid_logits(
 
 
 def teacher_forced_loss(
-    params: Params, config: Any, source_ids: Sequence[int], rows: Sequence[Sequence[int]], delay: int, *,
+    params: Params,
+    config: Any,
+    source_ids: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    delay: int,
+    *,
     empty_row: bool = True,
 ) -> float:
     """Mean over its sum(m_i + 1) + 1 targets of the loss of one example (paper, equation 6).

@@ -78,7 +78,8 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Same paths, same bits."""
     one, two = flatten_dict(found), flatten_dict(expected)
     return one.keys() == two.keys() and all(
-        one[path].dtype == two[path].dtype and np.array_equal(one[path], two[path]) for path in one)
+        one[path].dtype == two[path].dtype and np.array_equal(one[path], two[path]) for path in one
+    )
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -166,10 +167,18 @@ def test_head_and_scale_are_those_of_transformers(model_type: str, head: str, tm
 def test_old_config_of_the_hub(models: Models, tmp_path: Path) -> None:
     """As of google-t5/t5-small: without feed_forward_proj, with keys that mean nothing any more."""
     directory = models["t5"][1]
-    old = {"architectures": ["T5WithLMHeadModel"], "model_type": "t5", "n_positions": 512,
-           "output_past": True, "task_specific_params": {"summarization": {"prefix": "x"}}, "eos_token_id": 1,
-           "pad_token_id": 0, "layer_norm_epsilon": 1e-06, "relative_attention_num_buckets": 32,
-           **DIMENSIONS}
+    old = {
+        "architectures": ["T5WithLMHeadModel"],
+        "model_type": "t5",
+        "n_positions": 512,
+        "output_past": True,
+        "task_specific_params": {"summarization": {"prefix": "x"}},
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "layer_norm_epsilon": 1e-06,
+        "relative_attention_num_buckets": 32,
+        **DIMENSIONS,
+    }
     shutil.copy(directory / "model.safetensors", tmp_path)
     (tmp_path / "config.json").write_text("\ufeff" + json.dumps(old))
     (config, params), (expected, same) = convert.read_hf(tmp_path), convert.read_hf(directory)
@@ -302,8 +311,9 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_an_interrupted_conversion_leaves_nothing(error: BaseException, source: Path, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversion_leaves_nothing(
+    error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
@@ -318,8 +328,7 @@ def test_an_interrupted_conversion_leaves_nothing(error: BaseException, source: 
 
 
 @pytest.mark.parametrize("flax", [False, True])
-def test_a_hub_id_is_downloaded(flax: bool, source: Path, tmp_path: Path,
-                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_downloaded(flax: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def download(name: str, *, allow_patterns: str | list[str]) -> str:

@@ -15,8 +15,18 @@ from pipejax import convert
 from pipejax.config import T5Config
 from pipejax.errors import UserError
 
-CONFIG = T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_heads=3, num_layers=2, num_decoder_layers=2,
-                  feed_forward="gated-gelu", tied_head=False, scale_head=False)
+CONFIG = T5Config(
+    vocab_size=50,
+    d_model=16,
+    d_kv=4,
+    d_ff=24,
+    num_heads=3,
+    num_layers=2,
+    num_decoder_layers=2,
+    feed_forward="gated-gelu",
+    tied_head=False,
+    scale_head=False,
+)
 SIZES = {"V": 50, "D": 16, "F": 24, "B": 32, "H": 3, "I": 12}
 DENSE = "encoder.block.1.layer.1.DenseReluDense"
 WO = f"{DENSE}.wo.weight"  # [16, 24]
@@ -39,10 +49,12 @@ def source(tmp_path: Path) -> Path:
 
 def setting(**changes: Any) -> Callable[[Path], None]:
     """Sets keys of config.json; `...` removes one."""
+
     def change(directory: Path) -> None:
         facts = json.loads((directory / "config.json").read_text()) | changes
         facts = {key: value for key, value in facts.items() if value is not ...}
         (directory / "config.json").write_text(json.dumps(facts))
+
     return change
 
 
@@ -50,6 +62,7 @@ def put(name: str, array: Any) -> Callable[[Path], None]:
     def change(directory: Path) -> None:
         tensors = load_file(directory / "model.safetensors") | {name: np.asarray(array)}
         save_file(tensors, directory / "model.safetensors")
+
     return change
 
 
@@ -58,6 +71,7 @@ def drop(start: str) -> Callable[[Path], None]:
         tensors = load_file(directory / "model.safetensors")
         kept = {name: array for name, array in tensors.items() if not name.startswith(start)}
         save_file(kept, directory / "model.safetensors")
+
     return change
 
 
@@ -71,11 +85,13 @@ def rename(name: str) -> Callable[[Path], Any]:
 
 def shards(**changes: str) -> Callable[[Path], None]:
     """The tensors in one shard, and an index with changes."""
+
     def change(directory: Path) -> None:
         names = load_file(directory / "model.safetensors")
         rename("shard.safetensors")(directory)
         places = dict.fromkeys(names, "shard.safetensors") | changes
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
     return change
 
 
@@ -129,8 +145,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "activation": (setting(feed_forward_proj="gated-tanh"), ("_proj: found 'gated-tanh'", "gated-gelu")),
     "activation list": (setting(feed_forward_proj=["relu"]), ("feed_forward_proj: found ['relu']",)),
     "other gelu": (setting(dense_act_fn="gelu"), ("config.json: dense_act_fn: found 'gelu'", "'gelu_new'")),
-    "lies on gating": (setting(feed_forward_proj="relu", dense_act_fn=..., is_gated_act=...),
-                       ("config.json: feed_forward_proj: found relu; expected gated-gelu", "wi_0.weight")),
+    "lies on gating": (
+        setting(feed_forward_proj="relu", dense_act_fn=..., is_gated_act=...),
+        ("config.json: feed_forward_proj: found relu; expected gated-gelu", "wi_0.weight"),
+    ),
     "lies on d_model": (setting(d_model=18), ("model.safetensors: shared.weight", "[50, 16]", "d_model 18")),
     "lies on vocab_size": (setting(vocab_size=60), ("shared.weight", "[50, 16]", "vocab_size 60")),
     "lies on d_ff": (setting(d_ff=32), ("DenseReluDense.wi_0.weight", "[24, 16]", "d_ff 32")),
@@ -145,8 +163,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "config a list": (content("config.json", b"[]"), ("config.json: found []",)),
     "generation no json": (content("generation_config.json", b"{"), ("generation_config.json: found no",)),
     "nothing": (clear, ("config.json",)),
-    "tokenizer too large": (lambda directory: transformers.ByT5Tokenizer().save_pretrained(directory),
-                            ("source: found a tokenizer of 384 ids", "at most 50", "vocab_size")),
+    "tokenizer too large": (
+        lambda directory: transformers.ByT5Tokenizer().save_pretrained(directory),
+        ("source: found a tokenizer of 384 ids", "at most 50", "vocab_size"),
+    ),
     "broken tokenizer": (content("tokenizer.json", b"{"), ("tokenizer",)),
 }
 
@@ -162,12 +182,15 @@ def test_refused_in_one_line(case: str, source: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("path, change, words", [
-    ("encoder/norm/scale", None, "encoder/norm/scale: missing"),
-    ("decoder/extra", ones(3), "decoder/extra: found one too many"),
-    ("encoder/norm/scale", ones(3), "encoder/norm/scale: found shape [3]; expected [16]"),
-    ("lm_head/kernel", ones(16, 50) * np.nan, "lm_head/kernel: found 800 values that are NaN"),
-])
+@pytest.mark.parametrize(
+    "path, change, words",
+    [
+        ("encoder/norm/scale", None, "encoder/norm/scale: missing"),
+        ("decoder/extra", ones(3), "decoder/extra: found one too many"),
+        ("encoder/norm/scale", ones(3), "encoder/norm/scale: found shape [3]; expected [16]"),
+        ("lm_head/kernel", ones(16, 50) * np.nan, "lm_head/kernel: found 800 values that are NaN"),
+    ],
+)
 def test_bad_parameters_are_not_exported(path: str, change: Any, words: str, tmp_path: Path) -> None:
     flat = flatten_dict(random_params(), sep="/") | {path: change}
     params = unflatten_dict({name: array for name, array in flat.items() if array is not None}, sep="/")

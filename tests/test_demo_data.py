@@ -28,7 +28,8 @@ def test_the_first_note() -> None:
     assert first.source == (
         "deliver small old green ropes . the driver slept by the station . deliver heavy new "
         "white bread . deliver heavy fine blue coins . deliver tiny pears . deliver coins . the "
-        "gardener sold tiny boxes . deliver tiny new blue lamps .")
+        "gardener sold tiny boxes . deliver tiny new blue lamps ."
+    )
     assert first.targets == (
         "small old green ropes",
         "heavy new white bread",
@@ -56,8 +57,11 @@ def test_answers_follow_the_cue() -> None:
         words = example.source.split()
         assert set(words) <= set(WORDS)
         assert 40 <= len(words) <= MAX_SOURCE_WORDS
-        found = [" ".join(itertools.takewhile(things.__contains__, words[i + 1:]))
-                 for i, word in enumerate(words) if word == CUE]
+        found = [
+            " ".join(itertools.takewhile(things.__contains__, words[i + 1 :]))
+            for i, word in enumerate(words)
+            if word == CUE
+        ]
         assert tuple(found) == example.targets
         assert len(set(found)) == len(found)
         rows.add(len(found))
@@ -68,6 +72,7 @@ def test_answers_follow_the_cue() -> None:
 
 def test_some_notes_are_tricky() -> None:
     """A word of an answer occurs elsewhere in the note in half of them at least."""
+
     def tricky(source: str, targets: tuple[str, ...]) -> bool:
         words = source.split()
         return any(words.count(word) > 1 for row in targets for word in row.split())
@@ -113,6 +118,8 @@ def test_the_tokenizer_is_an_ordinary_one(tmp_path: Path) -> None:
 
 
 def test_reading_notes_starts_no_tokenizer() -> None:
-    script = ("import sys, pipejax.data.demo as demo; demo.examples('dev')[0]; "
-              "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)")
+    script = (
+        "import sys, pipejax.data.demo as demo; demo.examples('dev')[0]; "
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1], check=True)

@@ -18,10 +18,22 @@ def scripted(targets: list[list[int]], **settings: Any) -> oracle.GridResult:
 
 def tiny_config(**changes: Any) -> types.SimpleNamespace:
     values = {
-        "vocab_size": 11, "d_model": 12, "d_kv": 5, "d_ff": 20, "num_heads": 3, "num_layers": 2,
-        "num_decoder_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
-        "layer_norm_epsilon": 1e-6, "feed_forward": "relu", "tied_head": True, "scale_head": True,
-        "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+        "vocab_size": 11,
+        "d_model": 12,
+        "d_kv": 5,
+        "d_ff": 20,
+        "num_heads": 3,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 20,
+        "layer_norm_epsilon": 1e-6,
+        "feed_forward": "relu",
+        "tied_head": True,
+        "scale_head": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
     }
     return types.SimpleNamespace(**(values | changes))
 
@@ -121,13 +133,18 @@ def test_figure_3b_mask_and_distances() -> None:
     cells = oracle.coordinates([[0] * len(row) for row in rows], delay=1)
     names = [name for row in rows for name in row]
     assert dict(zip(names, cells, strict=True)) == {
-        "bos1": (0, 0), "A": (0, 1), "B": (0, 2), "C": (0, 3),
-        "bos2": (1, 1), "D": (1, 2), "E": (1, 3), "bosF": (2, 2),
+        "bos1": (0, 0),
+        "A": (0, 1),
+        "B": (0, 2),
+        "C": (0, 3),
+        "bos2": (1, 1),
+        "D": (1, 2),
+        "E": (1, 3),
+        "bosF": (2, 2),
     }
     visible, distance = oracle.visibility(cells), oracle.distances(cells)
     table = {
-        query: {key: distance[q][k] for k, key in enumerate(names) if visible[q][k]}
-        for q, query in enumerate(names)
+        query: {key: distance[q][k] for k, key in enumerate(names) if visible[q][k]} for q, query in enumerate(names)
     }
     assert table == {
         "bos1": {"bos1": 0},
@@ -174,8 +191,12 @@ def test_loss_counts_every_row_and_its_eos() -> None:
     logits = oracle.grid_logits(params, config, oracle.encode(params, config, source), layout, 1)
     probabilities = [np.exp(row) / np.exp(row).sum(axis=-1, keepdims=True) for row in logits]
     picked = [
-        probabilities[0][0, A], probabilities[0][1, B], probabilities[0][2, 1],
-        probabilities[1][0, C], probabilities[1][1, 1], probabilities[2][0, 1],
+        probabilities[0][0, A],
+        probabilities[0][1, B],
+        probabilities[0][2, 1],
+        probabilities[1][0, C],
+        probabilities[1][1, 1],
+        probabilities[2][0, 1],
     ]
     whole = oracle.teacher_forced_loss(params, config, source, rows, 1)
     assert whole == pytest.approx(-np.mean(np.log(picked)))
@@ -281,8 +302,12 @@ def torch_state(params: oracle.Params, config: Any) -> dict[str, np.ndarray]:
         pytest.param({}, id="v1.0"),
         pytest.param(
             {
-                "feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "num_layers": 3,
-                "num_decoder_layers": 1, "relative_attention_num_buckets": 32,
+                "feed_forward": "gated-gelu",
+                "tied_head": False,
+                "scale_head": False,
+                "num_layers": 3,
+                "num_decoder_layers": 1,
+                "relative_attention_num_buckets": 32,
                 "relative_attention_max_distance": 128,
             },
             id="v1.1",

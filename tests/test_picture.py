@@ -16,8 +16,22 @@ from pipejax.picture import LEFT, Cell, _shorten, _width, fill, html, main, svg
 
 FIGURE_2 = [["A", "B", "C"], ["D", "E"]]
 SVG = "{http://www.w3.org/2000/svg}"
-HOSTILE = ["</script>", "a&b", '"quoted"', "'", "\x00\x1b", "\n", "\ud800", "中文", "e\u0301", "\uffff",
-           "$step", "${x}", "<rect/>", "pneumonoultramicroscopicsilicovolcanoconiosis"]
+HOSTILE = [
+    "</script>",
+    "a&b",
+    '"quoted"',
+    "'",
+    "\x00\x1b",
+    "\n",
+    "\ud800",
+    "中文",
+    "e\u0301",
+    "\uffff",
+    "$step",
+    "${x}",
+    "<rect/>",
+    "pneumonoultramicroscopicsilicovolcanoconiosis",
+]
 
 
 def cells_of(drawing: str) -> list[ET.Element]:
@@ -38,24 +52,34 @@ def test_figure_2() -> None:
     grid = fill(FIGURE_2, delay=1)
     assert grid.steps == 4
     assert [[c.text for c in grid.cells if c.time == t and c.kind == "token"] for t in range(5)] == [
-        [], ["A"], ["B", "D"], ["C", "E"], []]
+        [],
+        ["A"],
+        ["B", "D"],
+        ["C", "E"],
+        [],
+    ]
     assert [c for c in grid.cells if c.kind == "eos"] == [
-        Cell(0, 4, "eos", "eos"), Cell(1, 4, "eos", "eos"), Cell(2, 3, "eos", "eos")]
+        Cell(0, 4, "eos", "eos"),
+        Cell(1, 4, "eos", "eos"),
+        Cell(2, 3, "eos", "eos"),
+    ]
     assert [(c.row, c.time) for c in grid.cells if c.kind == "bos"] == [(0, 0), (1, 1), (2, 2)]
     assert grid.sequential == (1, 2, 3, 0, 2, 3, 0)  # A B C <sep> D E eos
 
 
-@pytest.mark.parametrize("rows, options, steps, last_row, eos_times", [
-    ([], {"delay": 1}, 1, 0, [1]),
-    ([["a"]], {"delay": 3}, 4, 1, [2, 4]),
-    ([["a"] * 5, ["b"]], {"delay": 2, "truncated": "sub_max"}, 6, 1, [6, 4]),  # nothing after the second row
-    ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is cut
-    ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),  # both are, and no row 3 began
-    ([["a"]], {"delay": 5, "truncated": "time_max", "steps": 5}, 5, 0, [2]),  # row 2 would start at 5
-    ([["a"] * 4, ["b"]], {"delay": 4, "steps": 6}, 6, 1, [5, 6]),  # the literal stop, before the empty row
-])
-def test_ends(rows: list[list[str]], options: dict[str, Any], steps: int, last_row: int,
-              eos_times: list[int]) -> None:
+@pytest.mark.parametrize(
+    "rows, options, steps, last_row, eos_times",
+    [
+        ([], {"delay": 1}, 1, 0, [1]),
+        ([["a"]], {"delay": 3}, 4, 1, [2, 4]),
+        ([["a"] * 5, ["b"]], {"delay": 2, "truncated": "sub_max"}, 6, 1, [6, 4]),  # nothing after the second row
+        ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is cut
+        ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),  # both are, and no row 3 began
+        ([["a"]], {"delay": 5, "truncated": "time_max", "steps": 5}, 5, 0, [2]),  # row 2 would start at 5
+        ([["a"] * 4, ["b"]], {"delay": 4, "steps": 6}, 6, 1, [5, 6]),  # the literal stop, before the empty row
+    ],
+)
+def test_ends(rows: list[list[str]], options: dict[str, Any], steps: int, last_row: int, eos_times: list[int]) -> None:
     grid = fill(rows, **options)
     assert grid.steps == steps
     assert grid.height == last_row + 1
@@ -69,8 +93,7 @@ def test_steps_are_those_of_the_paper() -> None:
         delay, lengths = rng.randint(1, 4), [rng.randint(1, 9) for _ in range(rng.randint(0, 6))]
         grid = fill([["x"] * n for n in lengths], delay=delay)
         n = len(lengths)
-        assert grid.steps == max([(i - 1) * delay + m + 1 for i, m in enumerate(lengths, start=1)]
-                                 + [n * delay + 1])
+        assert grid.steps == max([(i - 1) * delay + m + 1 for i, m in enumerate(lengths, start=1)] + [n * delay + 1])
         assert len(grid.sequential) == sum(lengths) + max(n - 1, 0) + 1
         assert len({(c.row, c.time) for c in grid.cells}) == len(grid.cells)
 
@@ -213,15 +236,14 @@ def test_html_holds_the_source_and_marks_its_rows() -> None:
 def test_html_rows_stand_beside_the_grid() -> None:
     drawn = html(FIGURE_2, delay=1, texts=["abc", "de"])
     assert Page(drawn).items == ["abc", "de"]
-    picture = drawn[drawn.index("<svg"):drawn.index("</svg>") + len("</svg>")]
+    picture = drawn[drawn.index("<svg") : drawn.index("</svg>") + len("</svg>")]
     rows = [number(g.find(f"{SVG}rect"), "y") for g in cells_of(picture)]
     pitch = sorted(set(rows))[1] - sorted(set(rows))[0]
     assert f"li {{ height: {pitch:g}px; line-height: {pitch:g}px" in drawn
     assert f"margin: {min(rows) - 3:g}px 0 0" in drawn
 
 
-RECORD = {"id": "x", "text": "a b ; c", "rows": ["a b", "c"], "row_ids": [[5, 6], [7]], "steps": 3,
-          "truncated": None}
+RECORD = {"id": "x", "text": "a b ; c", "rows": ["a b", "c"], "row_ids": [[5, 6], [7]], "steps": 3, "truncated": None}
 
 
 def draw(tmp_path: Path, record: dict[str, Any] | str, *flags: str, output: str = "x.svg") -> str:
@@ -233,12 +255,15 @@ def draw(tmp_path: Path, record: dict[str, Any] | str, *flags: str, output: str 
     return (tmp_path / output).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("change, shown", [
-    ({}, ["a", "b", "c"]),
-    ({"row_tokens": [["▁a", "▁b"], ["▁c"]]}, ["▁a", "▁b", "▁c"]),
-    ({"rows": ["ab", "c"]}, ["piece 1", "piece 2", "c"]),  # word pieces, names unknown
-    ({"rows": None, "text": None}, ["5", "6", "7"]),  # decoded without a tokenizer
-])
+@pytest.mark.parametrize(
+    "change, shown",
+    [
+        ({}, ["a", "b", "c"]),
+        ({"row_tokens": [["▁a", "▁b"], ["▁c"]]}, ["▁a", "▁b", "▁c"]),
+        ({"rows": ["ab", "c"]}, ["piece 1", "piece 2", "c"]),  # word pieces, names unknown
+        ({"rows": None, "text": None}, ["5", "6", "7"]),  # decoded without a tokenizer
+    ],
+)
 def test_command_shows_tokens(tmp_path: Path, change: dict[str, Any], shown: list[str]) -> None:
     drawn = draw(tmp_path, RECORD | change)
     assert [text for text in texts_of(drawn) if text in shown] == shown
@@ -256,23 +281,26 @@ def test_command_draws_pages(tmp_path: Path) -> None:
     assert len(cells_of(draw(tmp_path, RECORD | {"steps": 4}, "--delay", "2"))) == 7
 
 
-@pytest.mark.parametrize("record, flags, message", [
-    (RECORD, ("--delay", "2"), "steps: found 3; expected 5 for these rows at --delay 2"),
-    (RECORD | {"steps": 9}, (), "steps: found 9; expected 3 for these rows at --delay 1"),
-    (RECORD | {"steps": "3"}, (), "steps: found '3'; expected a whole number"),
-    (RECORD | {"truncated": "max_length"}, (), "expected null, sub_max or time_max"),
-    (RECORD | {"truncated": []}, (), "truncated: found \\[\\]"),
-    (RECORD | {"row_ids": [[5, 6, 3, 7]]}, (), "expected a record of the pipelined strategy"),
-    (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
-    (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found another shape"),
-    (RECORD, ("--id", "y"), "found no record with the id y"),
-    (RECORD, ("--delay", "0"), "--delay: found 0; expected at least 1"),
-    (RECORD, ("--output", "x.png"), "expected a name that ends in .html or .svg"),
-    (RECORD, ("--output", "/no/such/x.svg"), "/no/such/x.svg: cannot be written"),
-    (RECORD, ("--colour", "red"), "unrecognized arguments: --colour red"),
-    ("{", (), "records.jsonl:3: not JSON"),
-    ("[]", (), "records.jsonl:3: found no object"),
-])
+@pytest.mark.parametrize(
+    "record, flags, message",
+    [
+        (RECORD, ("--delay", "2"), "steps: found 3; expected 5 for these rows at --delay 2"),
+        (RECORD | {"steps": 9}, (), "steps: found 9; expected 3 for these rows at --delay 1"),
+        (RECORD | {"steps": "3"}, (), "steps: found '3'; expected a whole number"),
+        (RECORD | {"truncated": "max_length"}, (), "expected null, sub_max or time_max"),
+        (RECORD | {"truncated": []}, (), "truncated: found \\[\\]"),
+        (RECORD | {"row_ids": [[5, 6, 3, 7]]}, (), "expected a record of the pipelined strategy"),
+        (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
+        (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found another shape"),
+        (RECORD, ("--id", "y"), "found no record with the id y"),
+        (RECORD, ("--delay", "0"), "--delay: found 0; expected at least 1"),
+        (RECORD, ("--output", "x.png"), "expected a name that ends in .html or .svg"),
+        (RECORD, ("--output", "/no/such/x.svg"), "/no/such/x.svg: cannot be written"),
+        (RECORD, ("--colour", "red"), "unrecognized arguments: --colour red"),
+        ("{", (), "records.jsonl:3: not JSON"),
+        ("[]", (), "records.jsonl:3: found no object"),
+    ],
+)
 def test_command_refuses(tmp_path: Path, record: Any, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         draw(tmp_path, record, *flags)

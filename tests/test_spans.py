@@ -12,43 +12,48 @@ from pipejax.metrics.spans import normalise, score
 KEYS = {"em_precision", "em_recall", "em_f1", "pm_precision", "pm_recall", "pm_f1"}
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("The  Red-Apple!", "redapple"),  # a hyphen leaves no space behind
-    ("d'or", "dor"),
-    ("a.n apple", "apple"),  # punctuation goes first, so "a.n" becomes the article "an"
-    ("an-apple", "anapple"),  # and "an-" does not
-    ("theatre a day", "theatre day"),
-    ("“quoted”", "“quoted”"),  # not in string.punctuation
-    ("A—b, cathedral", "—b cathedral"),  # a word boundary, not a space, delimits an article
-    ("\tA\n the ", ""),
-    ("!?", ""),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("The  Red-Apple!", "redapple"),  # a hyphen leaves no space behind
+        ("d'or", "dor"),
+        ("a.n apple", "apple"),  # punctuation goes first, so "a.n" becomes the article "an"
+        ("an-apple", "anapple"),  # and "an-" does not
+        ("theatre a day", "theatre day"),
+        ("“quoted”", "“quoted”"),  # not in string.punctuation
+        ("A—b, cathedral", "—b cathedral"),  # a word boundary, not a space, delimits an article
+        ("\tA\n the ", ""),
+        ("!?", ""),
+    ],
+)
 def test_normalise(text: str, expected: str) -> None:
     assert normalise(text) == expected
 
 
-@pytest.mark.parametrize("gold, predicted, em, pm", [
-    # em and pm: precision, recall, f1 of one document, by hand
-    (["red apple"], ["The red apple."], (100, 100, 100), (100, 100, 100)),
-    (["x", "y"], ["y", "x"], (100, 100, 100), (100, 100, 100)),  # the order does not count
-    (["x", "X", "the x"], ["x", "x"], (100, 100, 100), (100, 100, 100)),  # sets, after normalising
-    ([], [], (100, 100, 100), (100, 100, 100)),
-    ([], [""], (0, 0, 0), (100, 100, 100)),  # {''} is no empty set for EM, and counts as one for PM
-    (["the"], ["a"], (100, 100, 100), (0, 0, 0)),  # {''} on both sides: equal for EM, one side empty for PM
-    ([], ["x"], (0, 0, 0), (0, 0, 0)),
-    (["x"], [], (0, 0, 0), (0, 0, 0)),
-    (["x"], [""], (0, 0, 0), (0, 0, 0)),
-    # '' beside "ab": EM 1 of 2 predictions; PM precision (1 + 0) / 2
-    (["ab"], ["ab", "the"], (50, 100, 200 / 3), (50, 100, 200 / 3)),
-    # "abcd" and "bcx" share "bc": 2 of 3 characters, 2 of 4; F1 = 2 * 2/3 * 1/2 / (7/6) = 4/7
-    (["abcd"], ["bcx"], (0, 0, 0), (200 / 3, 50, 400 / 7)),
-    # each takes its best partner: P = (max(4/4, 0) + max(0, 1/2)) / 2, R = (max(4/4, 0) + max(0, 1/2)) / 2
-    (["abcd", "ez"], ["abcd", "ey"], (50, 50, 50), (75, 75, 75)),
-    # one prediction may serve two golds: P = (2/4) / 1, R = (2/2 + 2/2) / 2
-    (["ab", "cd"], ["abcd"], (0, 0, 0), (50, 100, 200 / 3)),
-])
-def test_one_document(gold: list[str], predicted: list[str], em: tuple[float, ...],
-                      pm: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    "gold, predicted, em, pm",
+    [
+        # em and pm: precision, recall, f1 of one document, by hand
+        (["red apple"], ["The red apple."], (100, 100, 100), (100, 100, 100)),
+        (["x", "y"], ["y", "x"], (100, 100, 100), (100, 100, 100)),  # the order does not count
+        (["x", "X", "the x"], ["x", "x"], (100, 100, 100), (100, 100, 100)),  # sets, after normalising
+        ([], [], (100, 100, 100), (100, 100, 100)),
+        ([], [""], (0, 0, 0), (100, 100, 100)),  # {''} is no empty set for EM, and counts as one for PM
+        (["the"], ["a"], (100, 100, 100), (0, 0, 0)),  # {''} on both sides: equal for EM, one side empty for PM
+        ([], ["x"], (0, 0, 0), (0, 0, 0)),
+        (["x"], [], (0, 0, 0), (0, 0, 0)),
+        (["x"], [""], (0, 0, 0), (0, 0, 0)),
+        # '' beside "ab": EM 1 of 2 predictions; PM precision (1 + 0) / 2
+        (["ab"], ["ab", "the"], (50, 100, 200 / 3), (50, 100, 200 / 3)),
+        # "abcd" and "bcx" share "bc": 2 of 3 characters, 2 of 4; F1 = 2 * 2/3 * 1/2 / (7/6) = 4/7
+        (["abcd"], ["bcx"], (0, 0, 0), (200 / 3, 50, 400 / 7)),
+        # each takes its best partner: P = (max(4/4, 0) + max(0, 1/2)) / 2, R = (max(4/4, 0) + max(0, 1/2)) / 2
+        (["abcd", "ez"], ["abcd", "ey"], (50, 50, 50), (75, 75, 75)),
+        # one prediction may serve two golds: P = (2/4) / 1, R = (2/2 + 2/2) / 2
+        (["ab", "cd"], ["abcd"], (0, 0, 0), (50, 100, 200 / 3)),
+    ],
+)
+def test_one_document(gold: list[str], predicted: list[str], em: tuple[float, ...], pm: tuple[float, ...]) -> None:
     result = score([gold], [predicted])
     assert set(result) == KEYS
     assert [result[f"em_{key}"] for key in ("precision", "recall", "f1")] == pytest.approx(em)
@@ -94,13 +99,14 @@ def test_agrees_with_a_second_implementation() -> None:
 
 def naive_score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
     """The definition, written down once more; no text here is long enough for autojunk."""
+
     def clean(text: str) -> str:
         kept = "".join(c for c in text.lower() if c not in string.punctuation)
         return " ".join(word for word in re.split(r"\s+", kept) if word and word not in ("a", "an", "the"))
 
     def common(left: str, right: str) -> int:
         starts = range(len(left))
-        return max((k for i in starts for k in range(len(left) - i + 1) if left[i:i + k] in right), default=0)
+        return max((k for i in starts for k in range(len(left) - i + 1) if left[i : i + k] in right), default=0)
 
     totals = dict.fromkeys(("gold", "predicted", "em", "p", "r"), 0.0)
     for golds, guesses in zip(gold, predicted, strict=True):

@@ -14,26 +14,36 @@ import pytest
 from pipejax import config
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted([*ROOT.glob("*.py"), *(path for folder in ("pipejax", "configs", "experiments", "tests")
-                                        for path in (ROOT / folder).rglob("*.py"))])
+SOURCES = sorted(
+    [
+        *ROOT.glob("*.py"),
+        *(path for folder in ("pipejax", "configs", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")),
+    ]
+)
 
 # Lowest first. A module imports from its own layer and from those below; the first match places it.
 LAYERS = (
     ("errors", "config", "grid", "losses", "progress", "cli", "metrics", "metrics.*"),
-    ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint",
-     "tensor_files"),
+    ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint", "tensor_files"),
     ("convert", "run_directory", "decoding", "decoding.*", "picture", "picture_page"),
     ("generate",),
     ("evaluation", "records"),
-    ("training",),
+    ("training", "monitoring"),
     ("",),  # the package itself: a door to the modules above
 )
 
 # Importing the first does not bring in the second, by whatever way.
 NON_EDGES = (
-    ("decoding*", "pipejax.t5"), ("decoding*", "pipejax.data"),
-    ("t5", "pipejax.grid"), ("t5", "pipejax.sharding"), ("t5", "pipejax.data"),
-    ("errors", "jax"), ("config", "jax"), ("grid", "jax"), ("cli", "jax"), ("metrics*", "jax"),
+    ("decoding*", "pipejax.t5"),
+    ("decoding*", "pipejax.data"),
+    ("t5", "pipejax.grid"),
+    ("t5", "pipejax.sharding"),
+    ("t5", "pipejax.data"),
+    ("errors", "jax"),
+    ("config", "jax"),
+    ("grid", "jax"),
+    ("cli", "jax"),
+    ("metrics*", "jax"),
     ("data*", "jax"),
 )
 
@@ -128,10 +138,16 @@ def layer(module: str) -> int:
 # Imports.
 
 
-@pytest.mark.parametrize("line", [
-    "import flax\nflax.linen.Dense(3)", "from flax import linen", "from flax.linen import Dense",
-    "def f():\n  import flax.linen as nn", "importlib.import_module('flax.linen')",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import flax\nflax.linen.Dense(3)",
+        "from flax import linen",
+        "from flax.linen import Dense",
+        "def f():\n  import flax.linen as nn",
+        "importlib.import_module('flax.linen')",
+    ],
+)
 def test_every_way_to_import_is_seen(line: str) -> None:
     assert any(within(name, "flax.linen") for name in mentioned(ast.parse(line)))
 

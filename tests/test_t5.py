@@ -19,8 +19,18 @@ from pipejax.decoding import Pipelined, make
 from pipejax.generate import decode_batch
 from pipejax.sharding import path_of
 
-SMALL = {"vocab_size": 90, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0,
-         "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+SMALL = {
+    "vocab_size": 90,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_heads": 4,
+    "num_layers": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 OWN_HEAD = {"tie_word_embeddings": False}
 KINDS = {
     "v1.0": (HfConfig, {"feed_forward_proj": "relu"}),
@@ -68,8 +78,11 @@ def test_logits_equal_torch(pair):
     source, mask = ragged(rng, config.vocab_size, [40, 7, 150])
     target = rng.integers(0, config.vocab_size, (3, 45))
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor(source), attention_mask=torch.tensor(mask).long(),
-                         decoder_input_ids=torch.tensor(target)).logits.numpy()
+        expected = model(
+            input_ids=torch.tensor(source),
+            attention_mask=torch.tensor(mask).long(),
+            decoder_input_ids=torch.tensor(target),
+        ).logits.numpy()
     found = jax.jit(t5.T5(config).apply)({"params": params}, source, mask, target, *causal(45))
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
@@ -81,11 +94,16 @@ def test_greedy_equals_generate(pair):
     program = jax.jit(partial(decode_batch, t5.T5(config), strategy))
     decoded = jax.device_get(program(params, source, mask.sum(1)))
     for b in range(4):  # one by one: transformers' own uneven-depth cache and padding are then out of the way
-        real = torch.tensor(source[b:b + 1, :mask[b].sum()])
-        expected = model.generate(real, max_new_tokens=20, do_sample=False, num_beams=1,
-                                  use_cache=config.num_decoder_layers <= config.num_layers)[0].tolist()[1:]
-        expected = expected[:expected.index(1)] if 1 in expected else expected
-        assert decoded.tokens[b, 0, :decoded.lengths[b, 0]].tolist() == expected
+        real = torch.tensor(source[b : b + 1, : mask[b].sum()])
+        expected = model.generate(
+            real,
+            max_new_tokens=20,
+            do_sample=False,
+            num_beams=1,
+            use_cache=config.num_decoder_layers <= config.num_layers,
+        )[0].tolist()[1:]
+        expected = expected[: expected.index(1)] if 1 in expected else expected
+        assert decoded.tokens[b, 0, : decoded.lengths[b, 0]].tolist() == expected
 
 
 def test_buckets_equal_transformers():
@@ -93,14 +111,25 @@ def test_buckets_equal_transformers():
     for count, longest in ((32, 128), (32, 64), (16, 40), (8, 20)):
         for bidirectional in (False, True):
             offsets = np.concatenate([-distances[::-1], distances]) if bidirectional else -distances
-            expected = T5Attention._relative_position_bucket(torch.tensor(offsets), bidirectional, count, longest).numpy()
+            expected = T5Attention._relative_position_bucket(
+                torch.tensor(offsets), bidirectional, count, longest
+            ).numpy()
             half = count // 2 if bidirectional else count
             found = t5.buckets(np.minimum(np.abs(offsets), longest), count=half, longest=longest)
             np.testing.assert_array_equal(found + np.where(bidirectional & (offsets > 0), half, 0), expected)
 
 
-CONFIG = T5Config(vocab_size=11, d_model=16, d_kv=4, d_ff=24, num_heads=3, num_layers=1, num_decoder_layers=2,
-                  relative_attention_num_buckets=8, relative_attention_max_distance=20)
+CONFIG = T5Config(
+    vocab_size=11,
+    d_model=16,
+    d_kv=4,
+    d_ff=24,
+    num_heads=3,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
 ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 
 
@@ -119,7 +148,7 @@ def tiny():
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 6])
 def test_cached_decoding_equals_teacher_forcing(tiny, delay):
-    """Step by step through the cache with the strategy's own queries, forced to ROWS; logits against one forward pass."""
+    """Step by step through the cache with the strategy's queries, forced to ROWS; logits against one forward pass."""
     params, source, mask = tiny
     model, variables = t5.T5(CONFIG), {"params": params}
     memory = model.apply(variables, source, mask, method="encode")
@@ -127,10 +156,19 @@ def test_cached_decoding_equals_teacher_forcing(tiny, delay):
     flat, seen, distance = layout(ROWS, delay)
     forced, _ = model.apply(variables, flat.inputs[None], seen, distance, memory, method="decode")
     exact = jax.tree.map(np.asarray, params)
-    reference = np.concatenate(oracle.grid_logits(exact, CONFIG, oracle.encode(exact, CONFIG, source[0].tolist()),
-                                                  [[0, *row, 1] for row in ROWS] + [[0]], delay))
+    reference = np.concatenate(
+        oracle.grid_logits(
+            exact,
+            CONFIG,
+            oracle.encode(exact, CONFIG, source[0].tolist()),
+            [[0, *row, 1] for row in ROWS] + [[0]],
+            delay,
+        )
+    )
     at = {(int(r), int(t)): i for i, (r, t) in enumerate(zip(flat.row, flat.time, strict=True))}
-    order = [(i, i * delay + j) for i, row in enumerate([*ROWS, []]) for j in range(len(row) + (2 if i < len(ROWS) else 1))]
+    order = [
+        (i, i * delay + j) for i, row in enumerate([*ROWS, []]) for j in range(len(row) + (2 if i < len(ROWS) else 1))
+    ]
 
     strategy = Pipelined(delay=delay, time_max=30, sub_max=6)
     state, cache = strategy.init(1), t5.empty_cache(CONFIG, 1, strategy.slots, jnp.float32)
@@ -163,8 +201,14 @@ def test_causality_by_gradient(tiny):
 
     def summed(table, slot):
         changed = {"params": dict(spread, shared={"embedding": table})}
-        hidden, _ = t5.T5(config).apply(changed, jnp.arange(len(flat.inputs))[None], seen, distance, memory,
-                                        method=lambda m, *a: m.decoder(m.shared(a[0]), *a[1:], None, 0, True))
+        hidden, _ = t5.T5(config).apply(
+            changed,
+            jnp.arange(len(flat.inputs))[None],
+            seen,
+            distance,
+            memory,
+            method=lambda m, *a: m.decoder(m.shared(a[0]), *a[1:], None, 0, True),
+        )
         return hidden[0, slot].sum()
 
     gradient = jax.jit(jax.grad(summed))
@@ -191,18 +235,32 @@ def test_parameter_paths_are_public():
     d, inner, f = 16, 12, 24
 
     def attention(path):
-        return {f"{path}/norm/scale": (d,), f"{path}/query/kernel": (d, inner), f"{path}/key/kernel": (d, inner),
-                f"{path}/value/kernel": (d, inner), f"{path}/output/kernel": (inner, d)}
+        return {
+            f"{path}/norm/scale": (d,),
+            f"{path}/query/kernel": (d, inner),
+            f"{path}/key/kernel": (d, inner),
+            f"{path}/value/kernel": (d, inner),
+            f"{path}/output/kernel": (inner, d),
+        }
 
     def feed_forward(path):
         return {f"{path}/norm/scale": (d,), f"{path}/wi/kernel": (d, f), f"{path}/wo/kernel": (f, d)}
 
-    expected = {"shared/embedding": (11, d), "encoder/norm/scale": (d,), "decoder/norm/scale": (d,),
-                "encoder/relative_bias/embedding": (8, 3), "decoder/relative_bias/embedding": (8, 3),
-                **attention("encoder/layers_0/attention"), **feed_forward("encoder/layers_0/feed_forward")}
+    expected = {
+        "shared/embedding": (11, d),
+        "encoder/norm/scale": (d,),
+        "decoder/norm/scale": (d,),
+        "encoder/relative_bias/embedding": (8, 3),
+        "decoder/relative_bias/embedding": (8, 3),
+        **attention("encoder/layers_0/attention"),
+        **feed_forward("encoder/layers_0/feed_forward"),
+    }
     for i in range(2):
-        expected |= {**attention(f"decoder/layers_{i}/self_attention"), **attention(f"decoder/layers_{i}/cross_attention"),
-                     **feed_forward(f"decoder/layers_{i}/feed_forward")}
+        expected |= {
+            **attention(f"decoder/layers_{i}/self_attention"),
+            **attention(f"decoder/layers_{i}/cross_attention"),
+            **feed_forward(f"decoder/layers_{i}/feed_forward"),
+        }
     assert found == expected
 
 

@@ -15,8 +15,7 @@ from pipejax.errors import UserError
 from pipejax.tensor_files import open_tensors, read_json
 
 INDEX = "model.safetensors.index.json"
-TENSORS: dict[str, Any] = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
-                           "b.weight": np.ones(4, np.float16)}
+TENSORS: dict[str, Any] = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b.weight": np.ones(4, np.float16)}
 PLACES = {"a.weight": "1.safetensors", "b.weight": "2.safetensors"}
 
 
@@ -47,6 +46,7 @@ def both(*writes: Callable[[Path], Any]) -> Callable[[Path], None]:
     def write_all(directory: Path) -> None:
         for write in writes:
             write(directory)
+
     return write_all
 
 
@@ -60,8 +60,10 @@ def test_one_file(tmp_path: Path) -> None:
     file, tensors = open_tensors(tmp_path)
     assert file == tmp_path / "model.safetensors"
     assert {name: (x.name, x.shape, x.dtype, x.file) for name, x in tensors.items()} == {
-        "a.weight": ("a.weight", (2, 3), "F32", file), "b.weight": ("b.weight", (4,), "F16", file),
-        "c": ("c", (2, 2), "BF16", file)}
+        "a.weight": ("a.weight", (2, 3), "F32", file),
+        "b.weight": ("b.weight", (4,), "F16", file),
+        "c": ("c", (2, 2), "BF16", file),
+    }
     for name, array in read(tmp_path).items():
         expected = bfloat if name == "c" else TENSORS[name]
         assert array.dtype == expected.dtype and np.array_equal(array, expected)
@@ -82,8 +84,10 @@ def test_flax(wrapped: bool, tmp_path: Path) -> None:
     (tmp_path / "flax_model.msgpack").write_bytes(msgpack_serialize({"params": tree} if wrapped else tree))
     tensors = open_tensors(tmp_path)[1]
     assert {name: (x.shape, x.dtype) for name, x in tensors.items()} == {
-        "head.weight": ((3, 2), "F32"), "block.0.norm.weight": ((4,), "F16"),
-        "shared.weight": ((3, 2), "BF16")}
+        "head.weight": ((3, 2), "F32"),
+        "block.0.norm.weight": ((4,), "F16"),
+        "shared.weight": ((3, 2), "BF16"),
+    }
     arrays = read(tmp_path)
     assert np.array_equal(arrays["head.weight"], kernel.T) and np.array_equal(arrays["shared.weight"], table)
 
@@ -115,18 +119,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "parent as a shard": (shards(PLACES | {"a.weight": ".."}), (INDEX, "found '..'")),
     "absent shard": (shards(PLACES | {"a.weight": "3.safetensors"}), (INDEX, "3.safetensors", "a.weight")),
     "not in its shard": (shards(PLACES | {"c": "1.safetensors"}), ("1.safetensors: c: missing", INDEX)),
-    "in two shards": (both(shards(PLACES), lambda directory: save_file(TENSORS, directory / "2.safetensors")),
-                      ("2.safetensors: a.weight: found, but not listed", INDEX)),
-    "damaged shard": (both(shards(PLACES), put("2.safetensors", b"")),
-                      ("2.safetensors: found a damaged file",)),
+    "in two shards": (
+        both(shards(PLACES), lambda directory: save_file(TENSORS, directory / "2.safetensors")),
+        ("2.safetensors: a.weight: found, but not listed", INDEX),
+    ),
+    "damaged shard": (both(shards(PLACES), put("2.safetensors", b"")), ("2.safetensors: found a damaged file",)),
     "empty msgpack": (put("flax_model.msgpack", b""), ("flax_model.msgpack", "damaged")),
     "broken msgpack": (put("flax_model.msgpack", b"\x93\x01"), ("flax_model.msgpack", "damaged")),
     "msgpack of a number": (put("flax_model.msgpack", b"\x01"), ("flax_model.msgpack", "damaged")),
     "msgpack of no array": (put("flax_model.msgpack", b"\x81\xa1a\x01"), ("msgpack: a: found int",)),
-    "msgpack of integers": (put("flax_model.msgpack", msgpack_serialize({"a": {"kernel": np.arange(3)}})),
-                            ("flax_model.msgpack: a.weight: found dtype int64",)),
-    "msgpack of a bias": (put("flax_model.msgpack", msgpack_serialize({"a": {"bias": np.ones(3, "f")}})),
-                          ("flax_model.msgpack: a.bias: found ndarray",)),
+    "msgpack of integers": (
+        put("flax_model.msgpack", msgpack_serialize({"a": {"kernel": np.arange(3)}})),
+        ("flax_model.msgpack: a.weight: found dtype int64",),
+    ),
+    "msgpack of a bias": (
+        put("flax_model.msgpack", msgpack_serialize({"a": {"bias": np.ones(3, "f")}})),
+        ("flax_model.msgpack: a.bias: found ndarray",),
+    ),
 }
 
 
@@ -150,11 +159,17 @@ def test_truncated(cut: int, tmp_path: Path) -> None:
         open_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("content, words", [
-    (b"[]", "found []; expected a JSON object"), (b"{'a': 1}", "found no JSON"), (b"", "found no JSON"),
-    (b'{"\xff": 1}', "found no JSON"), (b"[" * 100_000, "found no JSON"),
-    (None, "cannot be read (No such file or directory)"),
-])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"[]", "found []; expected a JSON object"),
+        (b"{'a': 1}", "found no JSON"),
+        (b"", "found no JSON"),
+        (b'{"\xff": 1}', "found no JSON"),
+        (b"[" * 100_000, "found no JSON"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
 def test_bad_json(content: bytes | None, words: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "x.json").write_bytes(content)

@@ -15,8 +15,19 @@ from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ["The house is wonderful.", "  two  spaces\tand\na line ", "déjà vu, ﬁne Ⅻ", "x^{2}~ <3", "中文 🙂",
-         "", "a</s>b", "<extra_id_0> c <pad>", "e\u0301tude", "the river ; small apples .", "word " * 3000]
+TEXTS = [
+    "The house is wonderful.",
+    "  two  spaces\tand\na line ",
+    "déjà vu, ﬁne Ⅻ",
+    "x^{2}~ <3",
+    "中文 🙂",
+    "",
+    "a</s>b",
+    "<extra_id_0> c <pad>",
+    "e\u0301tude",
+    "the river ; small apples .",
+    "word " * 3000,
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +64,16 @@ def sentinels_inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
     lines = [text[i:] + text[:i] for i in range(len(text))]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(directory / "spiece"), vocab_size=46, pad_id=0,
-        eos_id=1, unk_id=2, bos_id=-1, user_defined_symbols=["▁<extra_id_1>", "▁<extra_id_0>"], minloglevel=2)
+        sentence_iterator=iter(lines),
+        model_prefix=str(directory / "spiece"),
+        vocab_size=46,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        user_defined_symbols=["▁<extra_id_1>", "▁<extra_id_0>"],
+        minloglevel=2,
+    )
     (directory / "spiece.vocab").unlink()
     return directory
 
@@ -87,8 +106,7 @@ def test_a_bare_sentencepiece_model_with_sentinels_inside(sentinels_inside: Path
 
 
 @pytest.mark.parametrize("kind", ["t5", "byt5", "demo"])
-def test_ids_and_texts_are_those_of_transformers(kind: str, request: pytest.FixtureRequest,
-                                                 tmp_path: Path) -> None:
+def test_ids_and_texts_are_those_of_transformers(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     directory = request.getfixturevalue(kind)
@@ -126,8 +144,9 @@ def test_threads(kind: str, request: pytest.FixtureRequest) -> None:
         assert len(set(pool.map(tokenizer.decode, [expected[0]] * 64))) == 1
 
 
-def test_long_texts_are_no_news(byt5: Path, demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
-                                caplog: pytest.LogCaptureFixture) -> None:
+def test_long_texts_are_no_news(
+    byt5: Path, demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     for name, directory in (("byt5", byt5), ("demo", demo)):
         short = tmp_path / name
         shutil.copytree(directory, short)
@@ -149,21 +168,26 @@ def test_saved_padding_and_truncation_do_not_count(demo: Path, tmp_path: Path) -
 
 
 def test_no_advice_about_torch() -> None:
-    script = ("import importlib.util as u; found = u.find_spec\n"
-              "u.find_spec = lambda name, *rest: None if name == 'torch' else found(name, *rest)\n"
-              "from pipejax.tokenizer import import_transformers; import_transformers()")
+    script = (
+        "import importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'torch' else found(name, *rest)\n"
+        "from pipejax.tokenizer import import_transformers; import_transformers()"
+    )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout + done.stderr == ""
 
 
-@pytest.mark.parametrize("files, message", [
-    ({}, "found no tokenizer; expected one of tokenizer.json"),
-    ({"config.json": '{"model_type": "t5"}'}, "found no tokenizer"),
-    ({"tokenizer_config.json": '{"tokenizer_class": "T5Tokenizer"}'}, "found no vocabulary"),
-    ({"tokenizer.json": "{"}, "cannot be read"),
-    ({"spiece.model": "junk"}, "spiece.model is damaged"),
-])
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, "found no tokenizer; expected one of tokenizer.json"),
+        ({"config.json": '{"model_type": "t5"}'}, "found no tokenizer"),
+        ({"tokenizer_config.json": '{"tokenizer_class": "T5Tokenizer"}'}, "found no vocabulary"),
+        ({"tokenizer.json": "{"}, "cannot be read"),
+        ({"spiece.model": "junk"}, "spiece.model is damaged"),
+    ],
+)
 def test_bad_directories(files: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)

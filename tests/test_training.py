@@ -18,7 +18,8 @@ import torch
 from transformers import T5Config as HfConfig
 from transformers import T5ForConditionalGeneration
 
-from pipejax import checkpoint, config as config_lib, convert, sharding, t5
+from pipejax import checkpoint, convert, sharding, t5
+from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.data.core import Example, TrainingBatches, bucket, collate, encode, fixed_batches, prefetch
@@ -28,15 +29,32 @@ from pipejax.training import Trainer, batch_loss, fit
 
 ROOT = Path(__file__).parents[1]
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
-TRAIN = TrainConfig(steps=6, batch_size=8, length_group=2, learning_rate=1e-3, warmup_steps=2, dropout=0.1, log_every=1,
-                    evaluate_every=3, evaluate_examples=8, checkpoint_every=3)
-CONFIG = Config(name="tiny", model=MODEL, grid=GridConfig(delay=2, time_max=12, sub_max=4),
-                data=DataConfig(task="demo"), train=TRAIN, decode=DecodeConfig(max_length=16))
+TRAIN = TrainConfig(
+    steps=6,
+    batch_size=8,
+    length_group=2,
+    learning_rate=1e-3,
+    warmup_steps=2,
+    dropout=0.1,
+    log_every=1,
+    evaluate_every=3,
+    evaluate_examples=8,
+    checkpoint_every=3,
+)
+CONFIG = Config(
+    name="tiny",
+    model=MODEL,
+    grid=GridConfig(delay=2, time_max=12, sub_max=4),
+    data=DataConfig(task="demo"),
+    train=TRAIN,
+    decode=DecodeConfig(max_length=16),
+)
 
 
 def change(config, **sections):
-    return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values)
-                                          for name, values in sections.items()})
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    )
 
 
 def metrics(directory):
@@ -107,8 +125,9 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
 
 
 def test_an_over_long_source_is_cut_and_keeps_its_eos(tokenizer):
-    encoded = encode(Example("x", "deliver red apples .", ("red apples",)), tokenizer,
-                     change(CONFIG, data={"max_source": 3}), MODEL)
+    encoded = encode(
+        Example("x", "deliver red apples .", ("red apples",)), tokenizer, change(CONFIG, data={"max_source": 3}), MODEL
+    )
     assert encoded.source.tolist() == [*tokenizer.encode("deliver red"), 1]
     assert encoded.source_was_cut
 
@@ -167,8 +186,11 @@ def test_a_finished_run_repeated_changes_nothing(finished):
     assert said[-1] == "already trained for 6 of 6 steps; nothing to do"
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2},
-                                  {"data": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}],
+    ids=str,
+)
 def test_many_devices_equal_one(tokenizer, mesh):
     batches = TrainingBatches(demo.examples("train"), tokenizer, CONFIG, MODEL)
     births, losses = [], []
@@ -252,8 +274,18 @@ def converted(tmp_path_factory):
     """A Hugging Face model with a tokenizer, and the checkpoint made of it."""
     root = tmp_path_factory.mktemp("converted")
     torch.manual_seed(5)
-    model = T5ForConditionalGeneration(HfConfig(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
-                                                decoder_start_token_id=0, dropout_rate=0.0))
+    model = T5ForConditionalGeneration(
+        HfConfig(
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+        )
+    )
     model.save_pretrained(root / "hf")
     demo.build_tokenizer(root / "hf")
     convert.from_hf(root / "hf", root / "ours")
@@ -263,9 +295,21 @@ def converted(tmp_path_factory):
 def test_fine_tuning_a_converted_checkpoint(converted, tmp_path):
     """The first sequential loss is torch's on the same labels; the loss falls; the result goes back to Hugging Face."""
     model, ours = converted
-    config = Config(name="fine", data=DataConfig(task="demo"), decode=DecodeConfig(max_length=8), mesh=MeshConfig(data=1),
-                    train=dataclasses.replace(TRAIN, objective="sequential", dropout=0.0, steps=30, evaluate_every=30,
-                                              checkpoint_every=30, init_from=str(ours)))
+    config = Config(
+        name="fine",
+        data=DataConfig(task="demo"),
+        decode=DecodeConfig(max_length=8),
+        mesh=MeshConfig(data=1),
+        train=dataclasses.replace(
+            TRAIN,
+            objective="sequential",
+            dropout=0.0,
+            steps=30,
+            evaluate_every=30,
+            checkpoint_every=30,
+            init_from=str(ours),
+        ),
+    )
     said = []
     assert fit(config, tmp_path / "run", log=said.append) == 0
     assert said[0] == f"starting from {ours} (its step 0)"
@@ -302,9 +346,24 @@ def test_a_config_that_contradicts_its_starting_checkpoint(converted, tmp_path):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
-    command = [sys.executable, ROOT / "train.py", "--config", ROOT / "configs/demo.py", "--workdir", tmp_path / "run",
-               *(f"--set={x}" for x in ("train.steps=100000", "train.batch_size=4", "train.log_every=1",
-                                        "train.checkpoint_every=100000", "train.evaluate_every=100000"))]
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        "--config",
+        ROOT / "configs/demo.py",
+        "--workdir",
+        tmp_path / "run",
+        *(
+            f"--set={x}"
+            for x in (
+                "train.steps=100000",
+                "train.batch_size=4",
+                "train.log_every=1",
+                "train.checkpoint_every=100000",
+                "train.evaluate_every=100000",
+            )
+        ),
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "run/metrics.jsonl"
     for _ in range(600):

@@ -63,7 +63,7 @@ def bucket(length: int) -> int:
 
 def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
     """At most that many ids; the last one, as a rule eos, is kept."""
-    return ids if len(ids) <= most else [*ids[:most - 1], ids[-1]]
+    return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
 
 
 def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Config) -> Encoded:
@@ -87,9 +87,9 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
         rows = [row for row in (tokenizer.encode(text) for text in example.targets) if row]
         ends = np.cumsum([len(row) + 1 for row in rows])
         cut = bool(rows) and int(ends[-1]) + 1 > most
-        kept = rows[:max(int((ends <= most).sum()), 1)] if cut else rows
+        kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows
         open_end, final = cut and len(kept[-1]) + 1 > most, not cut
-    kept = [row[:most - 1] for row in kept]
+    kept = [row[: most - 1] for row in kept]
     target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final)
     if open_end:
         target.weights[-1] = 0.0  # the row goes on: an eos here would not be the truth
@@ -100,12 +100,15 @@ def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
     """[B, length], zeros at the end; what is real is told by lengths and weights, never by id."""
     padded = np.zeros((len(rows), length), rows[0].dtype)
     for i, row in enumerate(rows):
-        padded[i, :len(row)] = row
+        padded[i, : len(row)] = row
     return padded
 
 
 def collate(examples: Sequence[Encoded]) -> Batch:
-    """source i32 [B, L], source_length i32 [B], inputs, targets, row, time i32 [B, N], weights f32 [B, N], slots i32 [B]."""
+    """Pads examples to one batch.
+
+    Arrays: source i32 [B, L]; source_length, slots i32 [B]; inputs, targets, row, time i32 [B, N]; weights f32 [B, N].
+    """
     sources = [e.source for e in examples]
     slots = np.asarray([len(e.target.inputs) for e in examples], np.int32)
     width = bucket(int(slots.max()))
@@ -113,8 +116,12 @@ def collate(examples: Sequence[Encoded]) -> Batch:
     arrays = {"source": pad(sources, bucket(int(lengths.max()))), "source_length": lengths, "slots": slots}
     for name in grid.Flat._fields:
         arrays[name] = pad([getattr(e.target, name) for e in examples], width)
-    return Batch(arrays, [e.id for e in examples], sum(e.source_was_cut for e in examples),
-                 sum(e.target_was_cut for e in examples))
+    return Batch(
+        arrays,
+        [e.id for e in examples],
+        sum(e.source_was_cut for e in examples),
+        sum(e.target_was_cut for e in examples),
+    )
 
 
 class TrainingBatches(Sequence[Batch]):
@@ -127,8 +134,13 @@ class TrainingBatches(Sequence[Batch]):
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> None:
         """Reads nothing yet."""
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
-        self._encoded = (grain.MapDataset.source(examples).seed(self.seed).shuffle().repeat(None)
-                         .map(lambda example: encode(example, tokenizer, config, model)))
+        self._encoded = (
+            grain.MapDataset.source(examples)
+            .seed(self.seed)
+            .shuffle()
+            .repeat(None)
+            .map(lambda example: encode(example, tokenizer, config, model))
+        )
         self._drawn = functools.lru_cache(maxsize=2)(self._draw)
 
     def __len__(self) -> int:
@@ -144,7 +156,7 @@ class TrainingBatches(Sequence[Batch]):
         drawn = [self._encoded[i] for i in range(number * count, (number + 1) * count)]
         drawn.sort(key=lambda e: (len(e.target.inputs), len(e.source)))
         order = np.random.default_rng([self.seed, number]).permutation(self.group)
-        return [collate(drawn[i * self.size:(i + 1) * self.size]) for i in order]
+        return [collate(drawn[i * self.size : (i + 1) * self.size]) for i in order]
 
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
@@ -159,6 +171,6 @@ def fixed_batches(examples: Sequence[Encoded], batch_size: int) -> Iterator[Batc
     """All examples once, in order of length; the last batch is filled up with weightless copies."""
     ordered = sorted(examples, key=lambda e: (len(e.target.inputs), len(e.source)))
     for first in range(0, len(ordered), batch_size):
-        part = ordered[first:first + batch_size]
+        part = ordered[first : first + batch_size]
         filler = part[-1]._replace(target=part[-1].target._replace(weights=np.zeros_like(part[-1].target.weights)))
         yield collate([*part, *[filler] * (batch_size - len(part))])

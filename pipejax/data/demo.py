@@ -1,9 +1,8 @@
 """The embedded task: short delivery notes, made up from a seed, and the things they ask to deliver.
 
-A note is a shuffled run of clauses. The words after "deliver" are an answer. A thing that is only admired,
-kept or sold is none, so that the cue has to be read. A thing is 0-3 adjectives (size, age, colour) and a
-noun; these words occur in things alone, so that where an answer ends can be read off the note. The answers
-of a note stand in its order and are all different, but their words come back in other things all the time.
+A note is a shuffled run of clauses. The words after "deliver" are an answer: 0-2 adjectives (size, age, colour)
+and a noun. These words occur in answers alone, and none in two answers of one note, so that a small model learns
+the task from scratch in minutes. The answers of a note stand in its order.
 """
 
 import functools
@@ -23,25 +22,38 @@ T = TypeVar("T")
 
 SIZES = {"train": 20_000, "dev": 256, "test": 512}
 MAX_ROWS = 6  # answers of a note
-MAX_ROW_WORDS = 4
+MAX_ROW_WORDS = 3
 MAX_SOURCE_WORDS = 47  # full stops included
 SEPARATOR = ";"
 
 _LEAST_WORDS = 40
 CUE = "deliver"
-ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"),
-              ("red", "green", "blue", "white"))
-NOUNS = ("apples", "pears", "bread", "cheese", "honey", "candles", "lamps", "roses", "books", "maps", "coins",
-         "boxes", "ropes", "tiles", "shoes", "bells")
+ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
+NOUNS = (
+    "apples",
+    "pears",
+    "bread",
+    "cheese",
+    "honey",
+    "candles",
+    "lamps",
+    "roses",
+    "books",
+    "maps",
+    "coins",
+    "boxes",
+    "ropes",
+    "tiles",
+    "shoes",
+    "bells",
+)
 PEOPLE = ("baker", "driver", "clerk", "captain", "gardener", "teacher")
 PLACES = ("river", "station", "market", "garden", "harbour", "bridge")
 VERBS = ("waited", "rested", "sang", "smiled", "slept", "walked")
 PREPOSITIONS = ("near", "behind", "past", "beside", "by")
-DISTRACTORS = ("admired", "kept", "sold")
-# The kinds of adjective that a thing has, so chosen that it has 1, 2, 3 or 4 words equally often.
-_KINDS: tuple[tuple[int, ...], ...] = ((), (), (), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), *[(0, 1, 2)] * 3)
-WORDS = (".", "the", CUE, *DISTRACTORS, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACES, *VERBS,
-         *PREPOSITIONS)
+# The kinds of adjective that a thing has, so chosen that it has 1, 2 or 3 words equally often.
+_KINDS: tuple[tuple[int, ...], ...] = ((), (), (), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
+WORDS = (".", "the", CUE, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACES, *VERBS, *PREPOSITIONS)
 
 # A note belongs to one split for ever, by its own words: no split has a note of another, whatever the seeds.
 _SHARES = {"train": (2, 3, 4, 5, 6, 7), "dev": (0,), "test": (1,)}
@@ -71,10 +83,10 @@ def build_tokenizer(directory: Path) -> None:
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # As T5's: transformers appends eos where special tokens are asked for.
     eos = specials["eos_token"]
-    inner.post_processor = processors.TemplateProcessing(
-        single=f"$A {eos}", special_tokens=[(eos, vocabulary[eos])])
+    inner.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, vocabulary[eos])])
     tokenizer = import_transformers().PreTrainedTokenizerFast(
-        tokenizer_object=inner, clean_up_tokenization_spaces=False, **specials)
+        tokenizer_object=inner, clean_up_tokenization_spaces=False, **specials
+    )
     tokenizer.save_pretrained(str(directory))
 
 
@@ -131,17 +143,16 @@ def _note(chance: Iterator[float]) -> tuple[str, tuple[str, ...]]:
     things: list[str] = []
     for _ in range(1 + int(next(chance) * MAX_ROWS)):
         thing = _thing(chance)
-        while thing in things:
+        while set(thing.split()) & set(" ".join(things).split()):
             thing = _thing(chance)
         things.append(thing)
     clauses = [f"{CUE} {thing} ." for thing in things]
     words = sum(len(clause.split()) for clause in clauses)
     while words < _LEAST_WORDS:
-        if next(chance) < 0.5:
-            clause = f"the {_pick(PEOPLE, chance)} {_pick(DISTRACTORS, chance)} {_thing(chance)} ."
-        else:
-            clause = (f"the {_pick(PEOPLE, chance)} {_pick(VERBS, chance)} {_pick(PREPOSITIONS, chance)} "
-                      f"the {_pick(PLACES, chance)} .")
+        clause = (
+            f"the {_pick(PEOPLE, chance)} {_pick(VERBS, chance)} {_pick(PREPOSITIONS, chance)} "
+            f"the {_pick(PLACES, chance)} ."
+        )
         clauses.insert(int(next(chance) * (len(clauses) + 1)), clause)
         words += len(clause.split())
     return " ".join(clauses), tuple(things)

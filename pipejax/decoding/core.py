@@ -1,7 +1,7 @@
 """The decoding loop and the interface of a strategy.
 
-A strategy is a frozen dataclass of ints (static under jit). It says which tokens a step feeds, what they may see and how
-far apart they are; the loop asks the model and hands the answers back. Nothing here knows the T5.
+A strategy is a frozen dataclass of ints (static under jit). It says which tokens a step feeds, what they may see and
+how far apart they are; the loop asks the model and hands the answers back. Nothing here knows the T5.
 
 Shapes: B batch, Q queries of a step, C cache slots, R rows, W longest row, V vocabulary.
 """
@@ -69,8 +69,9 @@ def first_argmax(logits: Array) -> Array:
     return jnp.where(logits == best, ids, logits.shape[-1] - 1).min(axis=-1)
 
 
-def run(strategy: Strategy, decode: Callable[[Query, Cache], tuple[Array, Cache]], cache: Cache, *,
-        batch: int) -> Decoded:
+def run(
+    strategy: Strategy, decode: Callable[[Query, Cache], tuple[Array, Cache]], cache: Cache, *, batch: int
+) -> Decoded:
     """Decodes greedily until every example is done, in one `while_loop` (paper, Algorithm 1).
 
     Args:

@@ -32,8 +32,8 @@ class Pipelined:
     """A new row every `delay` steps, one token a step for every open row.
 
     By default only an empty row, or the last of `sub_max` rows, ends spawning, and decoding stops once no row can start
-    and all have ended. `literal` follows the paper's lines 5-13 to the letter: rows keep starting after an empty one, and
-    decoding stops the first time that all started rows have ended.
+    and all have ended. `literal` follows the paper's lines 5-13 to the letter: rows keep starting after an empty one,
+    and decoding stops the first time that all started rows have ended.
     """
 
     delay: int
@@ -50,9 +50,15 @@ class Pipelined:
 
     def init(self, batch: int) -> State:
         """An empty grid."""
-        return State(time=jnp.int32(0), tokens=jnp.zeros((batch, self.sub_max, self.time_max + 1), jnp.int32),
-                     started=jnp.zeros(batch, jnp.int32), end=jnp.full((batch, self.sub_max), NEVER, jnp.int32),
-                     empty_seen=jnp.zeros(batch, bool), done=jnp.zeros(batch, bool), steps=jnp.zeros(batch, jnp.int32))
+        return State(
+            time=jnp.int32(0),
+            tokens=jnp.zeros((batch, self.sub_max, self.time_max + 1), jnp.int32),
+            started=jnp.zeros(batch, jnp.int32),
+            end=jnp.full((batch, self.sub_max), NEVER, jnp.int32),
+            empty_seen=jnp.zeros(batch, bool),
+            done=jnp.zeros(batch, bool),
+            steps=jnp.zeros(batch, jnp.int32),
+        )
 
     def query(self, state: State) -> tuple[State, Query]:
         """Starts a row where one is due (lines 5-7), then asks for every row at once (line 8).
@@ -67,7 +73,7 @@ class Pipelined:
         started = state.started + due
         born = due[:, None] & (rows == state.started[:, None])
         fed = jnp.where(born, self.bos, jnp.take(state.tokens, state.time, axis=2))
-        state = state.replace(started=started, tokens=state.tokens.at[:, :, state.time].set(fed))
+        state = dataclasses.replace(state, started=started, tokens=state.tokens.at[:, :, state.time].set(fed))
 
         slot_row, slot_time = slots % self.sub_max, slots // self.sub_max
         first, last = grid.start(slot_row, self.delay), jnp.take(state.end, slot_row, axis=1)
@@ -88,8 +94,15 @@ class Pipelined:
         over = (~exists | (end != NEVER)).all(axis=1)
         if not self.literal:
             over &= empty_seen | (state.started == self.sub_max)
-        return State(time=time, tokens=tokens, started=state.started, end=end, empty_seen=empty_seen,
-                     done=state.done | over | (time == self.time_max), steps=jnp.where(state.done, state.steps, time))
+        return State(
+            time=time,
+            tokens=tokens,
+            started=state.started,
+            end=end,
+            empty_seen=empty_seen,
+            done=state.done | over | (time == self.time_max),
+            steps=jnp.where(state.done, state.steps, time),
+        )
 
     def done(self, state: State) -> Array:
         """As found by the last step."""
@@ -108,6 +121,7 @@ class Pipelined:
         full = state.started == self.sub_max
         code = {name: i for i, name in enumerate(TRUNCATIONS)}
         otherwise = code[None] if self.literal else code["time_max"]
-        truncated = jnp.where(cut, code["time_max"], jnp.where(
-            state.empty_seen, code[None], jnp.where(full, code["sub_max"], otherwise)))
+        truncated = jnp.where(
+            cut, code["time_max"], jnp.where(state.empty_seen, code[None], jnp.where(full, code["sub_max"], otherwise))
+        )
         return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated.astype(jnp.int32))

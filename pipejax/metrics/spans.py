@@ -20,8 +20,9 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
       ValueError: the numbers of documents differ.
     """
     if len(gold) != len(predicted):
-        raise ValueError(f"expected one prediction for each document; got {len(gold)} documents "
-                         f"and {len(predicted)} predictions")
+        raise ValueError(
+            f"expected one prediction for each document; got {len(gold)} documents and {len(predicted)} predictions"
+        )
     gold_count = predicted_count = exact = 0
     partial_precision = partial_recall = 0.0
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
@@ -32,9 +33,11 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
         precision, recall = _overlap(golds, guesses)
         partial_precision += precision
         partial_recall += recall
-    return {f"{name}_{key}": value
-            for name, right, found in (("em", exact, exact), ("pm", partial_precision, partial_recall))
-            for key, value in _percentages(right, predicted_count, found, gold_count).items()}
+    return {
+        f"{name}_{key}": value
+        for name, right, found in (("em", exact, exact), ("pm", partial_precision, partial_recall))
+        for key, value in _percentages(right, predicted_count, found, gold_count).items()
+    }
 
 
 def normalise(text: str) -> str:

@@ -1,0 +1,18 @@
+"""One's own data: JSON lines {"id", "source", "targets": [row, ...]}, on a converted checkpoint.
+
+    python -m pipejax.convert from-hf google/flan-t5-base checkpoints/flan-t5-base
+    python train.py --config configs/jsonl.py --workdir runs/mine \
+        --set train.init_from=checkpoints/flan-t5-base --set data.train=train.jsonl --set data.dev=dev.jsonl
+
+The rate, batch and grid are the paper's (section 4.3). Its hardware was one 24 GB card for T5-Base; with less, lower
+train.batch_size or data.max_source.
+"""
+
+from pipejax.config import Config, DataConfig, GridConfig, TrainConfig
+
+config = Config(
+    name="jsonl",
+    grid=GridConfig(delay=1, time_max=50, sub_max=20),
+    data=DataConfig(task="jsonl", max_source=2048, max_target=512, separator=" ; "),
+    train=TrainConfig(steps=2000, batch_size=24, learning_rate=1e-4, warmup_steps=100),
+)
