@@ -20,8 +20,9 @@ demo: venv-run  ## train a small model on the CPU and decode with it
 test: venv  ## the test suite; make test ARGS="-k grid" for a part of it
 	@$(RUN) -m pytest $(ARGS)
 
-check: venv  ## ruff and mypy
+check: venv  ## lint, format and types: ruff and mypy
 	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
 venv: venv-run  ## only .venv, with what the tests need

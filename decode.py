@@ -16,25 +16,36 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="decode.py", description=__doc__)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of train.py")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of train.py"
+    )
     parser.add_argument("--input", required=True, metavar="FILE", help="JSON lines, or - for standard input")
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or - for standard output")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_argument("--batch-size", type=int, metavar="N", help="default: decode.batch_size; 1 from standard input")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a setting of grid, decode or data, such as grid.delay=2 (repeatable)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a setting of grid, decode or data, such as grid.delay=2 (repeatable)",
+    )
     flags = parser.parse_args(argv)
     if flags.batch_size is not None and flags.batch_size < 1:
         raise UserError(f"--batch-size: found {flags.batch_size}; expected at least 1")
 
     from pipejax import records
+
     records.check_paths(flags.input, flags.output)
 
     from pipejax.generate import load  # starts JAX: after the flags and the input's place are known to be good
+
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, log=cli.note)
-    records.decode_file(generator, flags.input, flags.output, strategy=flags.strategy, batch_size=flags.batch_size,
-                        log=cli.note)
+    records.decode_file(
+        generator, flags.input, flags.output, strategy=flags.strategy, batch_size=flags.batch_size, log=cli.note
+    )
     return 0
 
 

@@ -14,7 +14,7 @@ config = Config(
     grid=GridConfig(delay=1, time_max=16, sub_max=8),
     data=DataConfig(task="demo", max_source=64, max_target=64, separator=" ; "),
     train=TrainConfig(
-        steps=3000,
+        steps=2000,
         batch_size=32,
         learning_rate=3e-3,
         schedule="linear",

@@ -17,8 +17,7 @@ class Parser(argparse.ArgumentParser):
     """argparse without its usage block: a wrong flag is a UserError like any other bad input."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                         **options)  # type: ignore[arg-type]
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # type: ignore[arg-type]
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
@@ -40,7 +39,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     except UserError as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        note("error: " + " ".join(str(error).split("\n")))
+        note("error: " + " ".join(str(error).splitlines()))
         code = EXIT_BAD_INPUT
     except KeyboardInterrupt:
         note("interrupted")

@@ -7,7 +7,9 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import runpy
+import traceback
 import types
 import typing
 from pathlib import Path
@@ -21,10 +23,18 @@ STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
 SCHEDULES = ("constant", "linear")
 DTYPES = ("auto", "float32", "bfloat16")
+INT32 = 2**31 - 1
 
 
-def setting(default: Any = dataclasses.MISSING, *, least: float | None = None, most: float | None = None,
-            above: float | None = None, below: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
     """A dataclass field with its legal range: `least`/`most` are inclusive, `above`/`below` are not."""
     bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices}
     return dataclasses.field(default=default, metadata=bounds)
@@ -57,9 +67,9 @@ class T5Config:
 class GridConfig:
     """The pipelined decoder's grid (paper section 3.4; times and rows are counts)."""
 
-    delay: int = setting(1, least=1)  # Δt: a new row starts every `delay` time-steps
-    time_max: int = setting(50, least=1)  # time-steps at the most
-    sub_max: int = setting(20, least=1)  # rows at the most
+    delay: int = setting(1, least=1, most=INT32)  # Δt: a new row starts every `delay` time-steps
+    time_max: int = setting(50, least=1, most=INT32)  # time-steps at the most
+    sub_max: int = setting(20, least=1, most=INT32)  # rows at the most
     stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
 
 
@@ -95,7 +105,7 @@ class TrainConfig:
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
     dropout: float = setting(0.1, least=0.0, below=1.0)
     dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
-    seed: int = setting(0, least=0, most=2**31 - 1)
+    seed: int = setting(0, least=0, most=INT32)
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
     log_every: int = setting(50, least=1)
     evaluate_every: int = setting(500, least=1)
@@ -108,7 +118,7 @@ class TrainConfig:
 class DecodeConfig:
     """Decoding settings that are not the grid's."""
 
-    max_length: int = setting(512, least=1)  # tokens of the sequential decoder, eos included
+    max_length: int = setting(512, least=1, most=INT32)  # tokens of the sequential decoder, eos included
     batch_size: int = setting(8, least=1)
     dtype: str = setting("auto", choices=DTYPES)
 
@@ -143,16 +153,16 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such config file")
+        raise UserError(f"{path}: {'found a directory; expected a config file' if path.is_dir() else 'no such config file'}")
     try:
         namespace = runpy.run_path(str(path))
     except UserError:
         raise
-    except Exception as error:
-        line = next((f":{e.tb_lineno}" for e in _frames(error) if e.tb_frame.f_code.co_filename == str(path)), "")
-        if isinstance(error, SyntaxError):
-            line = f":{error.lineno}"
-        raise UserError(f"{path}{line}: {type(error).__name__}: {_first_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        message = error.msg if isinstance(error, SyntaxError) else _first_line(error)
+        keyword = re.search(r"unexpected keyword argument '(\w+)'", message)
+        hint = _suggestion(keyword[1]) if keyword else ""
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     config = namespace.get("config")
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
@@ -165,8 +175,8 @@ def override(config: Config, assignments: typing.Iterable[str], *, flag: str = "
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         key = key.strip()
-        if not equals:
-            raise UserError(f"{flag} {assignment}: found no '='; expected key=value")
+        if not (key and equals):
+            raise UserError(f"{flag} {assignment}: found no {'key' if equals else repr('=')}; expected key=value")
         config = _assign(config, key.split("."), text.strip(), key)
     check(config, where=flag)
     return config
@@ -181,7 +191,7 @@ def from_json(text: str, *, where: str) -> Config:
     """Reads what `to_json` wrote; `where` names the file in errors."""
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({_first_line(error)})") from error
     config = _build(Config, values, "", where)
     check(config, where=where)
@@ -207,15 +217,19 @@ def check(config: Config, *, where: str) -> None:
     if model is not None:
         for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             if getattr(model, key) >= model.vocab_size:
-                raise UserError(f"{where}: model.{key}: found {getattr(model, key)}; expected an id below "
-                                f"model.vocab_size = {model.vocab_size}")
+                raise UserError(
+                    f"{where}: model.{key}: found {getattr(model, key)}; expected an id below "
+                    f"model.vocab_size = {model.vocab_size}"
+                )
         if model.relative_attention_max_distance <= model.relative_attention_num_buckets // 2:
-            raise UserError(f"{where}: model.relative_attention_max_distance: found "
-                            f"{model.relative_attention_max_distance}; expected more than half of the "
-                            f"{model.relative_attention_num_buckets} buckets")
+            raise UserError(
+                f"{where}: model.relative_attention_max_distance: found "
+                f"{model.relative_attention_max_distance}; expected more than half of the "
+                f"{model.relative_attention_num_buckets} buckets"
+            )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
-    if not config.data.separator.strip() and config.train.objective == "sequential" and not config.data.separator:
+    if config.train.objective == "sequential" and not config.data.separator:
         raise UserError(f"{where}: data.separator: found nothing; expected at least one character")
 
 
@@ -226,9 +240,11 @@ def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
     value = getattr(node, keys[0])
     kind = _types(type(node))[keys[0]]
     if len(keys) > 1:
+        if value is None:
+            raise UserError(f"{full}: found no {keys[0]} in this config; expected it there before one of its keys is set")
         if not dataclasses.is_dataclass(value):
-            reason = "is not set in this config" if value is None else "is no section"
-            raise UserError(f"{full}: {keys[0]} {reason}{_suggestion(full)}")
+            parent = full.removesuffix("." + ".".join(keys[1:]))
+            raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(value, keys[1:], text, full)})
     if dataclasses.is_dataclass(value) or kind not in (int, float, bool, str):
         raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, value)}")
@@ -264,8 +280,11 @@ def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
     try:
         return cls(**built)
     except TypeError as error:
-        missing = [f.name for f in dataclasses.fields(cls) if f.name not in built
-                   and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
         raise UserError(f"{where}: {prefix}{missing[0] if missing else ''}: missing") from error
 
 
@@ -280,14 +299,21 @@ def _check_fields(node: Any, prefix: str, where: str) -> None:
         fits = type(value) in _alternatives(kind) or (kind is float and type(value) is int)
         if not fits or (kind is float and not math.isfinite(value)):
             raise UserError(f"{where}: {key}: found {value!r}; expected {_noun(kind)}")
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            raise UserError(f"{where}: {key}: found {value!r}; expected valid Unicode")
         rule = field.metadata
         if rule.get("choices") and value not in rule["choices"]:
             guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
-            raise UserError(f"{where}: {key}: found {value!r}; expected one of {', '.join(rule['choices'])}"
-                            + (f" (did you mean {guess[0]}?)" if guess else ""))
-        for name, words, broken in (("least", "at least", lambda v, b: v < b), ("most", "at most", lambda v, b: v > b),
-                                    ("above", "more than", lambda v, b: v <= b),
-                                    ("below", "less than", lambda v, b: v >= b)):
+            raise UserError(
+                f"{where}: {key}: found {value!r}; expected one of {', '.join(rule['choices'])}"
+                + (f" (did you mean {guess[0]}?)" if guess else "")
+            )
+        for name, words, broken in (
+            ("least", "at least", lambda v, b: v < b),
+            ("most", "at most", lambda v, b: v > b),
+            ("above", "more than", lambda v, b: v <= b),
+            ("below", "less than", lambda v, b: v >= b),
+        ):
             bound = rule.get(name)
             if bound is not None and broken(value, bound):
                 raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
@@ -308,9 +334,16 @@ def _noun(kind: Any) -> str:
 
 def _suggestion(key: str) -> str:
     every = [*flat(Config()), *(f"model.{f.name}" for f in dataclasses.fields(T5Config))]
-    by_tail = [k for k in every if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    close = by_tail[:1] or difflib.get_close_matches(key, every, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else f"; the sections are {', '.join(_types(Config))}"
+    section, _, name = key.rpartition(".")
+    names = [k.rpartition(".")[2] for k in every]
+    close = [name] if name in names else difflib.get_close_matches(name, names, n=3)
+    if close:  # of keys with a name like that the one whose section is the most alike
+        candidates = [k for k, known in zip(every, names, strict=True) if known in close]
+        return f" (did you mean {difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]}?)"
+    siblings = [k.removeprefix(f"{section}.") for k in every if k.startswith(f"{section}.")]
+    if siblings:
+        return f"; the keys of {section} are {', '.join(siblings)}"
+    return f"; the sections are {', '.join(_types(Config))}"
 
 
 def _example(key: str, value: Any) -> str:
@@ -318,12 +351,13 @@ def _example(key: str, value: Any) -> str:
     return f"{key}.{dataclasses.fields(section)[0].name}"
 
 
-def _frames(error: BaseException) -> list[types.TracebackType]:
-    frames, tb = [], error.__traceback__
-    while tb is not None:
-        frames.append(tb)
-        tb = tb.tb_next
-    return frames[::-1]
+def _place(error: BaseException, path: Path) -> str:
+    """FILE:LINE: the line of the config file that raised the error, or any file's that is no Python."""
+    if isinstance(error, SyntaxError):
+        file = error.filename or str(path)
+        return f"{file}:{error.lineno}" if error.lineno else file
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
 
 
 def _first_line(error: BaseException) -> str:

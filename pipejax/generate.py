@@ -26,7 +26,8 @@ from pipejax.t5 import T5, KVCache, cast_params, empty_cache
 from pipejax.tokenizer import Tokenizer
 
 Record = dict[str, Any]
-DECODING_SECTIONS = ("grid", "decode", "data")  # what `--set` may change when a checkpoint is decoded
+# What `--set` may change when a checkpoint is decoded: sections and keys.
+DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 32  # batches that are read ahead and sorted by length
 
 
@@ -271,18 +272,19 @@ def load(
     Args:
       path: what `pipejax.convert from-hf` or `train.py` wrote.
       best: take the best evaluated step.
-      overrides: `key=value` settings of the sections grid, decode and data.
+      overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
       log: called with each line worth saying.
 
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
     """
     for assignment in overrides:
-        section = assignment.partition("=")[0].strip().partition(".")[0]
-        if section not in DECODING_SECTIONS and hasattr(Config(), section):
+        key = assignment.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        if hasattr(Config(), section) and not {section, key} & {*DECODING_KEYS}:
             raise UserError(
-                f"--set {assignment}: {section} cannot change after training; expected one of the sections "
-                f"{', '.join(DECODING_SECTIONS)}"
+                f"--set {assignment}: {key} cannot change when a checkpoint is decoded; expected one of "
+                f"{', '.join(DECODING_KEYS)}"
             )
     restored = checkpoint.open_run(path, best=best, log=log)
     config = config_lib.override(restored.config, overrides)

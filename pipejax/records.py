@@ -17,22 +17,34 @@ STANDARD = "-"
 
 
 def check_paths(source: str, target: str) -> None:
-    """Raises a UserError if the input is absent, or the output is the input or cannot be a file."""
-    if source != STANDARD and not Path(source).is_file():
-        found = "found a directory" if Path(source).is_dir() else "no such file"
+    """Raises a UserError if the input is absent, or the output is the input or cannot be written."""
+    given = Path("/dev/stdin" if source == STANDARD else source)
+    if source != STANDARD and (given.is_dir() or not given.exists()):
+        found = "found a directory" if given.is_dir() else "no such file"
         raise UserError(f"--input {source}: {found}; expected a file of JSON lines")
     if target == STANDARD:
         return
-    if source != STANDARD and Path(target).exists() and os.path.samefile(source, target):
+    wanted = Path(target)
+    if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):
         raise UserError(f"--output {target}: found the input itself; expected another file")
-    if Path(target).is_dir():
+    if wanted.is_dir():
         raise UserError(f"--output {target}: found a directory; expected a file")
-    if not Path(target).absolute().parent.is_dir():
-        raise UserError(f"--output {target}: its directory does not exist")
+    directory = Path(os.path.realpath(wanted)).parent  # where a link leads to
+    if not directory.is_dir():
+        raise UserError(f"--output {target}: found no directory {directory}; expected one that exists")
+    if not os.access(wanted if wanted.exists() else directory, os.W_OK):
+        raise UserError(f"--output {target}: cannot be written (permission denied)")
 
 
-def decode_file(generator: Generator, source: str, target: str, *, strategy: str | None, batch_size: int | None,
-                log: Callable[[str], None]) -> Report:
+def decode_file(
+    generator: Generator,
+    source: str,
+    target: str,
+    *,
+    strategy: str | None,
+    batch_size: int | None,
+    log: Callable[[str], None],
+) -> Report:
     """Decodes JSON lines into JSON lines, in order.
 
     A file is checked whole before anything compiles; standard input line by line, each answered as soon as its batch is
@@ -57,13 +69,15 @@ def decode_file(generator: Generator, source: str, target: str, *, strategy: str
         size = min(batch_size or generator.config.decode.batch_size, total)
     report, progress = Report(), Progress("decoding", total, unit="example")
     with ExitStack() as stack:
+        stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
         for record in generator.stream(sources, strategy=name, batch_size=size, report=report, window=window):
             if out is None:  # only now: bad input must not cost anyone an older result
-                out = stack.enter_context(open(target, "wb", buffering=0))
-            _write(out, record)
+                out = stack.enter_context(_open(target))
+            _write(out, record, target)
             progress.add(1)
-    progress.close()
+    if not report.examples:
+        raise UserError("standard input: found no lines; expected at least one source")
     for line in report.lines(name):
         log(f"{name}: {line}")
     return report
@@ -73,20 +87,32 @@ def read_sources(generator: Generator, lines: Iterator[tuple[str, dict]]) -> Ite
     """Sources that the generator can decode, from ("FILE:LINE", object)."""
     for place, value in lines:
         if "source" in value and "source_ids" in value:
-            raise UserError(f"{place}: found \"source\" and \"source_ids\"; expected one of them")
+            raise UserError(f'{place}: found "source" and "source_ids"; expected one of them')
         if "source_ids" not in value:
             yield generator.check(Source(id_of(value, place), text_of(value, "source", place)), place)
             continue
         ids = value["source_ids"]
         if not isinstance(ids, list):
-            raise UserError(f"{place}: \"source_ids\": found {kind(ids)}; expected a list of whole numbers")
-        yield generator.check(Source(id_of(value, place), ids), f"{place}: \"source_ids\"")
+            raise UserError(f'{place}: "source_ids": found {kind(ids)}; expected a list of whole numbers')
+        yield generator.check(Source(id_of(value, place), ids), f'{place}: "source_ids"')
 
 
-def _write(out: BinaryIO, record: Record) -> None:
+def _open(target: str) -> BinaryIO:
+    try:
+        return open(target, "wb", buffering=0)
+    except OSError as error:
+        raise UserError(f"--output {target}: cannot be written ({error.strerror})") from error
+
+
+def _write(out: BinaryIO, record: Record, target: str) -> None:
     line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-    written = out.write(line)
-    while written is not None and written < len(line):  # an unbuffered file may take a part
-        line = line[written:]
+    try:
         written = out.write(line)
-    out.flush()
+        while written is not None and written < len(line):  # an unbuffered file may take a part
+            line = line[written:]
+            written = out.write(line)
+        out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"--output {target}: cannot be written ({error.strerror})") from error

@@ -1,5 +1,6 @@
 """Text <-> token ids, on top of transformers' tokenizers. No model, no task and no batch lives here."""
 
+import json
 import os
 import threading
 import types
@@ -72,7 +73,7 @@ def _read_directory(directory: Path) -> Any:
         raise UserError(f"{directory}: found no tokenizer; expected one of {', '.join(_FILES)}")
     transformers = import_transformers()
     try:
-        if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        if (directory / "tokenizer.json").is_file() or _names_a_class(directory):
             inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         else:
             inner = _read_sentencepiece(transformers, directory)
@@ -86,6 +87,12 @@ def _read_directory(directory: Path) -> Any:
     if needed and not any((directory / name).is_file() for name in needed):
         raise UserError(f"{directory}: found no vocabulary; expected {' or '.join(needed)}")
     return inner
+
+
+def _names_a_class(directory: Path) -> bool:
+    """False for the oldest T5 files: their class was told by the model's config.json, which lies elsewhere here."""
+    file = directory / "tokenizer_config.json"
+    return file.is_file() and "tokenizer_class" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> Any:

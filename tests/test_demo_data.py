@@ -22,22 +22,12 @@ from pipejax.data.demo import (
 
 
 def test_the_first_note() -> None:
-    """Pinned: published numbers depend on these very notes."""
     first = examples("dev")[0]
-    assert first.id == "dev-0"
     assert first.source == (
-        "deliver small old green ropes . the driver slept by the station . deliver heavy new "
-        "white bread . deliver heavy fine blue coins . deliver tiny pears . deliver coins . the "
-        "gardener sold tiny boxes . deliver tiny new blue lamps ."
+        "deliver old white lamps . deliver tiny blue candles . the driver rested behind the garden . "
+        "deliver small fine honey . deliver new green shoes ."
     )
-    assert first.targets == (
-        "small old green ropes",
-        "heavy new white bread",
-        "heavy fine blue coins",
-        "tiny pears",
-        "coins",
-        "tiny new blue lamps",
-    )
+    assert first.targets == ("old white lamps", "tiny blue candles", "small fine honey", "new green shoes")
 
 
 def test_splits() -> None:
@@ -56,7 +46,7 @@ def test_answers_follow_the_cue() -> None:
     for example in examples("train")[:2000]:
         words = example.source.split()
         assert set(words) <= set(WORDS)
-        assert 40 <= len(words) <= MAX_SOURCE_WORDS
+        assert 24 <= len(words) <= MAX_SOURCE_WORDS
         found = [
             " ".join(itertools.takewhile(things.__contains__, words[i + 1 :]))
             for i, word in enumerate(words)
@@ -70,15 +60,11 @@ def test_answers_follow_the_cue() -> None:
     assert lengths == set(range(1, MAX_ROW_WORDS + 1))
 
 
-def test_some_notes_are_tricky() -> None:
-    """A word of an answer occurs elsewhere in the note in half of them at least."""
-
-    def tricky(source: str, targets: tuple[str, ...]) -> bool:
-        words = source.split()
-        return any(words.count(word) > 1 for row in targets for word in row.split())
-
-    some = examples("test")
-    assert sum(tricky(example.source, example.targets) for example in some) > len(some) / 2
+def test_no_word_is_in_two_answers() -> None:
+    for example in examples("test"):
+        words = [word for row in example.targets for word in row.split()]
+        assert len(set(words)) == len(words)
+        assert all(example.source.split().count(word) == 1 for word in words)
 
 
 def test_an_example_depends_on_nothing_but_split_index_and_seed() -> None:

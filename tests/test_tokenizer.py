@@ -206,6 +206,15 @@ def test_bad_paths(tmp_path: Path) -> None:
             Tokenizer.load(path)
 
 
+def test_old_files_that_name_no_class(t5: Path, tmp_path: Path) -> None:
+    """Files as of 2020: the class was told by the model's config.json alone."""
+    shutil.copy(t5 / "spiece.model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512, "extra_ids": 100}')
+    found, expected = Tokenizer.load(tmp_path), Tokenizer.load(t5)
+    assert [found.encode(text) for text in TEXTS[:5]] == [expected.encode(text) for text in TEXTS[:5]]
+    assert found.size == 32100
+
+
 def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 

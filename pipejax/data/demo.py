@@ -23,10 +23,10 @@ T = TypeVar("T")
 SIZES = {"train": 20_000, "dev": 256, "test": 512}
 MAX_ROWS = 6  # answers of a note
 MAX_ROW_WORDS = 3
-MAX_SOURCE_WORDS = 47  # full stops included
+MAX_SOURCE_WORDS = 30  # full stops included
 SEPARATOR = ";"
 
-_LEAST_WORDS = 40
+_LEAST_WORDS = 24
 CUE = "deliver"
 ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
 NOUNS = (

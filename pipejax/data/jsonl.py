@@ -27,19 +27,19 @@ class JsonlTask:
 
 def read_examples(path: str) -> list[Example]:
     """Raises a UserError naming file and line for anything that is not an example, a duplicate id or an empty file."""
-    examples, seen = [], dict[str | int, str]()
+    examples, seen = [], dict[str, str]()
     for place, value in read_file(path):
-        name, source = id_of(value, place), text_of(value, "source", place)
+        name, source = str(id_of(value, place)), text_of(value, "source", place)
         if name in seen:
-            raise UserError(f"{place}: \"id\": found {name!r} again; it was used in line {seen[name].rpartition(':')[2]}")
+            raise UserError(f'{place}: "id": found {name!r} again; it was used in line {seen[name].rpartition(":")[2]}')
         seen[name] = place
         if "targets" not in value:
-            raise UserError(f"{place}: found no \"targets\"; expected a list of texts")
+            raise UserError(f'{place}: found no "targets"; expected a list of texts')
         targets = value["targets"]
         if not isinstance(targets, list):
-            raise UserError(f"{place}: \"targets\": found {kind(targets)}; expected a list of texts")
+            raise UserError(f'{place}: "targets": found {kind(targets)}; expected a list of texts')
         rows = tuple(check_text(row, f"targets[{i}]", place) for i, row in enumerate(targets))
-        examples.append(Example(str(name), source, rows))
+        examples.append(Example(name, source, rows))
     if not examples:
         raise UserError(f"{path}: found no lines; expected at least one example")
     return examples

@@ -19,8 +19,9 @@ def read_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, dict
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError as error:
-            raise UserError(f"{place}: found byte {line[error.start]:#04x} at column {error.start + 1}; "
-                            "expected UTF-8") from error
+            raise UserError(
+                f"{place}: found byte {line[error.start]:#04x} at column {error.start + 1}; expected UTF-8"
+            ) from error
         if not text:
             continue
         try:
@@ -35,32 +36,31 @@ def read_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, dict
 def read_file(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The same for a file."""
     path = Path(path)
-    if not path.is_file():
-        found = "a directory" if path.is_dir() else "no such file"
+    if path.is_dir() or not path.exists():  # a pipe is as good as a file
+        found = "found a directory" if path.is_dir() else "no such file"
         raise UserError(f"{path}: {found}; expected a file of JSON lines")
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a file of JSON lines") from error
+    with file:
         yield from read_objects(file, str(path))
 
 
 def text_of(value: dict[str, Any], key: str, place: str) -> str:
     """A non-empty text of an object."""
     if key not in value:
-        raise UserError(f"{place}: found no \"{key}\"; expected one (keys: {', '.join(map(str, value)) or 'none'})")
+        raise UserError(f'{place}: found no "{key}"; expected one (keys: {", ".join(map(str, value)) or "none"})')
     return check_text(value[key], key, place)
 
 
 def check_text(value: Any, key: str, place: str) -> str:
     """That value, if it is a text with something in it that can be encoded."""
     if not isinstance(value, str):
-        raise UserError(f"{place}: \"{key}\": found {kind(value)}; expected text")
+        raise UserError(f'{place}: "{key}": found {kind(value)}; expected text')
     if not value.strip():
-        raise UserError(f"{place}: \"{key}\": found an empty text; expected some")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{place}: \"{key}\": found half a surrogate pair at character {error.start + 1}; "
-                        "expected valid Unicode") from error
-    return value
+        raise UserError(f'{place}: "{key}": found an empty text; expected some')
+    return _check_unicode(value, key, place)
 
 
 def id_of(value: dict[str, Any], place: str) -> str | int:
@@ -69,8 +69,18 @@ def id_of(value: dict[str, Any], place: str) -> str | int:
     if found is None:
         return place.rpartition(":")[2]
     if isinstance(found, bool) or not isinstance(found, str | int):
-        raise UserError(f"{place}: \"id\": found {kind(found)}; expected text or a whole number")
-    return found
+        raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')
+    return _check_unicode(found, "id", place) if isinstance(found, str) else found
+
+
+def _check_unicode(text: str, key: str, place: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f'{place}: "{key}": found half a surrogate pair at character {error.start + 1}; expected valid Unicode'
+        ) from error
+    return text
 
 
 def kind(value: Any) -> str:
