@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -127,6 +128,7 @@ class Store:
             wanted = {name: ocp.args.StandardRestore(template) for name, template in templates.items()}
             restored = self.manager.restore(step, args=ocp.args.Composite(**wanted))
         except Exception as error:
+            _hush_stragglers()
             raise Damaged(f"unreadable ({type(error).__name__}: {_brief(error)})") from error
         items = {name: restored[name] for name in templates}
         for name, tree in items.items():
@@ -276,6 +278,25 @@ def _set_aside(path: Path) -> Path:
         target = path.with_name(f"corrupt-{path.name}-{count}")
     path.rename(target)
     return target
+
+
+def _hush_stragglers() -> None:
+    """When one array cannot be read, Orbax abandons its reads of the others, and each dies with a traceback of its own.
+
+    They say nothing that the one line about the damaged step does not. Everything else is passed on as before.
+    """
+    before = sys.unraisablehook
+    if getattr(before, "hushes", False):
+        return
+
+    def hook(unraisable: Any) -> None:
+        told = f"{unraisable.object!r} {unraisable.exc_value!r} {unraisable.err_msg}"
+        if "Event loop is closed" not in told and "_read_array_index" not in told and "TensorStore" not in told:
+            before(unraisable)
+
+    hook.hushes = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def _brief(error: BaseException) -> str:

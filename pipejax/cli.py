@@ -11,6 +11,7 @@ from pipejax.errors import UserError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's RuntimeError begins
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +45,13 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     except KeyboardInterrupt:
         note("interrupted")
         code = EXIT_INTERRUPTED
+    except RuntimeError as error:
+        if not str(error).startswith(OUT_OF_MEMORY):
+            raise
+        if "--debug" in arguments:
+            traceback.print_exc()
+        note(f"error: {str(error).splitlines()[0]} (a smaller batch size or shorter lengths may fit)")
+        code = 1
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -23,7 +23,7 @@ STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
 SCHEDULES = ("constant", "linear")
 DTYPES = ("auto", "float32", "bfloat16")
-INT32 = 2**31 - 1
+GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 
 
 def setting(
@@ -67,9 +67,9 @@ class T5Config:
 class GridConfig:
     """The pipelined decoder's grid (paper section 3.4; times and rows are counts)."""
 
-    delay: int = setting(1, least=1, most=INT32)  # Δt: a new row starts every `delay` time-steps
-    time_max: int = setting(50, least=1, most=INT32)  # time-steps at the most
-    sub_max: int = setting(20, least=1, most=INT32)  # rows at the most
+    delay: int = setting(1, least=1, most=GRID)  # Δt: a new row starts every `delay` time-steps
+    time_max: int = setting(50, least=1, most=GRID)  # time-steps at the most
+    sub_max: int = setting(20, least=1, most=GRID)  # rows at the most
     stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
 
 
@@ -105,7 +105,7 @@ class TrainConfig:
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
     dropout: float = setting(0.1, least=0.0, below=1.0)
     dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
-    seed: int = setting(0, least=0, most=INT32)
+    seed: int = setting(0, least=0, most=2**31 - 1)
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
     log_every: int = setting(50, least=1)
     evaluate_every: int = setting(500, least=1)
@@ -118,7 +118,7 @@ class TrainConfig:
 class DecodeConfig:
     """Decoding settings that are not the grid's."""
 
-    max_length: int = setting(512, least=1, most=INT32)  # tokens of the sequential decoder, eos included
+    max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
     batch_size: int = setting(8, least=1)
     dtype: str = setting("auto", choices=DTYPES)
 
@@ -153,14 +153,15 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: {'found a directory; expected a config file' if path.is_dir() else 'no such config file'}")
+        found = "found a directory" if path.is_dir() else "no such file"
+        raise UserError(f"{path}: {found}; expected a config file")
     try:
         namespace = runpy.run_path(str(path))
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         message = error.msg if isinstance(error, SyntaxError) else _first_line(error)
-        keyword = re.search(r"unexpected keyword argument '(\w+)'", message)
+        keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)  # newer Pythons give a hint themselves
         hint = _suggestion(keyword[1]) if keyword else ""
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     config = namespace.get("config")
@@ -241,7 +242,7 @@ def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
     kind = _types(type(node))[keys[0]]
     if len(keys) > 1:
         if value is None:
-            raise UserError(f"{full}: found no {keys[0]} in this config; expected it there before one of its keys is set")
+            raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
         if not dataclasses.is_dataclass(value):
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
@@ -275,7 +276,9 @@ def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
             raise UserError(f"{where}: {prefix}{key}: unknown key{_suggestion(prefix + key)}")
     built = {}
     for key, value in values.items():
-        section = next((k for k in _alternatives(kinds[key]) if dataclasses.is_dataclass(k)), None)
+        section = next(
+            (k for k in _alternatives(kinds[key]) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
+        )
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:
         return cls(**built)
@@ -336,9 +339,9 @@ def _suggestion(key: str) -> str:
     every = [*flat(Config()), *(f"model.{f.name}" for f in dataclasses.fields(T5Config))]
     section, _, name = key.rpartition(".")
     names = [k.rpartition(".")[2] for k in every]
-    close = [name] if name in names else difflib.get_close_matches(name, names, n=3)
-    if close:  # of keys with a name like that the one whose section is the most alike
-        candidates = [k for k, known in zip(every, names, strict=True) if known in close]
+    close = [name] if name in names else difflib.get_close_matches(name, names, n=1)
+    if close:  # of several keys with that name the one whose section is the most alike
+        candidates = [k for k, known in zip(every, names, strict=True) if known == close[0]]
         return f" (did you mean {difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]}?)"
     siblings = [k.removeprefix(f"{section}.") for k in every if k.startswith(f"{section}.")]
     if siblings:

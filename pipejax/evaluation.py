@@ -31,12 +31,8 @@ def evaluate(
       (counts); and the records.
     """
     name = strategy or generator.default_strategy
-    report, records = Report(), []
-    for record in generator.stream(
-        [Source(e.id, e.source) for e in examples], strategy=name, batch_size=batch_size, report=report
-    ):
-        records.append(record)
-        tick(1)
+    report, sources = Report(), [Source(e.id, e.source) for e in examples]
+    records = list(generator.stream(sources, strategy=name, batch_size=batch_size, report=report, tick=tick))
     scores = spans.score([list(e.targets) for e in examples], [record["rows"] for record in records])
     result = {
         "strategy": name,

@@ -28,7 +28,7 @@ from pipejax.tokenizer import Tokenizer
 Record = dict[str, Any]
 # What `--set` may change when a checkpoint is decoded: sections and keys.
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
-WINDOW = 32  # batches that are read ahead and sorted by length
+WINDOW = 16  # batches that are read ahead and sorted by length
 
 
 class Source(NamedTuple):
@@ -148,6 +148,8 @@ class Generator:
         Raises:
           UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.
         """
+        if isinstance(sources, str):
+            raise UserError("sources: found a text; expected a list of them")
         checked = [self.check(Source(i, s), f"source {i}") for i, s in enumerate(sources)]
         size = min(batch_size or self.config.decode.batch_size, max(len(checked), 1))
         return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report()))
@@ -161,6 +163,8 @@ class Generator:
             if not content.strip():
                 raise UserError(f"{place}: found an empty text; expected some")
             return source
+        if isinstance(content, bytes) or not isinstance(content, Sequence | np.ndarray):
+            raise UserError(f"{place}: found {type(content).__name__}; expected text or a list of ids")
         if not len(content):
             raise UserError(f"{place}: found no ids; expected at least one")
         for i in content:
@@ -171,9 +175,19 @@ class Generator:
         return source
 
     def stream(
-        self, sources: Iterable[Source], *, strategy: str | None, batch_size: int, report: Report, window: int = WINDOW
+        self,
+        sources: Iterable[Source],
+        *,
+        strategy: str | None,
+        batch_size: int,
+        report: Report,
+        window: int = WINDOW,
+        tick: Callable[[int], None] = lambda count: None,
     ) -> Iterator[Record]:
-        """Yields records in input order, reading `window` batches of checked sources ahead; adds to `report`."""
+        """Yields records in input order, reading `window` batches of checked sources ahead.
+
+        Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
+        """
         name = strategy or self.default_strategy
         chosen = self.strategy(name)
         waiting = iter(sources)
@@ -190,6 +204,7 @@ class Generator:
                 report.seconds += time.perf_counter() - begun
                 for i in part:
                     self._count(records[i], name, report)
+                tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
 
     def strategy(self, name: str) -> Strategy:

@@ -7,16 +7,15 @@ i * delay + j, where i counts from 0 and j from 1.
 """
 
 import dataclasses
-import json
 import string
-import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipejax.cli import Parser, run
+from pipejax.data.lines import id_of, read_file
 from pipejax.errors import UserError
-from pipejax.picture_page import PAGE, escape, mark
+from pipejax.picture_page import PAGE, escape, mark, shorten, text_width
 
 PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # first, middle and last time-step
 INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
@@ -168,9 +167,9 @@ def _draw(grid: Grid, *, until: int | None, page: bool) -> str:
     last = grid.steps if until is None else max(min(until, grid.steps), 0)
     columns, pitch, top, caption = grid.steps + 1, _pitch(grid), _top(page=page), _facts(grid)
     size = 10.5 if ROOM / columns < 60 else 12.0  # of a token's text
-    longest = max((_width(cell.text) for cell in grid.cells if cell.kind == "token"), default=0.0)
+    longest = max((text_width(cell.text) for cell in grid.cells if cell.kind == "token"), default=0.0)
     column = round(min(max(longest * size + 20, NARROWEST), WIDEST, max(ROOM / columns, NARROWEST)))
-    width = LEFT + max(columns * column, 240 if page else round(_width(caption) * 17)) + RIGHT
+    width = LEFT + max(columns * column, 240 if page else round(text_width(caption) * 17)) + RIGHT
     bottom = top + grid.height * pitch
     height = bottom + 62
     parts = [
@@ -212,7 +211,7 @@ def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: fl
     if cell.kind == "token":
         tip = f"row {cell.row + 1}, time-step {cell.time}: {cell.text}"
         box = f'fill="{_colour(cell.time, grid.steps)}"'
-        shown = _shorten(cell.text, (width - 6) / size)
+        shown = shorten(cell.text, (width - 6) / size)
         label = _text(centre, middle + size * 0.35, shown, size=size, ink=INK)
     else:
         tip = f"row {cell.row + 1}, time-step {cell.time}: {cell.kind}"
@@ -295,32 +294,6 @@ def _text(
     )
 
 
-def _width(text: str) -> float:
-    """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
-    return sum(
-        0.0
-        if unicodedata.combining(c)
-        else 1.0
-        if unicodedata.east_asian_width(c) in "WF"
-        else 0.34
-        if c in "iljtfrI.,:;'|!()[] "
-        else 0.95
-        if c in "mwMW@%—"
-        else 0.7
-        if c.isupper()
-        else 0.62
-        for c in text
-    )
-
-
-def _shorten(text: str, room: float) -> str:
-    if _width(text) <= room:
-        return text
-    while text and _width(text) + 0.7 > room:
-        text = text[:-1]
-    return text.rstrip() + "…"
-
-
 def main(argv: Sequence[str]) -> int:
     """Draws one record of what decode.py wrote."""
     parser = Parser(prog="python -m pipejax.picture", description=main.__doc__)
@@ -359,21 +332,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
     """The record with that id (the line number where it has none), or the first, and where it stands."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); expected a file of JSON lines") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: not JSON ({error}); expected one record a line") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}:{number}: found no object; expected one record a line")
-        if name is None or str(record.get("id", number)) == name:
-            return f"{path}:{number}", record
+    for place, record in read_file(path):
+        if name is None or str(id_of(record, place)) == name:
+            return place, record
     raise UserError(f"{path}: found no record{'' if name is None else f' with the id {name}'}; expected one")
 
 

@@ -5,6 +5,7 @@ PAGE is a `string.Template`. Elements with data-time or data-done are "off" befo
 
 import html
 import re
+import unicodedata
 from collections.abc import Sequence
 
 PAGE = """<!doctype html>
@@ -141,6 +142,33 @@ def _visible(char: str) -> str:
     if code < 32:
         return chr(0x2400 + code)
     return "\ufffd" if 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF) else char
+
+
+def text_width(text: str) -> float:
+    """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
+    return sum(
+        0.0
+        if unicodedata.combining(c)
+        else 1.0
+        if unicodedata.east_asian_width(c) in "WF"
+        else 0.34
+        if c in "iljtfrI.,:;'|!()[] "
+        else 0.95
+        if c in "mwMW@%—"
+        else 0.7
+        if c.isupper()
+        else 0.62
+        for c in text
+    )
+
+
+def shorten(text: str, room: float) -> str:
+    """The text, or as much of its beginning as fits with an ellipsis."""
+    if text_width(text) <= room:
+        return text
+    while text and text_width(text) + 0.7 > room:
+        text = text[:-1]
+    return text.rstrip() + "…"
 
 
 def mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:

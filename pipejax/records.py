@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
 from pipejax.errors import UserError
-from pipejax.generate import Generator, Record, Report, Source
+from pipejax.generate import WINDOW, Generator, Record, Report, Source
 from pipejax.progress import Progress
 
 STANDARD = "-"
@@ -65,17 +65,18 @@ def decode_file(
         checked = list(read_sources(generator, read_file(source)))
         if not checked:
             raise UserError(f"{source}: found no lines; expected at least one source")
-        sources, total, window = iter(checked), len(checked), 32
+        sources, total, window = iter(checked), len(checked), WINDOW
         size = min(batch_size or generator.config.decode.batch_size, total)
     report, progress = Report(), Progress("decoding", total, unit="example")
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
-        for record in generator.stream(sources, strategy=name, batch_size=size, report=report, window=window):
+        for record in generator.stream(
+            sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
+        ):
             if out is None:  # only now: bad input must not cost anyone an older result
                 out = stack.enter_context(_open(target))
             _write(out, record, target)
-            progress.add(1)
     if not report.examples:
         raise UserError("standard input: found no lines; expected at least one source")
     for line in report.lines(name):
@@ -83,7 +84,7 @@ def decode_file(
     return report
 
 
-def read_sources(generator: Generator, lines: Iterator[tuple[str, dict]]) -> Iterator[Source]:
+def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Source]:
     """Sources that the generator can decode, from ("FILE:LINE", object)."""
     for place, value in lines:
         if "source" in value and "source_ids" in value:

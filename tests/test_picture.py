@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pipejax.errors import UserError
-from pipejax.picture import LEFT, Cell, _shorten, _width, fill, html, main, svg
+from pipejax.picture import LEFT, Cell, fill, html, main, svg
+from pipejax.picture_page import shorten, text_width
 
 FIGURE_2 = [["A", "B", "C"], ["D", "E"]]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -148,7 +149,7 @@ def test_svg_keeps_everything_inside_and_apart(rows: int, steps: int) -> None:
         assert x >= LEFT and x + w <= width
         assert y >= 0 and y + h <= height
         assert label is not None and label.text is not None
-        assert _width(label.text) * number(label, "font-size") <= w
+        assert text_width(label.text) * number(label, "font-size") <= w
         assert number(label, "font-size") >= 10
         boxes.append((x, y))
     assert len(set(boxes)) == len(boxes)
@@ -161,8 +162,8 @@ def test_long_tokens_are_shortened_and_whole_in_the_tooltip() -> None:
     assert any(text.startswith("pneumono") and text.endswith("…") for text in texts_of(drawn))
     titles = [title.text or "" for title in ET.fromstring(drawn).iter(f"{SVG}title")]
     assert f"row 1, time-step 2: {token}" in titles
-    assert _shorten("abc", 9) == "abc"
-    assert _shorten("", 0) == ""
+    assert shorten("abc", 9) == "abc"
+    assert shorten("", 0) == ""
 
 
 def test_svg_survives_any_token() -> None:
@@ -298,7 +299,7 @@ def test_command_draws_pages(tmp_path: Path) -> None:
         (RECORD, ("--output", "/no/such/x.svg"), "/no/such/x.svg: cannot be written"),
         (RECORD, ("--colour", "red"), "unrecognized arguments: --colour red"),
         ("{", (), "records.jsonl:3: not JSON"),
-        ("[]", (), "records.jsonl:3: found no object"),
+        ("[]", (), "records.jsonl:3: found a list; expected an object"),
     ],
 )
 def test_command_refuses(tmp_path: Path, record: Any, flags: tuple[str, ...], message: str) -> None:
@@ -308,5 +309,5 @@ def test_command_refuses(tmp_path: Path, record: Any, flags: tuple[str, ...], me
 
 
 def test_command_refuses_absent_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.jsonl: cannot be read"):
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         main([str(tmp_path / "none.jsonl"), "--output", "x.svg"])

@@ -183,7 +183,8 @@ def test_libraries_stay_where_they_are_known(library: str) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_size_and_name(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400, "a module this long has two subjects"
+    if path.is_relative_to(ROOT / "pipejax"):
+        assert len(path.read_text().splitlines()) <= 400, "a module this long has two subjects"
     says_nothing = {"utils", "util", "common", "helpers", "misc"}
     assert not says_nothing & set(path.relative_to(ROOT).with_suffix("").parts)
 
