@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         default=[],
         metavar="KEY=VALUE",
         dest="overrides",
-        help="override a setting of grid or decode, data.max_source or data.separator, such as grid.delay=2 (repeatable)",
+        help="override a setting of grid or decode, data.max_source or data.separator (repeatable)",
     )
     flags = parser.parse_args(argv)
     if flags.batch_size is not None and flags.batch_size < 1:

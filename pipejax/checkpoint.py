@@ -5,15 +5,16 @@ A run directory, of which a converted checkpoint is one at step 0:
     config.json            the resolved config, for people
     tokenizer/             the tokenizer's files, if there is one
     checkpoints/STEP/      params, state (absent in converted checkpoints) and manifest
-    best/STEP/             the same, of the best evaluation
+    best/STEP/             params and manifest of the best evaluation
     metrics.jsonl          the log
 
 Orbax checks no content: a flipped bit restores silently. The manifest is committed together with the arrays and holds a
-fingerprint of every one, the step, the config and the data position, sealed with SHA-256; nothing is restored that does
-not match it, and the newest step that does match is used.
+fingerprint of every one, the step (which is the data position, too) and the config, sealed with SHA-256; nothing is
+restored that does not match it, and the newest step that does match is used.
 """
 
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -36,6 +37,7 @@ from pipejax.fingerprint import Fingerprints, difference, fingerprints
 from pipejax.sharding import path_of
 
 FORMAT = 1
+PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EINTR)
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates every save
 
@@ -61,9 +63,7 @@ class Restored:
 class Store:
     """The steps in one directory."""
 
-    def __init__(
-        self, directory: Path, *, keep: int | None = None, writable: bool = False, asynchronous: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, *, keep: int | None = None, writable: bool = False) -> None:
         self.directory = directory.absolute()
         handlers: dict[str, ocp.CheckpointHandler] = {
             "params": ocp.StandardCheckpointHandler(),
@@ -75,7 +75,7 @@ class Store:
             create=writable,
             read_only=not writable,
             cleanup_tmp_directories=writable,
-            enable_async_checkpointing=asynchronous,
+            enable_async_checkpointing=False,  # a save is on disk before the step's buffers are used again
             should_save_fn=lambda step, latest: True,
         )
         self.manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
@@ -85,7 +85,9 @@ class Store:
         return sorted(self.manager.all_steps(), reverse=True)
 
     def save(self, step: int, items: Mapping[str, Any], *, config: Config, metadata: Mapping[str, Any]) -> None:
-        """Commits arrays and manifest as one; asynchronous saves surface their errors at `wait`."""
+        """Commits arrays and manifest as one; a step of that number from a lost stretch of training is replaced."""
+        if step in self.steps():
+            self.manager.delete(step)
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
         manifest = _seal(
             {
@@ -122,12 +124,16 @@ class Store:
             expected = manifest["arrays"].get(name)
             if expected is None:
                 raise Damaged(f"holds no {name}")
-            if problem := _shape_difference(template, expected):
-                raise Damaged(f"{name}: {problem}")
+            if problem := _shape_difference(template, expected):  # the manifest is sealed: nothing is damaged
+                raise UserError(
+                    f"{self.directory / str(step)}: {name}: {problem}; expected what this program would save "
+                    f"(it was saved with {', '.join(f'{k} {v}' for k, v in manifest['versions'].items())})"
+                )
         try:
             wanted = {name: ocp.args.StandardRestore(template) for name, template in templates.items()}
             restored = self.manager.restore(step, args=ocp.args.Composite(**wanted))
         except Exception as error:
+            _refuse_passing_trouble(error, self.directory / str(step))
             _hush_stragglers()
             raise Damaged(f"unreadable ({type(error).__name__}: {_brief(error)})") from error
         items = {name: restored[name] for name in templates}
@@ -155,22 +161,18 @@ class Store:
             args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
             manifest = self.manager.restore(step, args=args)["manifest"]
         except Exception as error:
+            _refuse_passing_trouble(error, self.directory / str(step))
             raise Damaged(f"manifest unreadable ({type(error).__name__}: {_brief(error)})") from error
         if not isinstance(manifest, dict) or manifest != _seal(manifest):
             raise Damaged("manifest does not match its seal")
-        if manifest["format"] != FORMAT or manifest["step"] != step:
-            raise Damaged(
-                f"manifest is of format {manifest['format']}, step {manifest['step']}; "
-                f"expected format {FORMAT}, step {step}"
-            )
+        if manifest["format"] != FORMAT:
+            raise UserError(f"{self.directory / str(step)}: found format {manifest['format']}; expected {FORMAT}")
+        if manifest["step"] != step:
+            raise Damaged(f"manifest is of step {manifest['step']}")
         return manifest
 
-    def wait(self) -> None:
-        """Until all saves are committed."""
-        self.manager.wait_until_finished()
-
     def close(self) -> None:
-        """Waits, then frees the manager's threads."""
+        """Frees the manager's threads."""
         self.manager.close()
 
 
@@ -278,6 +280,20 @@ def _set_aside(path: Path) -> Path:
         target = path.with_name(f"corrupt-{path.name}-{count}")
     path.rename(target)
     return target
+
+
+def _refuse_passing_trouble(error: BaseException, path: Path) -> None:
+    """A step that cannot be read just now is not damaged: no older one may take its place.
+
+    Raises:
+      UserError: memory, file handles, permission or the device that holds the files failed, not their content.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        passing = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in PASSING)
+        if passing or "RESOURCE_EXHAUSTED" in str(cause) or "PERMISSION_DENIED" in str(cause):
+            raise UserError(f"{path}: cannot be read now ({type(cause).__name__}: {_brief(cause)})") from error
+        cause = cause.__cause__ or cause.__context__
 
 
 def _hush_stragglers() -> None:

@@ -92,7 +92,7 @@ class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
     objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
-    steps: int = setting(1000, least=0)
+    steps: int = setting(1000, least=1)
     batch_size: int = setting(24, least=1)
     length_group: int = setting(8, least=1)  # batches drawn together and parted by length, against padding; 1: none
     learning_rate: float = setting(1e-4, above=0.0)

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from pipejax.checkpoint import open_run, require_free, save_params
 from pipejax.cli import Parser, note, run
-from pipejax.config import Config, T5Config, TrainConfig, check
+from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.errors import UserError
 from pipejax.tensor_files import Stored, check_finite, first_line, open_tensors, read_json
 from pipejax.tokenizer import Tokenizer
@@ -156,7 +156,12 @@ def from_hf(source: str | Path, out: str | Path) -> None:
                 f"{directory}: found a tokenizer of {size} ids; expected at most {vocabulary}, config.json's vocab_size"
             )
         model, params = read_hf(directory)
-        config = Config(name=Path(source).resolve().name, model=model, train=TrainConfig(objective="none"))
+        config = Config(
+            name=Path(source).resolve().name,
+            model=model,
+            data=DataConfig(task="none", separator=" "),  # without a task, rows are joined by one space
+            train=TrainConfig(objective="none"),
+        )
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # ValueError: the storage layer's, for a full disk too

@@ -4,6 +4,7 @@ Shapes: B batch, L source length (a bucket).
 """
 
 import dataclasses
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,6 +85,22 @@ class Report:
         ]
 
 
+def split_rows(text: str, separator: str) -> list[str]:
+    """The rows of a sequential text. Spaces alone separate nothing; at either end a separator may lack its spaces."""
+    if not separator.strip(" "):
+        return [text] if text else []
+    parts = re.split(separator_pattern(separator), text)
+    return [row for row in map(str.strip, parts) if row]
+
+
+def separator_pattern(separator: str) -> str:
+    """Matches the separator; tokenizers are free with the number of spaces around it, and with those at the ends."""
+    core = separator.strip(" ")
+    before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
+    after = r"(?:$| +)" if separator.endswith(" ") else ""
+    return before + re.escape(core) + after
+
+
 def compute_dtype(name: str) -> jnp.dtype:
     """The dtype of that name; "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
     if name == "auto":
@@ -117,13 +134,11 @@ def decode_batch(model: T5, strategy: Strategy, params: Any, source: jax.Array, 
 class Generator:
     """Parameters, tokenizer and settings, ready to decode. One compiled program a strategy and shape."""
 
-    def __init__(
-        self, config: Config, params: Any, tokenizer: Tokenizer | None, *, log: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, config: Config, params: Any, tokenizer: Tokenizer | None) -> None:
         """`config.model` must be set; `params` are float32."""
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
-        self.config, self.architecture, self.tokenizer, self.log = config, config.model, tokenizer, log
+        self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self.model = T5(config.model, dtype=compute_dtype(config.decode.dtype))
         self.set_params(params)
         self._programs: dict[tuple[Strategy, int, int], Any] = {}
@@ -263,8 +278,7 @@ class Generator:
             rows = [self.tokenizer.decode(row) for row in row_ids]
             text = separator.join(rows)
             if strategy == "sequential":
-                mark = separator.strip()  # tokenizers are free with the spaces around it
-                rows = [row for row in map(str.strip, text.split(mark) if mark else [text]) if row]
+                rows = split_rows(text, separator)
         return {"id": name, "text": text, "rows": rows, "row_ids": row_ids, "steps": steps, "truncated": truncated}
 
     def _count(self, record: Record, strategy: str, report: Report) -> None:
@@ -275,7 +289,10 @@ class Generator:
         if strategy != "sequential":
             report.other_steps += grid.sequential_steps([len(row) for row in record["row_ids"]])
         elif self.tokenizer is not None:
-            lengths, g = [len(self.tokenizer.encode(row)) for row in record["rows"]], self.config.grid
+            whole, g = not self.config.data.separator.strip(" "), self.config.grid
+            lengths = [len(row) for row in record["row_ids"]]
+            if not whole:
+                lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
             report.other_steps += grid.pipelined_steps(lengths, delay=g.delay, sub_max=g.sub_max, time_max=g.time_max)
 
 
@@ -305,4 +322,4 @@ def load(
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = Path(path) / "tokenizer"
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files.is_dir() else None
-    return Generator(config, restored.items["params"], tokenizer, log=log)
+    return Generator(config, restored.items["params"], tokenizer)

@@ -31,6 +31,10 @@ class Window:
         self.cut_sources = self.cut_targets = 0
         self.since = time.perf_counter()
 
+    def pause(self, seconds: float) -> None:
+        """Time that went elsewhere: it does not count as training."""
+        self.since += seconds
+
     def add(self, step: int, metrics: dict[str, Array], cut_sources: int, cut_targets: int, *, flush: bool) -> None:
         """One more step; with `flush` a line of metrics.jsonl over all since the last."""
         self.steps.append(metrics)
@@ -38,11 +42,12 @@ class Window:
         self.cut_targets += cut_targets
         note = ""
         if flush:
-            values = self._flush(step)
+            values = self.flush(step)
             note = f"loss {values['loss']:.4f}"
         self.progress.add(1, note)
 
-    def _flush(self, step: int) -> dict[str, Any]:
+    def flush(self, step: int) -> dict[str, Any]:
+        """Writes the line up to this step."""
         fetched = jax.device_get(self.steps)
         seconds = time.perf_counter() - self.since
         tokens = np.asarray([m["tokens"] for m in fetched], np.float64)

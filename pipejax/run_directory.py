@@ -15,13 +15,12 @@ from pipejax.config import Config
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
-# Everything else decides what is learned: changing it in the middle of a run would make the result nobody's.
+# Everything else decides what is learned or which step counts as best: with another value it is another run.
 CHANGEABLE = (
     "train.steps",
     "train.log_every",
     "train.checkpoint_every",
     "train.evaluate_every",
-    "train.evaluate_examples",
     "train.keep_checkpoints",
 )
 

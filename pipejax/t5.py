@@ -272,6 +272,18 @@ class Decoder(nn.Module):
         return self.drop(self.norm(x), deterministic=deterministic), KVCache(tuple(keys), tuple(values))
 
 
+class Head(nn.Module):
+    """An own head: logits f32 [..., V], accumulated in float32 whatever the compute dtype."""
+
+    features: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, hidden: Array) -> Array:
+        kernel = self.param("kernel", nn.initializers.normal(1.0), (hidden.shape[-1], self.features))
+        return jnp.einsum("...d,dv->...v", hidden, kernel.astype(self.dtype), preferred_element_type=jnp.float32)
+
+
 class T5(nn.Module):
     """A T5. Call its methods with `model.apply({"params": params}, ..., method="encode")`."""
 
@@ -285,9 +297,7 @@ class T5(nn.Module):
         self.encoder = Encoder(c, self.dtype, self.dropout)
         self.decoder = Decoder(c, self.dtype, self.dropout)
         if not c.tied_head:
-            self.lm_head = nn.Dense(
-                c.vocab_size, use_bias=False, dtype=self.dtype, kernel_init=nn.initializers.normal(1.0)
-            )
+            self.lm_head = Head(c.vocab_size, self.dtype)
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
         """Encodes sources once and for all.
@@ -334,7 +344,7 @@ class T5(nn.Module):
         if self.config.scale_head:
             hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
         if not self.config.tied_head:
-            return self.lm_head(hidden).astype(jnp.float32)
+            return self.lm_head(hidden)
         table = self.shared.embedding.astype(self.dtype)
         return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
 

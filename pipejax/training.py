@@ -5,6 +5,7 @@ Shapes: B batch, L source length, N target slots.
 
 import dataclasses
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data import make_task
 from pipejax.data.core import TrainingBatches, prefetch
 from pipejax.errors import UserError
-from pipejax.generate import compute_dtype
+from pipejax.generate import compute_dtype, split_rows
 from pipejax.monitoring import Examiner, Window
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory, check_resume, resolve_model
@@ -193,6 +194,8 @@ def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[
         nonlocal trainer
         wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
         check_resume(saved, wanted, directory.path)
+        if saved.train.steps != wanted.train.steps and wanted.train.schedule == "linear":
+            log(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; the linear schedule now ends there")
         trainer = trainer or Trainer(wanted)
         return trainer.templates()
 
@@ -218,6 +221,8 @@ def _begin_anew(config: Config, log: Callable[[str], None]) -> Start:
             f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
             "the size of the tokenizer"
         )
+    if config.train.objective == "sequential":
+        _check_separator(config.data.separator, tokenizer)
     trainer = Trainer(config)
     state = trainer.fresh(origin.items["params"] if origin else None)
     log(
@@ -240,6 +245,18 @@ def _find_tokenizer(config: Config) -> Tokenizer:
         "data.tokenizer: found none; expected a directory of tokenizer files"
         + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
     )
+
+
+def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
+    """A sequential target can be taken apart again only if the tokenizer knows what parts its rows."""
+    if (
+        separator.strip(" ")
+        and len(split_rows(tokenizer.decode(tokenizer.encode(f"the{separator}the")), separator)) != 2
+    ):
+        raise UserError(
+            f"data.separator: found {separator!r}, which the tokenizer does not give back; expected text that it does, "
+            "such as ' ; ', or spaces where rows need not be told apart"
+        )
 
 
 class Stop:
@@ -304,27 +321,31 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
     )
     progress = Progress("training", config.train.steps, unit="step", start=start.step)
     window = Window(directory, progress, learning_rate(config.train), config.train.batch_size)
-    step, saved = start.step, start.step
-    while step < config.train.steps and stop.signal is None:
+    step, saved, steps = start.step, start.step, config.train.steps
+    while step < steps and stop.signal is None:
         batch = next(batches)
-        state, metrics = trainer.step(
-            state, sharding.put_batch(batch.arrays, trainer.mesh), trainer.dropout_key(step + 1)
-        )
+        arrays = sharding.put_batch(batch.arrays, trainer.mesh)
+        state, metrics = trainer.step(state, arrays, trainer.dropout_key(step + 1))
         step += 1
-        last = step == config.train.steps
-        window.add(
-            step, metrics, batch.cut_sources, batch.cut_targets, flush=last or step % config.train.log_every == 0
-        )
+        last = step == steps
+        flush = last or step % config.train.log_every == 0
+        window.add(step, metrics, batch.cut_sources, batch.cut_targets, flush=flush)
+        begun = time.perf_counter()
+        # Evaluation first: whoever is killed in between repeats both, and no evaluation is ever left out.
+        if len(dev) and (step % config.train.evaluate_every == 0 or last):
+            examiner.evaluate(step, state.params, progress)
         if step % config.train.checkpoint_every == 0 or last:
             _save(store, step, state, config)
             saved = step
-        if len(dev) and (step % config.train.evaluate_every == 0 or last):
-            examiner.evaluate(step, state.params, progress)
+        window.pause(time.perf_counter() - begun)
+    if window.steps:
+        window.flush(step)
     if saved < step:
         _save(store, step, state, config)
     progress.close()
     store.close()
-    if stop.signal is not None:
+    examiner.store.close()
+    if stop.signal is not None and step < steps:
         log(f"stopped by {signal.Signals(stop.signal).name} at step {step}; the same command goes on from there")
         return 128 + stop.signal
     log(f"trained for {step} steps; checkpoints in {directory.path / 'checkpoints'}")
@@ -332,4 +353,4 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
 
 
 def _save(store: Store, step: int, state: TrainState, config: Config) -> None:
-    store.save(step, {"params": state.params, "state": state.optimizer}, config=config, metadata={"batches": step})
+    store.save(step, {"params": state.params, "state": state.optimizer}, config=config, metadata={})

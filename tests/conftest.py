@@ -15,8 +15,6 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run of the suite to the next, which halves its time."""
@@ -31,9 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The directory whose data/ holds real data sets and T5's tokenizer; without it the test is skipped."""
-    directory = Path(os.environ.get("PIPEJAX_SHARED") or REPOSITORY.parent / "shared")
-    if not (directory / "data").is_dir():
-        pytest.skip(f"no real data: {directory / 'data'} is no directory (PIPEJAX_SHARED names another)")
-    return directory
+def real_data() -> Path:
+    """The directory of real data sets and T5's tokenizer; without it the test is skipped."""
+    directory = os.environ.get("PIPEJAX_DATA", "")
+    if not Path(directory or "absent").is_dir():
+        pytest.skip(f"no real data: PIPEJAX_DATA names no directory (found {directory!r})")
+    return Path(directory)

@@ -31,9 +31,9 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def t5(shared: Path) -> Path:
+def t5(real_data: Path) -> Path:
     """The original T5 files, which are not part of the repository."""
-    directory = shared / "data" / "t5_tokenizer"
+    directory = real_data / "t5_tokenizer"
     if not (directory / "spiece.model").is_file():
         pytest.skip(f"no T5 tokenizer in {directory}")
     return directory

@@ -124,6 +124,11 @@ def collate(examples: Sequence[Encoded]) -> Batch:
     )
 
 
+def _by_length(example: Encoded) -> tuple[int, int]:
+    """Sources first, by their bucket: they are the longer ones. Targets within."""
+    return bucket(len(example.source)), len(example.target.inputs)
+
+
 class TrainingBatches(Sequence[Batch]):
     """An endless sequence of batches; number i is the same on every machine, so a run's data position is its step.
 
@@ -154,7 +159,7 @@ class TrainingBatches(Sequence[Batch]):
     def _draw(self, number: int) -> list[Batch]:
         count = self.group * self.size
         drawn = [self._encoded[i] for i in range(number * count, (number + 1) * count)]
-        drawn.sort(key=lambda e: (len(e.target.inputs), len(e.source)))
+        drawn.sort(key=_by_length)
         order = np.random.default_rng([self.seed, number]).permutation(self.group)
         return [collate(drawn[i * self.size : (i + 1) * self.size]) for i in order]
 
@@ -169,7 +174,7 @@ def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
 
 def fixed_batches(examples: Sequence[Encoded], batch_size: int) -> Iterator[Batch]:
     """All examples once, in order of length; the last batch is filled up with weightless copies."""
-    ordered = sorted(examples, key=lambda e: (len(e.target.inputs), len(e.source)))
+    ordered = sorted(examples, key=_by_length)
     for first in range(0, len(ordered), batch_size):
         part = ordered[first : first + batch_size]
         filler = part[-1]._replace(target=part[-1].target._replace(weights=np.zeros_like(part[-1].target.weights)))

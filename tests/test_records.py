@@ -1,0 +1,383 @@
+"""decode.py from end to end: lines of sources in, records out, in order, whatever the batch."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import decode
+import pipejax
+from pipejax import checkpoint, cli, generate, records
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.data import demo
+from pipejax.decoding import Decoded
+from pipejax.errors import UserError
+from pipejax.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
+PARAMS = oracle.random_params(MODEL, np.random.default_rng(314))  # varied, and far from ties
+GRID = GridConfig(delay=1, time_max=12, sub_max=4)
+KEYS = ["id", "text", "rows", "row_ids", "steps", "truncated"]
+# Notes of 1 to 15 and of 25 to 30 words, in no order: two compiled shapes. SHORT ones share one.
+NOTES = [demo.examples("test")[i].source.split() for i in range(20)]
+TEXTS = [" ".join(note[: 25 + i % 6 if i % 3 == 1 else 1 + i * 7 % 15]) for i, note in enumerate(NOTES)]
+SHORT = [text for text in TEXTS if len(text.split()) < 16]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    demo.build_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_files):
+    return Tokenizer.load(tokenizer_files)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, tokenizer_files):
+    """The same random weights, said to be converted, or trained with either objective."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for objective in ("none", "pipelined", "sequential"):
+        data = DataConfig(task="none", separator=" ") if objective == "none" else DataConfig(task="demo")
+        train, limits = TrainConfig(objective=objective), DecodeConfig(max_length=16)
+        config = Config(name=objective, model=MODEL, grid=GRID, data=data, train=train, decode=limits)
+        checkpoint.save_params(root / objective, config, PARAMS, tokenizer_source=tokenizer_files)
+    return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_once(checkpoints):
+    """Spares each run its compilation: the same checkpoint with the same settings is the same generator."""
+    load, known = generate.load, dict[tuple[Any, ...], generate.Generator]()
+
+    def load_once(path, *, best=False, overrides=(), log=print):
+        key = str(path), best, *overrides
+        known[key] = known.get(key) or load(path, best=best, overrides=overrides, log=log)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "load", load_once)
+        yield
+
+
+def as_lines(values) -> str:
+    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+
+
+def run(*flags) -> tuple[list[str], str]:
+    """What `python decode.py` with these flags writes to standard output (its lines) and error."""
+    out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as caught:
+        cli.run(decode.main, [str(flag) for flag in flags])
+    assert caught.value.code == 0, err.getvalue()
+    written: Any = out.buffer
+    return written.getvalue().decode().splitlines(), err.getvalue()
+
+
+@pytest.fixture
+def decoded(checkpoints, tmp_path):
+    """Decodes values, or the raw bytes of a file, with a checkpoint; gives records and standard error."""
+
+    def decode_values(values, *flags, model="none"):
+        source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_bytes(values if isinstance(values, bytes) else as_lines(values).encode())
+        out, err = run("--checkpoint", checkpoints / model, "--input", source, "--output", target, *flags)
+        assert out == []
+        return [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()], err
+
+    return decode_values
+
+
+def without_ids(found):
+    return [{key: value for key, value in record.items() if key != "id"} for record in found]
+
+
+def test_records_are_those_of_the_oracle(decoded, tokenizer):
+    """Text gets an eos, ids are taken as they are; fields, rows, steps and truncation by Algorithm 1 in plain lists."""
+    ids = [tokenizer.encode(text) for text in SHORT[:6]]
+    values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT[:6])]
+    values += [{"id": f"e{i}", "source_ids": [*x, 1]} for i, x in enumerate(ids)]
+    values += [{"id": f"i{i}", "source_ids": x} for i, x in enumerate(ids)]
+    grids, _ = decoded(values, model="pipelined")
+    chains, _ = decoded(values, model="sequential")
+    assert [r["id"] for r in grids] == [r["id"] for r in chains] == [v["id"] for v in values]
+    for found in (grids, chains):
+        assert all(list(record) == KEYS for record in found)
+        assert without_ids(found[:6]) == without_ids(found[6:12])
+        assert without_ids(found[:6]) != without_ids(found[12:])
+    for source, grid, chain in zip([*[[*x, 1] for x in ids], *ids], grids[6:], chains[6:], strict=True):
+        encoded = oracle.encode(PARAMS, MODEL, source)
+        said = oracle.sequential(PARAMS, MODEL, encoded, 16)
+        text = tokenizer.decode(said.tokens)
+        rows = [row.strip() for row in text.split(";") if row.strip()]
+        assert [chain[k] for k in KEYS[1:]] == [text, rows, [said.tokens], said.steps, said.truncated]
+        chosen = oracle.grid_next_tokens(PARAMS, MODEL, encoded, 1)
+        drawn = oracle.algorithm1(chosen, delay=1, time_max=12, sub_max=4, stop="empty_row")
+        rows = [tokenizer.decode(row) for row in drawn.rows]
+        assert [grid[k] for k in KEYS[1:]] == [" ; ".join(rows), rows, drawn.rows, drawn.steps, drawn.truncated]
+    assert {len(r["rows"]) for r in chains} > {1}  # some were split at the separator
+    assert len({len(r["rows"]) for r in grids}) > 2
+
+
+def test_rows_hold_neither_eos_nor_empty_ones(decoded):
+    """Under `literal` rows go on after an empty one."""
+    found, _ = decoded([{"source": text} for text in SHORT], "--set", "grid.stop=literal", model="pipelined")
+    rows = [row for record in found for row in record["row_ids"]]
+    assert len(rows) > len(found) and all(row and 1 not in row for row in rows)
+    assert all(len(record["rows"]) == len(record["row_ids"]) for record in found)
+
+
+@pytest.mark.parametrize("model, texts", [("pipelined", TEXTS), ("none", SHORT)], ids=["pipelined", "sequential"])
+def test_neither_batch_nor_neighbours_count(decoded, model, texts):
+    """Order and content are those of the input, alone or among others, padded much or little."""
+    values = [{"source": text} for text in texts]
+    found = {size: decoded(values, "--batch-size", size, model=model)[0] for size in (1, 3, 8)}
+    assert [record["id"] for record in found[1]] == [str(i + 1) for i in range(len(values))]
+    assert found[1] == found[3] == found[8] == decoded(values, model=model)[0]
+    assert len({json.dumps(record["row_ids"]) for record in found[1]}) > 5
+    assert without_ids(decoded(values[::-1], model=model)[0]) == without_ids(found[1][::-1])
+
+
+def test_files_as_people_have_them(decoded):
+    clean, _ = decoded([{"source": text} for text in SHORT])
+    lines = as_lines([{"source": text} for text in SHORT]).splitlines()
+    windows = "\ufeff" + "\r\n".join(["", lines[0], "  ", "", *lines[1:]])  # no newline at the end
+    found, _ = decoded(windows.encode())
+    assert without_ids(found) == without_ids(clean)
+    assert [record["id"] for record in found] == ["2", *(str(i + 4) for i in range(1, len(SHORT)))]
+    marked, _ = decoded(("\ufeff" + "\n".join(lines)).encode())
+    assert marked == clean
+
+
+def test_ids_come_back_as_they_are(decoded):
+    ids = [7, "7", "", None, -1, 2**70, "Grüße 👋\n", "x" * 5000, 0]
+    values = [{"id": i, "source": "the baker sang ."} for i in ids] + [{"source": "the baker sang .", "more": [1]}]
+    found, _ = decoded(values)
+    assert [record["id"] for record in found] == [7, "7", "", "4", -1, 2**70, "Grüße 👋\n", "x" * 5000, 0, "10"]
+
+
+def test_without_a_tokenizer_there_are_ids_alone(checkpoints, decoded, tokenizer):
+    bare = checkpoints / "bare"
+    shutil.copytree(checkpoints / "pipelined", bare, ignore=shutil.ignore_patterns("tokenizer"))
+    values = [{"source_ids": [*tokenizer.encode(text), 1]} for text in SHORT]
+    for strategy in ("pipelined", "sequential"):
+        found, err = decoded(values, "--strategy", strategy, model="bare")
+        full, _ = decoded(values, "--strategy", strategy, model="pipelined")
+        assert found == [record | {"text": None, "rows": None} for record in full]
+        assert all(list(record) == KEYS for record in found) and f"{len(SHORT)} examples" in err
+
+
+@pytest.mark.parametrize(
+    "model, flag, used, warnings",
+    [
+        ("none", None, "sequential", 0),
+        ("none", "sequential", "sequential", 0),
+        ("none", "pipelined", "pipelined", 1),
+        ("pipelined", None, "pipelined", 0),
+        ("pipelined", "sequential", "sequential", 1),
+        ("sequential", None, "sequential", 0),
+        ("sequential", "pipelined", "pipelined", 1),
+    ],
+)
+def test_strategy(decoded, model, flag, used, warnings):
+    found, err = decoded([{"source": SHORT[2]}] * 8, *(["--strategy", flag] if flag else []), model=model)
+    lines = err.splitlines()
+    warned = [line for line in lines if line.startswith("warning: ")]
+    assert len(warned) == warnings and all(used in line for line in warned)
+    assert len(lines) == warnings + 3 and all(line.startswith(f"{used}: ") for line in lines[warnings:])
+    assert (len(found[0]["row_ids"]) == 1) == (used == "sequential")
+
+
+def test_settings_take_effect_and_truncation_is_told(decoded, tokenizer):
+    values, seen = [{"source": text} for text in SHORT], Counter[str | None]()
+    encoded = [oracle.encode(PARAMS, MODEL, [*tokenizer.encode(text), 1]) for text in SHORT[:3]]
+    for delay, time_max, sub_max, mark in ((3, 12, 4, " # "), (1, 4, 4, " ; "), (1, 30, 1, " ; ")):
+        settings = (
+            f"grid.delay={delay}",
+            f"grid.time_max={time_max}",
+            f"grid.sub_max={sub_max}",
+            f"data.separator='{mark}'",
+        )
+        found, err = decoded(values, *(f"--set={setting}" for setting in settings), model="pipelined")
+        for one, record in zip(encoded, found, strict=False):
+            chosen = oracle.grid_next_tokens(PARAMS, MODEL, one, delay)
+            drawn = oracle.algorithm1(chosen, delay=delay, time_max=time_max, sub_max=sub_max, stop="empty_row")
+            assert [record[k] for k in KEYS[3:]] == [drawn.rows, drawn.steps, drawn.truncated]
+        assert all(record["text"] == mark.join(record["rows"]) for record in found)
+        told = Counter(record["truncated"] for record in found if record["truncated"])
+        cuts = ", ".join(f"{count} by {name}" for name, count in sorted(told.items())) or "none"
+        assert f"\npipelined: truncated: {cuts}; sources cut at data.max_source: 0\n" in err
+        seen.update(record["truncated"] for record in found)
+    found, err = decoded(values, "--set", "decode.max_length=6")
+    assert all(record["steps"] <= 6 and len(record["row_ids"][0]) <= 6 for record in found)
+    cut = sum(record["truncated"] == "max_length" for record in found)
+    assert cut and f"truncated: {cut} by max_length;" in err
+    seen.update(record["truncated"] for record in found)
+    assert seen.keys() == {None, "time_max", "sub_max", "max_length"}
+
+
+def test_summary(decoded, tokenizer):
+    """Steps measured and ideal; examples per second; what compiling took. Nothing but that on standard error."""
+    for model, name in (("pipelined", "pipelined"), ("sequential", "sequential")):
+        found, err = decoded([{"source": text} for text in TEXTS], model=model)
+        steps = np.mean([record["steps"] for record in found])
+        if name == "pipelined":
+            rows = [[len(row) for row in record["row_ids"]] for record in found]
+            grid, chain = steps, np.mean([sum(lengths) + max(len(lengths) - 1, 0) + 1 for lengths in rows])
+        else:
+            rows = [[len(tokenizer.encode(row)) for row in record["rows"]] for record in found]
+            grid, chain = np.mean([oracle.pipelined_steps(lengths, 1, 4, 12) for lengths in rows]), steps
+        first, second, third = err.splitlines()
+        assert re.fullmatch(
+            rf"{name}: 20 examples, \d+\.\d\d examples/s \(compilation left out: \d+\.\d s for \d shapes\)", first
+        )
+        ratio = f"ideal step ratio sequential/pipelined {chain / grid:.2f} ({chain:.1f} / {grid:.1f})"
+        assert second == f"{name}: {steps:.1f} steps on average; {ratio}"
+        assert third.startswith(f"{name}: truncated: ")
+
+
+def test_an_over_long_source_is_cut(decoded, tokenizer):
+    ids, most = [tokenizer.encode(text) for text in SHORT], 8
+    short = [{"source_ids": [*x[: most - 1], 1] if len(x) >= most else [*x, 1]} for x in ids]
+    found, err = decoded([{"source": text} for text in SHORT], "--set", f"data.max_source={most}")
+    assert found == decoded(short)[0]
+    cut = sum(len(x) >= most for x in ids)
+    assert 0 < cut < len(ids) and f"sources cut at data.max_source: {cut}\n" in err
+
+
+def test_an_older_output_is_replaced_whole(decoded, tmp_path):
+    (tmp_path / "out.jsonl").write_text("old\n" * 10_000)
+    assert len(decoded([{"source": text} for text in SHORT])[0]) == len(SHORT)
+
+
+def test_standard_output_holds_records_alone(checkpoints, decoded, tmp_path):
+    expected, _ = decoded([{"source": text} for text in SHORT])
+    out, err = run("--checkpoint", checkpoints / "none", "--input", tmp_path / "in.jsonl", "--output", "-")
+    assert [json.loads(line) for line in out] == expected and len(err.splitlines()) == 3
+
+
+def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, monkeypatch):
+    """And what is compiled once is not compiled again."""
+    compiled = []
+
+    def nothing(model, strategy, params, source, length):
+        compiled.append(source.shape)
+        none = jnp.zeros_like(length)
+        return Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
+
+    monkeypatch.setattr(generate, "decode_batch", nothing)
+    generator = pipejax.load(str(checkpoints / "none"), overrides=["decode.max_length=99"])
+    (tmp_path / "in.jsonl").write_text(as_lines({"source_ids": [5] * length} for length in range(1, 43)))
+    for again in (False, True):
+        flags = str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")
+        report = records.decode_file(generator, *flags, strategy=None, batch_size=4, log=str)
+        assert report.examples == 42 and len(compiled) == len(set(compiled)) <= 4
+        assert {batch for batch, _ in compiled} == {4}  # the last batch is filled up
+        assert (report.shapes, report.compile_seconds == 0) == ((0, True) if again else (len(compiled), False))
+
+
+def test_python_gives_the_same_records(checkpoints, decoded, tokenizer, monkeypatch):
+    generator = pipejax.load(checkpoints / "pipelined")
+    for strategy, texts in ((None, TEXTS), ("sequential", SHORT)):
+        flags = ["--strategy", strategy] if strategy else []
+        expected, _ = decoded([{"source": text} for text in texts], *flags, model="pipelined")
+        expected = [record | {"id": i} for i, record in enumerate(expected)]
+        assert generator.decode(texts, strategy=strategy) == expected
+        monkeypatch.setattr(generate, "decode_batch", None)  # whatever compiles now, fails
+        assert generator.decode(iter(texts), strategy=strategy, batch_size=8) == expected
+        ids = [np.asarray([*tokenizer.encode(text), 1]) for text in texts]
+        assert generator.decode(ids, strategy=strategy) == expected
+        monkeypatch.undo()
+    assert generator.decode([]) == []
+
+
+def test_a_named_pipe_is_a_file_too(checkpoints, decoded, tmp_path):
+    expected, _ = decoded([{"source": text} for text in SHORT])
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(as_lines({"source": text} for text in SHORT),))
+    writer.start()
+    out, _ = run("--checkpoint", checkpoints / "none", "--input", pipe, "--output", "-")
+    writer.join()
+    assert [json.loads(line) for line in out] == expected
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line(checkpoints, decoded, tmp_path):
+    decoded([{"source": text} for text in SHORT])
+    generator, source = generate.load(checkpoints / "none"), str(tmp_path / "in.jsonl")
+    with pytest.raises(UserError, match=r"--output /dev/full: cannot be written \(No space left"):
+        records.decode_file(generator, source, "/dev/full", strategy=None, batch_size=None, log=str)
+
+
+# In processes of their own.
+
+
+@contextlib.contextmanager
+def process(*flags, **pipes):
+    """`python decode.py`; killed after two minutes, or when the test is through with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored, it stays so in children
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, str(ROOT / "decode.py"), *map(str, flags)]
+    running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, **pipes)
+    signal.signal(signal.SIGINT, before)
+    watch = threading.Timer(120, running.kill)
+    watch.start()
+    try:
+        yield running
+    finally:
+        watch.cancel()
+        running.kill()
+        running.wait()
+
+
+def test_a_pipe_is_answered_line_by_line(checkpoints, decoded):
+    expected, _ = decoded([{"source": text} for text in SHORT])
+    flags = "--checkpoint", checkpoints / "none", "--input", "-", "--output", "-"
+    with process(*flags, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        for text, record in zip(SHORT, expected, strict=True):
+            running.stdin.write(json.dumps({"source": text}).encode() + b"\n")
+            running.stdin.flush()
+            assert json.loads(running.stdout.readline()) == record  # before the next one is sent
+        out, err = running.communicate()
+    assert running.returncode == 0 and out == b""
+    assert err.decode().startswith(f"sequential: {len(SHORT)} examples, ")
+
+
+def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
+    """Ctrl-C, and a kill that no program sees coming."""
+    source, targets = tmp_path / "in.jsonl", [tmp_path / "interrupted.jsonl", tmp_path / "killed.jsonl"]
+    source.write_text(as_lines({"source_ids": [5 + i % 50, 7, 9, 1]} for i in range(100_000)))
+    flags = "--checkpoint", checkpoints / "none", "--input", source, "--batch-size", "2", "--output"
+    with process(*flags, targets[0]) as first, process(*flags, targets[1]) as second:
+        for running, target, number in zip((first, second), targets, (signal.SIGINT, signal.SIGKILL), strict=True):
+            while running.poll() is None and not (target.is_file() and target.stat().st_size > 10_000):
+                time.sleep(0.01)
+            running.send_signal(number)
+        said = [running.communicate()[1].decode() for running in (first, second)]
+    assert (first.returncode, second.returncode) == (130, -signal.SIGKILL), said
+    assert said[0] == "interrupted\n"
+    for target in targets:
+        content = target.read_bytes()
+        found = [json.loads(line) for line in content.splitlines()]
+        assert content.endswith(b"\n") and 10 < len(found) < 100_000
+        assert [record["id"] for record in found] == [str(i + 1) for i in range(len(found))]
