@@ -1,5 +1,6 @@
 """The T5 against transformers' torch T5, and what the pipelined mask must and must not let through."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -274,3 +275,14 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
     rough, _ = model.apply({"params": low}, flat.inputs[None], seen, distance, memory, method="decode")
     assert rough.dtype == jnp.float32
     assert 0 < np.abs(rough - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_not_rounded_to_the_compute_dtype(tied):
+    config = dataclasses.replace(CONFIG, tied_head=tied)
+    params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(1)))
+    flat, seen, distance = layout(ROWS, 1)
+    source = np.asarray([[3, 4, 5, 1]])
+    model = t5.T5(config, dtype=jnp.bfloat16)
+    logits = model.apply({"params": params}, source, np.ones((1, 4), bool), flat.inputs[None], seen, distance)
+    assert (logits.astype(jnp.bfloat16).astype(jnp.float32) != logits).mean() > 0.9

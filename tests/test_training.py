@@ -1,6 +1,7 @@
 """The trainer: its loss against independent ones, resume to the bit, meshes, and what it refuses."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import oracle
+import orbax.checkpoint
 import pytest
 import torch
 from transformers import T5Config as HfConfig
@@ -233,6 +235,43 @@ def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
     assert "kept aside as corrupt-6" in said[0] and said[1].startswith("resuming at step 3")
     assert (tmp_path / "checkpoints/corrupt-6").is_dir()
     assert checkpoint.open_run(tmp_path, log=said.append).step == 6
+
+
+def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatch):
+    before = sorted(p.name for p in (finished / "checkpoints").iterdir())
+
+    def too_many(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(orbax.checkpoint.CheckpointManager, "restore", too_many)
+    with pytest.raises(UserError, match=r"checkpoints/6: cannot be read now \(OSError: .*Too many open files\)"):
+        fit(change(CONFIG, train={"steps": 9}), finished, log=quiet)
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == before
+
+
+def test_a_step_of_a_lost_stretch_is_saved_again(tmp_path):
+    store = checkpoint.Store(tmp_path / "best", keep=1, writable=True)
+    for value in (1.0, 2.0):
+        store.save(4, {"params": {"a": jax.numpy.full(3, value)}}, config=CONFIG, metadata={"score": [value]})
+    restored = store.restore(4)
+    assert restored.metadata == {"score": [2.0]} and restored.items["params"]["a"].tolist() == [2.0] * 3
+
+
+def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipejax.monitoring.evaluate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
+    fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
+    assert [line["step"] for line in metrics(tmp_path) if line["event"] == "evaluation"] == [3]
+
+
+def test_a_separator_that_the_tokenizer_loses(tmp_path):
+    with pytest.raises(UserError, match=r"data\.separator: found '\\n', which the tokenizer does not give back"):
+        fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run", log=quiet)
 
 
 def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):

@@ -1,0 +1,26 @@
+"""Rows of a sequential text: taken apart at the separator, and at nothing that merely looks like it."""
+
+import pytest
+
+from pipejax.generate import split_rows
+
+
+@pytest.mark.parametrize(
+    "text, separator, rows",
+    [
+        ("a b ; c", " ; ", ["a b", "c"]),
+        ("R&amp;B ; f(x); ; Barbara Gaskin", " ; ", ["R&amp;B", "f(x);", "Barbara Gaskin"]),
+        ("a  ;   b", " ; ", ["a", "b"]),  # tokenizers are free with the number of spaces
+        ("; a ;", " ; ", ["a"]),  # and with those at the ends
+        ("a ; ; b", " ; ", ["a", "b"]),
+        ("a;b ;c", ";", ["a", "b", "c"]),
+        ("a\nb c", "\n", ["a", "b c"]),
+        ("One sentence. Two.", " ", ["One sentence. Two."]),  # spaces alone separate nothing
+        ("", " ; ", []),
+        ("", " ", []),
+        ("a # b (x|y) #1", " # ", ["a", "b (x|y) #1"]),
+        ("a || b | c", " || ", ["a", "b | c"]),  # nothing in it is a pattern
+    ],
+)
+def test_split_rows(text, separator, rows):
+    assert split_rows(text, separator) == rows
