@@ -161,7 +161,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("decode.max_length=0", "decode.max_length: found 0; expected at least 1"),
         ("decode.batch_size=-8", "decode.batch_size: found -8; expected at least 1"),
         ("data.max_source=1", "data.max_source: found 1; expected at least 2"),
-        ("train.steps=-1", "train.steps: found -1; expected at least 0"),
+        ("train.steps=0", "train.steps: found 0; expected at least 1"),
         ("train.dropout=1", "train.dropout: found 1.0; expected less than 1.0"),
         ("train.seed=2147483648", "train.seed: found 2147483648; expected at most 2147483647"),
         ("mesh.data=0", "mesh.data: found 0; expected -1 or at least 1"),
