@@ -11,8 +11,7 @@ class Progress:
 
     def __init__(self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0) -> None:
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
-        self.first, self.began = start, time.monotonic()
-        self.said = self.began
+        self.said, self.said_count = time.monotonic(), start
         self.bar = (
             tqdm(total=total, initial=start, desc=what, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True)
             if sys.stderr.isatty()
@@ -27,8 +26,10 @@ class Progress:
                 self.bar.set_postfix_str(note, refresh=False)
             self.bar.update(count)
         elif time.monotonic() - self.said >= self.every:
-            self.said = time.monotonic()
-            rate = (self.count - self.first) / (self.said - self.began)
+            # Since the last line, not since the start: that one holds the compilation.
+            before, self.said = self.said, time.monotonic()
+            rate = (self.count - self.said_count) / (self.said - before)
+            self.said_count = self.count
             of = f"/{self.total}" if self.total is not None else ""
             left = f", {(self.total - self.count) / rate:.0f} s left" if self.total is not None and rate else ""
             self.line(f"{self.what}: {self.count}{of} {self.unit}s, {rate:.2f}/s{left}{'  ' + note if note else ''}")

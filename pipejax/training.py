@@ -315,10 +315,10 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
     examiner = Examiner(config, trainer.dev_loss, dev, start.tokenizer, directory, log)
     assert config.model is not None
     batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model), start.step)
-    log(
-        f"{sum(x.size for x in jax.tree.leaves(state.params)) / 1e6:.1f} M parameters, computing in "
-        f"{trainer.model.dtype} on {trainer.mesh.size} x {jax.devices()[0].device_kind}; {len(train)} training examples"
-    )
+    size = sum(x.size for x in jax.tree.leaves(state.params)) / 1e6
+    where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
+    log(f"{size:.1f} M parameters, {len(train)} training examples, {trainer.model.dtype} on {where}")
+    log("the first steps are slow: each new length compiles once")
     progress = Progress("training", config.train.steps, unit="step", start=start.step)
     window = Window(directory, progress, learning_rate(config.train), config.train.batch_size)
     step, saved, steps = start.step, start.step, config.train.steps
