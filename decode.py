@@ -24,14 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_argument("--batch-size", type=int, metavar="N", help="default: decode.batch_size; 1 from standard input")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a setting of grid or decode, data.max_source or data.separator (repeatable)",
-    )
+    parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
     if flags.batch_size is not None and flags.batch_size < 1:
         raise UserError(f"--batch-size: found {flags.batch_size}; expected at least 1")

@@ -15,14 +15,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="train.py", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a setting of the config, such as train.steps=500 (repeatable)",
-    )
+    parser.add_overrides("override a setting of the config, such as train.steps=500 (repeatable)")
     flags = parser.parse_args(argv)
 
     from pipejax import config as config_lib

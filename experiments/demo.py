@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains, decodes, prints, draws."""
     parser = cli.Parser(prog="python -m experiments.demo", description=__doc__)
     parser.add_argument("--workdir", default="runs", metavar="DIR", help="holds one run a decoder (default: runs)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_overrides("override a setting of both runs (repeatable)")
     flags = parser.parse_args(argv)
     root = Path(flags.workdir)
     generators: dict[str, Generator] = {}

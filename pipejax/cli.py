@@ -21,6 +21,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # type: ignore[arg-type]
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    def add_overrides(self, text: str) -> None:
+        """The repeatable flag --set KEY=VALUE, as `overrides`."""
+        self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+
     def error(self, message: str) -> NoReturn:
         """Called by argparse for anything that it cannot parse."""
         raise UserError(message)

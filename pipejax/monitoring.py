@@ -96,7 +96,8 @@ class Examiner:
         """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
         if self.generator is None:
             self.generator = Generator(self.config, params, self.tokenizer)
-        self.generator.set_params(params)
+        else:
+            self.generator.set_params(params)
         values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size)
         loss = self._dev_loss(params)
         params_fp = digest(fingerprints(params))

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from pipejax.config import T5Config
 
 Array = jax.Array
+VECTORS = ("norm/scale", "relative_bias/embedding")  # how the paths of parameters end that are no weight matrices
 MASKED = -1e9  # finite: a query that sees nothing gets a uniform softmax instead of NaN, and nobody reads it
 
 
@@ -374,6 +375,6 @@ def cast_params(params: Any, dtype: DTypeLike) -> Any:
 
     def cast(path: tuple[Any, ...], x: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return x if name.endswith(("norm/scale", "relative_bias/embedding")) else x.astype(dtype)
+        return x if name.endswith(VECTORS) else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params)

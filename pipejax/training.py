@@ -28,7 +28,7 @@ from pipejax.generate import compute_dtype, split_rows
 from pipejax.monitoring import Examiner, Window
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory, check_resume, resolve_model
-from pipejax.t5 import T5, init_params
+from pipejax.t5 import T5, VECTORS, init_params
 from pipejax.tokenizer import Tokenizer
 
 Array = jax.Array
@@ -58,9 +58,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW after clipping by global norm; norms and relative biases do not decay."""
 
     def decays(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, _: not sharding.path_of(keys).endswith(("norm/scale", "relative_bias/embedding")), params
-        )
+        return jax.tree_util.tree_map_with_path(lambda keys, _: not sharding.path_of(keys).endswith(VECTORS), params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
