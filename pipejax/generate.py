@@ -13,23 +13,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import checkpoint, decoding, grid
+from pipejax import checkpoint, decoding, grid, packed
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.data.core import bucket, cut_source, pad
-from pipejax.decoding import TRUNCATIONS, Decoded, Query, Strategy
+from pipejax.decoding import TRUNCATIONS, Decoded, Schedule, Strategy
 from pipejax.errors import UserError
-from pipejax.t5 import T5, KVCache, cast_params, empty_cache
+from pipejax.t5 import T5, Memory, cast_params
 from pipejax.tokenizer import Tokenizer
 
 Record = dict[str, Any]
 # What `--set` may change when a checkpoint is decoded: sections and keys.
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
+QUERIES = (4, 8, 12, 20, 40, 80, 160)  # of a step, on a CPU
+PREFIXES = (128, 384)  # cache slots in reach
 
 
 class Source(NamedTuple):
@@ -108,27 +111,62 @@ def compute_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def decode_batch(model: T5, strategy: Strategy, params: Any, source: jax.Array, length: jax.Array) -> Decoded:
-    """Encodes and decodes one padded batch; `model` and `strategy` are static under jit.
+@flax.struct.dataclass
+class Ready:
+    """A T5's parameters as decoding reads them."""
+
+    encoding: Any  # those of the encoder and of the cross-attention's keys and values
+    decoding: packed.Weights
+
+
+def prepare(model: T5, params: Any) -> Ready:
+    """Casts the parameters to the model's dtype and lays the decoder's out. Jit-able."""
+    params = cast_params(params, model.dtype)
+    weights = packed.lay_out(model.config, params, model.dtype)
+    projections = {
+        name: {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
+        for name, layer in params["decoder"].items()
+        if name.startswith("layers_")
+    }
+    encoding = {"shared": params["shared"], "encoder": params["encoder"], "decoder": projections}
+    return Ready(encoding, weights)
+
+
+def schedule(strategy: Strategy, batch: int) -> Schedule:
+    """The sizes that a decode goes through here, each pair of them a piece of program to compile.
+
+    On a CPU each row costs, and products of 4, 8 or 12 columns are the fastest; on other devices rows are free, and what
+    costs is another loop.
+    """
+    if jax.default_backend() == "cpu":
+        return Schedule.fit(strategy, batch, queries=QUERIES, prefixes=PREFIXES)
+    return Schedule.fit(strategy, batch, prefixes=PREFIXES[-1:])
+
+
+def decode_batch(
+    model: T5, strategy: Strategy, ready: Ready, source: jax.Array, length: jax.Array, *, sizes: Schedule | None = None
+) -> Decoded:
+    """Encodes and decodes one padded batch; `model`, `strategy` and `sizes` are static under jit.
 
     Args:
       model: the T5.
       strategy: the decoding strategy.
-      params: the T5's parameters.
+      ready: the T5's parameters.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
+      sizes: those of the decode; None: as `schedule` has them.
     """
-    variables = {"params": params}
-    mask = jnp.arange(source.shape[1]) < length[:, None]
-    memory = model.apply(variables, source, mask, method="encode")
-
-    def decode(query: Query, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        seen = query.tokens, query.mask, query.distance
-        answer: Any = model.apply(variables, *seen, memory, cache, query.start, method="decode")
-        return answer
-
     batch = source.shape[0]
-    return decoding.run(strategy, decode, empty_cache(model.config, batch, strategy.slots, model.dtype), batch=batch)
+    memory = encode(model, ready, source, length)
+    decoder = packed.PackedDecoder(model.config, ready.decoding, memory, model.dtype)
+    return decoding.run(strategy, decoder, strategy.init(batch), schedule=sizes or schedule(strategy, batch))[0]
+
+
+def encode(model: T5, ready: Ready, source: jax.Array, length: jax.Array) -> Memory:
+    """Cross-attention keys (transposed, [B, H, K, L]) and values of padded sources."""
+    mask = jnp.arange(source.shape[1]) < length[:, None]
+    memory = model.apply({"params": ready.encoding}, source, mask, method="encode")
+    return dataclasses.replace(memory, keys=tuple(k.swapaxes(2, 3) for k in memory.keys))
 
 
 class Generator:
@@ -140,12 +178,13 @@ class Generator:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self.model = T5(config.model, dtype=compute_dtype(config.decode.dtype))
+        self._prepare = jax.jit(partial(prepare, self.model))
         self.set_params(params)
         self._programs: dict[tuple[Strategy, int, int], Any] = {}
 
     def set_params(self, params: Any) -> None:
         """Other weights of the same architecture; nothing compiles again."""
-        self.params = cast_params(params, self.model.dtype)
+        self.ready: Ready = self._prepare(params)
 
     @property
     def default_strategy(self) -> str:
@@ -245,7 +284,7 @@ class Generator:
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
         program = self._program(strategy, source, lengths, report)
         begun = time.perf_counter()
-        decoded = jax.device_get(program(self.params, source, lengths))
+        decoded = jax.device_get(program(self.ready, source, lengths))
         report.seconds += time.perf_counter() - begun
         return [
             (
@@ -261,7 +300,7 @@ class Generator:
         if key not in self._programs:
             begun = time.perf_counter()
             function = jax.jit(partial(decode_batch, self.model, strategy))
-            self._programs[key] = function.lower(self.params, source, lengths).compile()
+            self._programs[key] = function.lower(self.ready, source, lengths).compile()
             report.compile_seconds += time.perf_counter() - begun
             report.shapes += 1
         return self._programs[key]

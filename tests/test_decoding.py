@@ -8,8 +8,8 @@ import oracle
 import pytest
 
 from pipejax.config import T5Config
-from pipejax.decoding import TRUNCATIONS, Pipelined, Sequential
-from pipejax.generate import decode_batch
+from pipejax.decoding import TRUNCATIONS, Pipelined, Schedule, Sequential
+from pipejax.generate import decode_batch, prepare
 from pipejax.t5 import T5
 
 TINY = T5Config(
@@ -71,6 +71,12 @@ def padded(batch):
     return source, length
 
 
+def compiled(config, strategy, batch):
+    """From parameters and a padded batch to what is decoded, in sizes that these small grids run through."""
+    model, sizes = T5(config), Schedule.fit(strategy, batch, queries=(2, 3, 7, 12), prefixes=(9, 20))
+    return jax.jit(lambda params, *batch: decode_batch(model, strategy, prepare(model, params), *batch, sizes=sizes))
+
+
 def rows_of(decoded, b):
     return [row[:n].tolist() for row, n in zip(decoded.tokens[b], decoded.lengths[b], strict=True)]
 
@@ -81,7 +87,7 @@ def rows_of(decoded, b):
 def test_pipelined_is_algorithm_1(setting):
     config, delay, time_max, sub_max, literal, batch = setting
     strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
-    program = jax.jit(partial(decode_batch, T5(config), strategy))
+    program = compiled(config, strategy, batch)
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, delay, time_max, sub_max])
         params, texts = oracle.random_params(config, rng), sources(rng, batch, config.vocab_size)
@@ -124,8 +130,8 @@ def test_the_random_models_run_into_every_case():
 
 @pytest.mark.parametrize("config", [TINY, GATED], ids=["tied", "gated"])
 def test_sequential_is_greedy_t5_and_pipelined_with_one_row(config):
-    sequential = jax.jit(partial(decode_batch, T5(config), Sequential(max_length=12)))
-    one_row = jax.jit(partial(decode_batch, T5(config), Pipelined(delay=3, time_max=12, sub_max=1)))
+    sequential = compiled(config, Sequential(max_length=12), 4)
+    one_row = compiled(config, Pipelined(delay=3, time_max=12, sub_max=1), 4)
     endings = set()
     for seed in range(30):
         rng = np.random.default_rng([seed, 77])
