@@ -21,7 +21,10 @@ STRATEGIES = ("pipelined", "sequential")
 OBJECTIVES = (*STRATEGIES, "none")
 STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
-SCHEDULES = ("constant", "linear")
+SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "adafactor")
+REMATS = ("none", "dots", "layers")
+FREEZES = ("none", "encoder")
 DTYPES = ("auto", "float32", "bfloat16")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 
@@ -94,24 +97,32 @@ class TrainConfig:
     objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
     steps: int = setting(1000, least=1)
     batch_size: int = setting(24, least=1)
-    length_group: int = setting(8, least=1)  # batches drawn together and parted by length, against padding; 1: none
+    accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other; the result is equal
+    pack: int = setting(0, least=0)  # examples whose targets share a row of slots, against padding; 0: see data.core
+    length_group: int = setting(16, least=1)  # batches drawn together and parted by length, against padding; 1: none
+    remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
+    optimizer: str = setting("adamw", choices=OPTIMIZERS)
+    freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
     learning_rate: float = setting(1e-4, above=0.0)
-    schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; "linear" falls to 0 at `steps`
+    schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
     warmup_steps: int = setting(100, least=0)
     weight_decay: float = setting(0.0, least=0.0)
-    beta1: float = setting(0.9, least=0.0, below=1.0)
+    beta1: float = setting(0.9, least=0.0, below=1.0)  # beta1, beta2 and epsilon are AdamW's
     beta2: float = setting(0.999, least=0.0, below=1.0)
     epsilon: float = setting(1e-8, above=0.0)
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
     dropout: float = setting(0.1, least=0.0, below=1.0)
     dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
     seed: int = setting(0, least=0, most=2**31 - 1)
+    max_bad_steps: int = setting(10, least=1)  # steps in a row whose loss or gradient is not finite; then training ends
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
     log_every: int = setting(50, least=1)
     evaluate_every: int = setting(500, least=1)
     evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
     checkpoint_every: int = setting(500, least=1)
     keep_checkpoints: int = setting(3, least=1)
+    tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
+    wandb: str = setting("")  # a project of Weights & Biases, too; needs wandb
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,14 +83,15 @@ class RunDirectory:
         partial.rename(target)
 
     def cut_metrics(self, step: int) -> None:
-        """Drops the log's lines of later steps than the one that training resumes at, and a line torn by a crash."""
+        """Drops lines of later steps than the one that training resumes at, those of stops, and one torn by a crash."""
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                values = json.loads(line)
+                if values["step"] <= step and values.get("event") != "stopped":
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue

@@ -7,6 +7,7 @@ and ByT5 variants.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -171,9 +172,10 @@ class EncoderLayer(nn.Module):
         self.attention = Attention(self.config, self.dtype, self.dropout)
         self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
-    def __call__(self, x: Array, bias: Array, deterministic: bool) -> Array:
+    def __call__(self, x: Array, bias: Array, padding: Array, deterministic: bool) -> Array:
         normed = self.attention.norm(x)
-        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), bias, deterministic)
+        # Added up here, where it fuses with the scores: [B, H, L, L] is never held for all layers.
+        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), bias + padding, deterministic)
         return self.feed_forward(x, deterministic)
 
 
@@ -189,7 +191,12 @@ class DecoderLayer(nn.Module):
         self.cross_attention = Attention(self.config, self.dtype, self.dropout)
         self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
-    def __call__(
+    def __call__(self, x: Array, bias: Array, encoded: Array, memory_bias: Array, deterministic: bool) -> Array:
+        """Teacher-forced: the keys are the queries themselves, and the memory is computed here."""
+        memory = self.cross_attention.keys_values(encoded)
+        return self.step(x, bias, None, 0, memory, memory_bias, deterministic)[0]
+
+    def step(
         self,
         x: Array,
         bias: Array,
@@ -209,12 +216,51 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(x, deterministic), keys, values
 
 
+def apply_layers(
+    layers: Sequence[nn.Module], x: Array, *seen: Array, deterministic: bool, remat: str, keys: Callable[[], Array]
+) -> Array:
+    """Runs x through a stack of equal layers: `x = layer(x, *seen, deterministic)`.
+
+    With `remat` "none" layer by layer. Otherwise in one `lax.scan` over the stacked parameters, which compiles one
+    layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
+    weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
+
+    Args:
+      layers: bound modules that differ in nothing but their parameters.
+      x: [B, L, D].
+      seen: what all layers are given alike.
+      deterministic: False applies dropout.
+      remat: one of `pipejax.config.REMATS`.
+      keys: makes the rng from which each layer's dropout key is folded; called only if dropout applies.
+    """
+    if remat == "none":
+        for layer in layers:
+            x = layer(x, *seen, deterministic)
+        return x
+    layer = layers[0].clone(parent=None, name=None)
+    # Cast first: a stack is a copy, and gradients of matrices are in the compute dtype either way.
+    own = (cast_params(each.variables["params"], layer.dtype) for each in layers)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+    dropout = None if deterministic else jax.random.split(keys(), len(layers))
+
+    def body(x: Array, given: tuple[Any, Array | None]) -> tuple[Array, None]:
+        params, key = given
+        rngs = None if key is None else {"dropout": key}
+        return layer.apply({"params": params}, x, *seen, deterministic, rngs=rngs), None  # type: ignore[return-value]
+
+    policies = jax.checkpoint_policies
+    kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
+    # The scan itself keeps XLA from merging the second computation with the first.
+    return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, dropout))[0]
+
+
 class Encoder(nn.Module):
     """The encoder's stack: embedded tokens [B, L, D] to encoded ones."""
 
     config: T5Config
     dtype: DTypeLike
     dropout: float
+    remat: str = "none"
 
     def setup(self) -> None:
         c = self.config
@@ -226,10 +272,10 @@ class Encoder(nn.Module):
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
         positions = jnp.arange(x.shape[1])
         bias = self.relative_bias((positions[None, :] - positions[:, None])[None])
-        bias = jnp.where(mask[:, None, None, :], bias, MASKED)
+        seen = bias, jnp.where(mask[:, None, None, :], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
-        for layer in self.layers:
-            x = layer(x, bias, deterministic)
+        keys = partial(self.make_rng, "dropout")
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys)
         return self.drop(self.norm(x), deterministic=deterministic)
 
 
@@ -239,6 +285,7 @@ class Decoder(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
+    remat: str = "none"
 
     def setup(self) -> None:
         c = self.config
@@ -252,6 +299,17 @@ class Decoder(nn.Module):
         return Memory(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
     def __call__(
+        self, x: Array, mask: Array, distance: Array, encoded: Array, memory_mask: Array, deterministic: bool
+    ) -> Array:
+        """Teacher-forced; `memory_mask` is bool [B, 1|N, L]."""
+        bias = jnp.where(mask[:, None], self.relative_bias(distance), MASKED)
+        memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
+        x = self.drop(x, deterministic=deterministic)
+        seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys)
+        return self.drop(self.norm(x), deterministic=deterministic)
+
+    def step(
         self,
         x: Array,
         mask: Array,
@@ -267,7 +325,7 @@ class Decoder(nn.Module):
         keys, values = [], []
         for i, layer in enumerate(self.layers):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
-            x, k, v = layer(x, bias, cached, start, (memory.keys[i], memory.values[i]), memory_bias, deterministic)
+            x, k, v = layer.step(x, bias, cached, start, (memory.keys[i], memory.values[i]), memory_bias, deterministic)
             keys.append(k)
             values.append(v)
         return self.drop(self.norm(x), deterministic=deterministic), KVCache(tuple(keys), tuple(values))
@@ -291,12 +349,13 @@ class T5(nn.Module):
     config: T5Config
     dtype: DTypeLike = jnp.float32
     dropout: float = 0.0
+    remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
 
     def setup(self) -> None:
         c = self.config
         self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype)
-        self.encoder = Encoder(c, self.dtype, self.dropout)
-        self.decoder = Decoder(c, self.dtype, self.dropout)
+        self.encoder = Encoder(c, self.dtype, self.dropout, self.remat)
+        self.decoder = Decoder(c, self.dtype, self.dropout, self.remat)
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
 
@@ -337,7 +396,8 @@ class T5(nn.Module):
         Returns:
           logits f32 [B, Q, V]; the cache with this call's keys and values.
         """
-        hidden, cache = self.decoder(self.shared(tokens), mask, distance, memory, cache, start, deterministic)
+        seen = mask, distance, memory, cache, start, deterministic
+        hidden, cache = self.decoder.step(self.shared(tokens), *seen)
         return self.logits(hidden), cache
 
     def logits(self, hidden: Array) -> Array:
@@ -349,19 +409,38 @@ class T5(nn.Module):
         table = self.shared.embedding.astype(self.dtype)
         return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
 
-    def __call__(
+    def hidden(
         self,
         source: Array,
         source_mask: Array,
         tokens: Array,
         mask: Array,
         distance: Array,
+        memory_mask: Array | None = None,
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Teacher-forced logits f32 [B, N, V]; touches every parameter, so `init` may use it."""
-        memory = self.encode(source, source_mask, deterministic=deterministic)
-        return self.decode(tokens, mask, distance, memory, deterministic=deterministic)[0]
+        """Teacher-forced outputs of the decoder [G, N, D], for `logits`.
+
+        Args:
+          source: i32 [B, L].
+          source_mask: bool [B, L].
+          tokens: i32 [G, N]; each of the G rows of slots sees the memories of B / G consecutive sources end to end.
+          mask: bool [G|1, N, N].
+          distance: i32 [G|1, N, N].
+          memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
+          deterministic: False applies dropout.
+        """
+        encoded = self.encoder(self.shared(source), source_mask, deterministic)
+        groups = tokens.shape[0]
+        encoded = encoded.reshape(groups, -1, encoded.shape[-1])
+        real = source_mask.reshape(groups, 1, -1)
+        seen = real if memory_mask is None else memory_mask & real
+        return self.decoder(self.shared(tokens), mask, distance, encoded, seen, deterministic)
+
+    def __call__(self, *args: Array, deterministic: bool = True) -> Array:
+        """Teacher-forced logits f32 [G, N, V]; touches every parameter, so `init` may use it."""
+        return self.logits(self.hidden(*args, deterministic=deterministic))
 
 
 def init_params(config: T5Config, rng: Array) -> Any:

@@ -25,10 +25,10 @@ SOURCES = sorted(
 LAYERS = (
     ("errors", "config", "grid", "losses", "progress", "cli", "metrics", "metrics.*"),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint", "tensor_files"),
-    ("convert", "run_directory", "decoding", "decoding.*", "picture", "picture_page"),
+    ("convert", "run_directory", "optimizer", "costs", "decoding", "decoding.*", "picture", "picture_page"),
     ("generate",),
     ("evaluation", "records"),
-    ("training", "monitoring"),
+    ("trainer", "training", "monitoring"),
     ("",),  # the package itself: a door to the modules above
 )
 
