@@ -1,16 +1,16 @@
 """The T5 decoder as decoding needs it: one step of packed queries, on weights laid out for it once.
 
-The same function of the same parameters as `t5.Decoder` without dropout, and tests hold the two together. What differs is
-the cost. A step reads every weight for a few tokens, so weights lie in rows as they are read, projections of the same input
-are one, and activations are columns: [D, N], a column a query. Whatever depends on positions alone is computed once a
-step and shared by the layers.
+The same function of the same parameters as `t5.Decoder` without dropout, and tests hold the two together. What
+differs is the cost. A step reads every weight for a few tokens, so weights lie in rows as they are read, projections
+of the same input are one, and activations are columns: [D, N], a column a query. Whatever depends on positions alone
+is computed once a step and shared by the layers.
 
-Shapes as in `decoding.core`: B batch, N queries of a step, Q queries of one example, C cache slots, L source length, D
-width, H heads, K head width, I = H * K, F feed-forward width, V vocabulary.
+Shapes as in `decoding.core`: B batch, N queries of a step, Q queries of one example, C cache slots, L source length,
+D width, H heads, K head width, I = H * K, F feed-forward width, V vocabulary.
 """
 
 import dataclasses
-from functools import partial
+import functools
 from typing import Any
 
 import flax.struct
@@ -150,7 +150,11 @@ class PackedDecoder:
         if self.config.feed_forward == "relu":
             return jax.nn.relu(hidden)
         gate, value = jnp.split(hidden, 2)
-        activation = jax.nn.silu if self.config.feed_forward == "gated-silu" else partial(jax.nn.gelu, approximate=True)
+        activation = (
+            jax.nn.silu
+            if self.config.feed_forward == "gated-silu"
+            else functools.partial(jax.nn.gelu, approximate=True)
+        )
         return activation(gate) * value
 
     def _bias(self, step: Step) -> Array:
@@ -176,8 +180,9 @@ class PackedDecoder:
 
 
 def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
-    """What queries [B, H, Q, K] find in stretches of keys [B, H, K, C] and values [B, H, C, K] under bias [.., Q|1, C]."""
+    """What queries [B, H, Q, K] find in stretches of keys [B, H, K, C] and values [B, H, C, K]; bias [B, .., C]."""
     scores = [jnp.einsum("bhqk,bhkc->bhqc", query, keys, preferred_element_type=jnp.float32) for keys, _ in reach]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=3) + bias, axis=3).astype(query.dtype)
     parts = jnp.split(weights, np.cumsum([s.shape[3] for s in scores])[:-1], axis=3)
-    return sum(jnp.einsum("bhqc,bhck->bhqk", w, values) for w, (_, values) in zip(parts, reach, strict=True))
+    found = [jnp.einsum("bhqc,bhck->bhqk", w, values) for w, (_, values) in zip(parts, reach, strict=True)]
+    return functools.reduce(jnp.add, found)

@@ -23,9 +23,9 @@ SOURCES = sorted(
 
 # Lowest first. A module imports from its own layer and from those below; the first match places it.
 LAYERS = (
-    ("errors", "config", "grid", "losses", "progress", "cli", "metrics", "metrics.*"),
+    ("errors", "config", "grid", "losses", "progress", "cli", "program_cache", "metrics", "metrics.*"),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint", "tensor_files"),
-    ("convert", "run_directory", "optimizer", "costs", "decoding", "decoding.*", "picture", "picture_page"),
+    ("convert", "run_directory", "optimizer", "costs", "decoding", "decoding.*", "picture", "picture_page", "packed"),
     ("generate",),
     ("evaluation", "records"),
     ("trainer", "training", "monitoring"),

@@ -1,18 +1,21 @@
 """The decoding loop and the interface of a strategy.
 
-A strategy is a frozen dataclass of ints (static under jit). It says which tokens a step feeds and at which places of the
-grid they stand; the loop packs them, keeps the coordinates of all that was fed, asks the model, and hands the answers
-back. Nothing here knows the T5.
+A strategy is a frozen dataclass of ints (static under jit). It says which tokens a step feeds and at which places of
+the grid they stand; the loop packs them, keeps the coordinates of all that was fed, asks the model, and hands the
+answers back. Nothing here knows the T5.
 
-The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they see
-only the stretch of cache in use. XLA wants static shapes, so there are a few sizes of each (`Schedule`), and one
-`while_loop` a pair of sizes, each running as long as the decode fits it. A `switch` inside one loop would copy the cache.
+The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
+see only the stretch of cache in use. XLA wants static shapes, so there are a few sizes of each (`Schedule`), and one
+`while_loop` a pair of sizes, each running as long as the decode fits it. A `switch` inside one loop would copy the
+cache.
 
-Shapes: B batch, S rows of the grid, N queries of a step over the whole batch, Q queries of one example, C cache slots in
-reach, V vocabulary.
+Shapes: B batch, S rows of the grid, N queries of a step over the whole batch, Q queries of one example, C cache slots
+in reach, V vocabulary.
 """
 
 import dataclasses
+import itertools
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import flax.struct
@@ -118,7 +121,7 @@ class Schedule:
         """
         most, widest = batch * strategy.rows, strategy.rows
         totals = [0, *(p for p in prefixes if widest <= p < strategy.slots)]
-        stretches = [b - a for a, b in zip(totals, totals[1:], strict=False)]
+        stretches = [b - a for a, b in itertools.pairwise(totals)]
         if any(s < widest for s in stretches):
             raise ValueError(f"prefixes: found {prefixes}; expected steps of at least {widest}")
         # Each change of stretch may leave slots unused, and the last write needs room for its fillers.
@@ -182,6 +185,9 @@ def run(strategy: Strategy, model: Model[Cache], state: Any, *, schedule: Schedu
             carry = loop[0]
             return ~strategy.done(carry.state).all() & (carry.used <= limits[carry.size])
 
+        def fits(size: int, loop: tuple[Carry, Cache, Filled]) -> Array:
+            return going(loop) & (loop[0].size == size)
+
         def step(size: int, loop: tuple[Carry, Cache, Filled]) -> tuple[Carry, Cache, Filled]:
             carry, cache, filled = loop
             asked, number_of, filled = pack(
@@ -194,13 +200,11 @@ def run(strategy: Strategy, model: Model[Cache], state: Any, *, schedule: Schedu
 
         def sweep(loop: tuple[Carry, Cache, Filled]) -> tuple[Carry, Cache, Filled]:
             for i in range(len(widths)):
-                loop = jax.lax.while_loop(
-                    lambda x, i=i: going(x) & (x[0].size == i), lambda x, i=i: step(i, x), loop
-                )
+                loop = jax.lax.while_loop(partial(fits, i), partial(step, i), loop)
             return loop
 
         if len(widths) == 1:
-            carry, cache, filled = jax.lax.while_loop(going, lambda x: step(0, x), start)
+            carry, cache, filled = jax.lax.while_loop(going, partial(step, 0), start)
         else:
             carry, cache, filled = jax.lax.while_loop(going, sweep, start)
         if number + 1 == len(schedule.stretches):
@@ -208,7 +212,9 @@ def run(strategy: Strategy, model: Model[Cache], state: Any, *, schedule: Schedu
         past = (*past, (cache, filled))
         carry = dataclasses.replace(carry, used=jnp.int32(0))
         # Once in a decode: what never comes this far pays for no further stretch.
-        return jax.lax.cond(strategy.done(carry.state).all(), lambda c, p: c, lambda c, p: stage(number + 1, c, p), carry, past)
+        return jax.lax.cond(
+            strategy.done(carry.state).all(), lambda c, p: c, lambda c, p: stage(number + 1, c, p), carry, past
+        )
 
     zero = jnp.int32(0)
     last = stage(0, opened(state, zero, zero), ())
