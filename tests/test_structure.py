@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     [
         *ROOT.glob("*.py"),
-        *(path for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")),
+        *(
+            path
+            for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests")
+            for path in (ROOT / folder).rglob("*.py")
+        ),
     ]
 )
 
