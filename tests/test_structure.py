@@ -28,7 +28,18 @@ SOURCES = sorted(
 # Lowest first. A module imports from its own layer and from those below; the first match places it.
 LAYERS = (
     ("errors", "config", "grid", "losses", "progress", "cli", "program_cache", "metrics", "metrics.*"),
-    ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint", "tensor_files"),
+    (
+        "t5",
+        "native",
+        "decoding.core",
+        "data",
+        "data.*",
+        "tokenizer",
+        "sharding",
+        "fingerprint",
+        "checkpoint",
+        "tensor_files",
+    ),
     ("convert", "run_directory", "optimizer", "costs", "decoding", "decoding.*", "picture", "picture_page", "packed"),
     ("generate",),
     ("evaluation", "records"),
