@@ -89,7 +89,12 @@ def gather_table(params: Any, mesh: Mesh) -> Any:
     return {**params, "shared": {"embedding": table}}
 
 
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the arrays of a batch: split over data and fsdp by their first axis."""
+    return NamedSharding(mesh, P(("data", "fsdp")))
+
+
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """This process's examples as arrays of the global batch, split over data and fsdp."""
-    sharding = NamedSharding(mesh, P(("data", "fsdp")))
+    sharding = batch_sharding(mesh)
     return {key: jax.make_array_from_process_local_data(sharding, value) for key, value in batch.items()}

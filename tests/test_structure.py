@@ -25,10 +25,20 @@ SOURCES = sorted(
 LAYERS = (
     ("errors", "config", "grid", "losses", "progress", "cli", "metrics", "metrics.*"),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint", "tensor_files"),
-    ("convert", "run_directory", "optimizer", "costs", "decoding", "decoding.*", "picture", "picture_page"),
+    (
+        "convert",
+        "run_directory",
+        "optimizer",
+        "costs",
+        "architectures",
+        "decoding",
+        "decoding.*",
+        "picture",
+        "picture_page",
+    ),
     ("generate",),
     ("evaluation", "records"),
-    ("trainer", "training", "monitoring"),
+    ("trainer", "plan", "training", "monitoring"),
     ("",),  # the package itself: a door to the modules above
 )
 
