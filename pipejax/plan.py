@@ -46,7 +46,12 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
 
     def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
         scores = rows * heads * queries * keys
-        return {"dots": rows * queries * (inner + model.d_model) * wide, "rest": scores * (4 + wide + dropout)}
+        return {
+            "dots": rows * queries * (inner + model.d_model) * wide,
+            "rest": scores * (4 + wide + dropout),
+            # Random bits and numbers, before they are a mask, and what they leave of the weights.
+            "noise": scores * 14 * dropout,
+        }
 
     def stream(tokens: int) -> float:
         return tokens * model.d_model * wide
@@ -55,6 +60,7 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
         return {
             "dots": tokens * (gates * hidden + model.d_model) * wide,
             "rest": tokens * (hidden * (wide + dropout) + model.d_model * (wide + 4)),
+            "noise": 0.0,
         }
 
     tokens, flat = batch * length, groups * slots
@@ -71,11 +77,11 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
         terms["stacked layers and their gradient"] = 2 * layers * wide
     layered = ((encoder, model.num_layers, tokens, "encoder"), (decoder, model.num_decoder_layers, flat, "decoder"))
     for costs, depth, count, name in layered:
-        dots, rest = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest"))
+        dots, rest, noise = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest", "noise"))
         kept = {"none": dots + rest, "dots": dots, "layers": 0.0}[train.remat] + stream(count)
         terms[f"kept of {depth} {name} layers"] = depth * kept
         # In the backward pass of a layer everything is there, and the gradient of most of it.
-        terms[f"one {name} layer at work"] = (0 if train.remat == "none" else dots + rest) + dots + rest
+        terms[f"one {name} layer at work"] = (0 if train.remat == "none" else dots + rest) + dots + rest + noise
     terms["position biases and their gradient"] = 2 * 4 * heads * (length**2 + groups * slots**2)
     parts = max(-(-flat * model.vocab_size // 2**25), 1)
     terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
