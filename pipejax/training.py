@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pipejax import checkpoint, grid, losses, sharding
+from pipejax import checkpoint, grid, losses, processes, sharding
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data import make_task
@@ -154,7 +154,7 @@ class Trainer:
             assert self.config.model is not None
             birth = partial(self._birth, self.config.model)
             return jax.jit(birth, out_shardings=self.shardings)(self.key)
-        params = jax.device_put(params, self.shardings.params)
+        params = sharding.put_tree(params, self.shardings.params)
         optimizer = jax.jit(self.optimizer.init, out_shardings=self.shardings.optimizer)(params)
         return TrainState(params, optimizer)
 
@@ -197,15 +197,28 @@ def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[
         trainer = trainer or Trainer(wanted)
         return trainer.templates()
 
+    had_steps = bool(processes.same(store.steps()))
     own = store.newest(expect, log=log, set_aside=True)
+    if had_steps and own is None:
+        log(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
         log(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
-        return Start(trainer, state, own.step, Tokenizer.load(directory.path / "tokenizer"))
-    return _begin_anew(config, log)
+        with processes.together(UserError):
+            tokenizer = Tokenizer.load(directory.path / "tokenizer")
+        return Start(trainer, state, own.step, tokenizer)
+    with processes.together(UserError):
+        trainer, tokenizer, origin = _prepare(config, log)
+    state = trainer.fresh(origin.items["params"] if origin else None)
+    log(
+        f"starting from {config.train.init_from} (its step {origin.step})"
+        if origin
+        else f"starting from random weights (seed {config.train.seed})"
+    )
+    return Start(trainer, state, 0, tokenizer)
 
 
-def _begin_anew(config: Config, log: Callable[[str], None]) -> Start:
+def _prepare(config: Config, log: Callable[[str], None]) -> tuple[Trainer, Tokenizer, Restored | None]:
     origin: Restored | None = None
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, log=log)
@@ -221,14 +234,7 @@ def _begin_anew(config: Config, log: Callable[[str], None]) -> Start:
         )
     if config.train.objective == "sequential":
         _check_separator(config.data.separator, tokenizer)
-    trainer = Trainer(config)
-    state = trainer.fresh(origin.items["params"] if origin else None)
-    log(
-        f"starting from {config.train.init_from} (its step {origin.step})"
-        if origin
-        else f"starting from random weights (seed {config.train.seed})"
-    )
-    return Start(trainer, state, 0, tokenizer)
+    return Trainer(config), tokenizer, origin
 
 
 def _find_tokenizer(config: Config) -> Tokenizer:
@@ -258,11 +264,16 @@ def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
 
 
 class Stop:
-    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once."""
+    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once.
+
+    A signal to any one of several processes stops all of them, at the same step.
+    """
 
     def __init__(self) -> None:
         """Installs the handlers."""
-        self.signal: int | None = None
+        self.signal: int | None = None  # that this process got
+        self.agreed = 0  # that all know of
+        self._vote = processes.Vote()
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -270,6 +281,11 @@ class Stop:
             self.restore()
             signal.raise_signal(number)
         self.signal = number
+
+    def asked(self) -> bool:
+        """Whether training is to stop here; to be called once a step."""
+        self.agreed = self.agreed or self._vote(self.signal or 0)
+        return self.agreed > 0
 
     def restore(self) -> None:
         """Puts the former handlers back."""
@@ -281,35 +297,43 @@ def fit(config: Config, workdir: str | Path, *, log: Callable[[str], None] = pri
     """Trains until `train.steps`, from wherever the run in `workdir` stands.
 
     Returns:
-      0, or 128 + the signal that stopped it at a step boundary, after a checkpoint.
+      0; 1 if the last checkpoint could not be written; or 128 + the signal that stopped it at a step boundary, after a
+      checkpoint.
 
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
     """
     if config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
-    task = make_task(config.data)
-    train, dev = task.examples("train"), task.examples("dev")
-    if not len(train):
-        raise UserError("data.train: found nothing; expected the examples to train on")
+    if not processes.first():
+        log = _silence
+    with processes.together(UserError):
+        task = make_task(config.data)
+        train, dev = task.examples("train"), task.examples("dev")
+        if not len(train):
+            raise UserError("data.train: found nothing; expected the examples to train on")
     stop = Stop()
     try:
-        with RunDirectory(workdir) as directory:
+        with RunDirectory(workdir, log) as directory:
             return _fit(config, directory, train, dev, stop, log)
     finally:
         stop.restore()
 
 
+def _silence(line: str) -> None:
+    pass
+
+
 def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: Stop, log: Callable[[str], None]) -> int:
-    store = Store(directory.path / "checkpoints", keep=config.train.keep_checkpoints, writable=True)
+    keep, keep_every = config.train.keep_checkpoints, config.train.keep_every
+    store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
     start = begin(config, directory, store, log)
     trainer, state, config = start.trainer, start.state, start.trainer.config
     if start.step >= config.train.steps:
+        store.close()
         log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
         return 0
-    directory.write_config(config)
-    directory.keep_tokenizer(start.tokenizer)
-    directory.cut_metrics(start.step)
+    directory.begin(config, start.tokenizer, start.step)
     examiner = Examiner(config, trainer.dev_loss, dev, start.tokenizer, directory, log)
     assert config.model is not None
     batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model), start.step)
@@ -317,10 +341,10 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
     where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
     log(f"{size:.1f} M parameters, {len(train)} training examples, {trainer.model.dtype} on {where}")
     log("the first steps are slow: each new length compiles once")
-    progress = Progress("training", config.train.steps, unit="step", start=start.step)
+    progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=processes.first())
     window = Window(directory, progress, learning_rate(config.train), config.train.batch_size)
     step, saved, steps = start.step, start.step, config.train.steps
-    while step < steps and stop.signal is None:
+    while step < steps and not stop.asked():
         batch = next(batches)
         arrays = sharding.put_batch(batch.arrays, trainer.mesh)
         state, metrics = trainer.step(state, arrays, trainer.dropout_key(step + 1))
@@ -332,23 +356,27 @@ def _fit(config: Config, directory: RunDirectory, train: Any, dev: Any, stop: St
         # Evaluation first: whoever is killed in between repeats both, and no evaluation is ever left out.
         if len(dev) and (step % config.train.evaluate_every == 0 or last):
             examiner.evaluate(step, state.params, progress)
-        if step % config.train.checkpoint_every == 0 or last:
+        if not last and step % config.train.checkpoint_every == 0:
             _save(store, step, state, config)
             saved = step
         window.pause(time.perf_counter() - begun)
     if window.steps:
         window.flush(step)
-    if saved < step:
-        _save(store, step, state, config)
-    progress.close()
+    done = store.settle()
+    if saved < step or not done:
+        done = _save(store, step, state, config, wait=True)
     store.close()
     examiner.store.close()
-    if stop.signal is not None and step < steps:
-        log(f"stopped by {signal.Signals(stop.signal).name} at step {step}; the same command goes on from there")
-        return 128 + stop.signal
+    progress.close()
+    if not done:
+        log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")
+        return 1
+    if stop.agreed and step < steps:
+        log(f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there")
+        return 128 + stop.agreed
     log(f"trained for {step} steps; checkpoints in {directory.path / 'checkpoints'}")
     return 0
 
 
-def _save(store: Store, step: int, state: TrainState, config: Config) -> None:
-    store.save(step, {"params": state.params, "state": state.optimizer}, config=config, metadata={})
+def _save(store: Store, step: int, state: TrainState, config: Config, *, wait: bool = False) -> bool:
+    return store.save(step, {"params": state.params, "state": state.optimizer}, config=config, wait=wait)
