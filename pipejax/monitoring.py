@@ -111,7 +111,7 @@ class Examiner:
         )
         score = tuple(processes.same([values["em_f1"], -loss]))
         if score > self.best and self.store.save(
-            step, {"params": params}, config=self.config, metadata={"score": list(score)}
+            step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
         ):
             self.best = score
 

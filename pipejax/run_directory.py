@@ -112,7 +112,10 @@ class RunDirectory:
         if target.is_dir():
             return
         shutil.rmtree(partial, ignore_errors=True)
-        tokenizer.save(partial)
+        try:
+            tokenizer.save(partial)
+        except Exception as error:  # what tokenizers raises when the disk is full is no OSError
+            raise UserError(f"{target}: cannot be written ({error})") from error
         partial.rename(target)
 
     def _cut_metrics(self, step: int) -> None:

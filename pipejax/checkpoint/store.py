@@ -14,10 +14,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from pipejax import config as config_lib
@@ -29,6 +32,7 @@ from pipejax.errors import UserError
 from pipejax.fingerprint import difference, fingerprints
 
 PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EINTR)
+LOOP_CLOSED = "Event loop is closed"
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 # Orbax narrates every save and shows a traceback of every error that it also raises.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -64,25 +68,12 @@ class Store:
         Raises:
           UserError: the directory cannot be written.
         """
-        self.directory, self.log = directory.absolute(), log
+        self.directory, self.log, self.keep, self.keep_every = directory.absolute(), log, keep, keep_every
         self._saving: int | None = None  # the step whose save is under way
+        self._littered = False  # a failed save may go on writing for a moment: its rests are swept up again later
         self._manager: ocp.CheckpointManager | None = None
         if not writable:
             return
-        handlers: dict[str, ocp.CheckpointHandler] = {
-            "params": ocp.StandardCheckpointHandler(),
-            "state": ocp.StandardCheckpointHandler(),
-            "manifest": ocp.JsonCheckpointHandler(),
-        }
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            keep_period=keep_every or None,
-            create=True,
-            cleanup_tmp_directories=True,
-            should_save_fn=lambda step, latest: True,
-            enable_async_checkpointing=True,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=directory.name),
-        )
         with processes.together(UserError):
             try:
                 if processes.first():
@@ -91,7 +82,32 @@ class Store:
                         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             except OSError as error:
                 raise UserError(f"{self.directory}: cannot be written ({error.strerror})") from error
-        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+        _hush_stragglers()
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        handlers: dict[str, ocp.CheckpointHandler] = {
+            "params": ocp.StandardCheckpointHandler(),
+            "state": ocp.StandardCheckpointHandler(),
+            "manifest": ocp.JsonCheckpointHandler(),
+        }
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self.keep,
+            keep_period=self.keep_every or None,
+            create=True,
+            cleanup_tmp_directories=True,
+            should_save_fn=lambda step, latest: True,
+            enable_async_checkpointing=True,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self.directory.name),
+        )
+        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+
+    def _close_manager(self) -> None:
+        for _ in range(4):  # each of its parts raises once more what a failed save has raised
+            with contextlib.suppress(Exception):
+                if self._manager is not None:
+                    self._manager.close()
+                    self._manager = None
 
     def steps(self) -> list[int]:
         """Committed steps, newest first. An entry that only has a step's name counts: it must not be passed over."""
@@ -122,6 +138,7 @@ class Store:
         """
         assert self._manager is not None, "not writable"
         self.settle()
+        self._sweep()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
         manifest = manifest_lib.make(step, arrays, config, metadata or {})
         saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
@@ -182,6 +199,18 @@ class Store:
                 raise Damaged(f"{name}: {problem}")
         return Restored(step, items, config, manifest["metadata"], place)
 
+    def verify(self, step: int) -> dict[str, int]:
+        """Reads everything that a step holds, an item at a time; the number of arrays of each item.
+
+        Raises:
+          Damaged, UserError: as `restore`.
+        """
+        place, arrays = self.directory / str(step), self._manifest(step)["arrays"]
+        for name, expected in arrays.items():
+            if problem := difference(fingerprints(_read_as_saved(place / name)), expected):
+                raise Damaged(f"{name}: {problem}")
+        return {name: len(expected) for name, expected in arrays.items()}
+
     def describe(self, step: int) -> Restored:
         """A step's manifest without its arrays: config and metadata are verified, `items` is empty."""
         manifest = self._manifest(step)
@@ -201,8 +230,8 @@ class Store:
         """Waits for the save under way and frees the manager's threads. False if that save failed."""
         done = self.settle()
         if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+            self._close_manager()
+            self._sweep()
         return done
 
     def _newest(
@@ -234,25 +263,31 @@ class Store:
 
     def _manifest(self, step: int) -> Manifest:
         place = self.directory / str(step)
-        try:
+        with _damage(place / "manifest"):
             manifest = ocp.JsonCheckpointHandler().restore(place / "manifest")
-        except Exception as error:
-            _refuse_passing_trouble(error, place)
-            raise Damaged(f"manifest unreadable ({type(error).__name__}: {_brief(error)})") from error
         return manifest_lib.check(manifest, step, place)
 
     def _failed(self, step: int, error: Exception | None) -> None:
-        """Says so, and takes away what the failed save has left, which may be what fills the disk."""
+        """Says so, and makes room for the next."""
         self._saving = None
         reason = _reason(error) if error else "another process failed"
         self.log(f"{self.directory / str(step)}: not saved ({reason}); earlier checkpoints are as they were")
-        assert self._manager is not None
-        if processes.first():
-            for rest in self.directory.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"):
+        self._littered = True
+        self._close_manager()
+        self._sweep()
+        self._manager = self._open()  # the old one would tell of the error again, as if the next save had failed
+
+    def _sweep(self) -> None:
+        """Removes what failed saves have left, which may be what fills the disk."""
+        if not (self._littered and processes.first()):
+            return
+        for _ in range(10):
+            rests = list(self.directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+            for rest in rests:
                 shutil.rmtree(rest, ignore_errors=True)
-        with contextlib.suppress(Exception):
-            self._manager.wait_until_finished()  # the same error, again
-        self._manager.reload()
+            if not rests:
+                break
+            time.sleep(0.1)  # writes that were under way may make it anew
 
 
 def _config(manifest: Manifest, place: Path) -> Config:
@@ -260,8 +295,24 @@ def _config(manifest: Manifest, place: Path) -> Config:
 
 
 def _read(path: Path, template: Any) -> Any:
-    try:
+    with _damage(path):
         return ocp.StandardCheckpointHandler().restore(path, args=ocp.args.StandardRestore(template))
+
+
+def _read_as_saved(path: Path) -> Any:
+    """An item in the structure that it has on disk, on the first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with _damage(path):
+        saved = ocp.StandardCheckpointHandler().metadata(path).tree
+        template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
+    return _read(path, template)
+
+
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Whatever goes wrong when an item is read is damage to it, unless it may pass."""
+    try:
+        yield
     except Exception as error:
         _refuse_passing_trouble(error, path)
         _hush_stragglers()
@@ -308,21 +359,25 @@ def _sync_directory(path: Path) -> None:
 
 
 def _hush_stragglers() -> None:
-    """When one array cannot be read, Orbax abandons its reads of the others, and each dies with a traceback of its own.
+    """When one array cannot be read or written, Orbax abandons the others, and each dies with a traceback of its own.
 
-    They say nothing that the one line about the damaged step does not. Everything else is passed on as before.
+    They say nothing that the one line about the step does not. Everything else is passed on as before.
     """
-    before = sys.unraisablehook
+    before, before_main = sys.unraisablehook, sys.excepthook
     if getattr(before, "hushes", False):
         return
 
     def hook(unraisable: Any) -> None:
         told = f"{unraisable.object!r} {unraisable.exc_value!r} {unraisable.err_msg}"
-        if "Event loop is closed" not in told and "_read_array_index" not in told and "TensorStore" not in told:
+        if LOOP_CLOSED not in told and "_read_array_index" not in told and "TensorStore" not in told:
             before(unraisable)
 
+    def main_hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not (kind is RuntimeError and str(value) == LOOP_CLOSED):
+            before_main(kind, value, trace)
+
     hook.hushes = True  # type: ignore[attr-defined]
-    sys.unraisablehook = hook
+    sys.unraisablehook, sys.excepthook = hook, main_hook
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
