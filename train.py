@@ -37,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
 
     def explain(error: BaseException) -> int:
         code = cli.explain(error, debug=flags.debug)
+        if processes.lost(error):
+            cli.note("error: another process of this run is gone; start all of them again to go on")
+            return 1
         if code == cli.EXIT_OUR_MISTAKE:
             traceback.print_exception(error)
         return code

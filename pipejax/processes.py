@@ -11,7 +11,9 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +42,7 @@ def join(
     process_id: int | None = None,
     *,
     heartbeat: int = HEARTBEAT,
+    patience: float = 300.0,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
     """Joins the processes of this run, if it has several; before anything else uses a device.
@@ -49,6 +52,7 @@ def join(
       processes: how many there are; None: as the launcher says.
       process_id: which one this is, from 0; None: as the launcher says.
       heartbeat: seconds of silence after which a process counts as dead; the others then end themselves.
+      patience: seconds to wait for process 0 to listen.
       environment: where launchers leave their variables.
 
     Returns:
@@ -79,6 +83,8 @@ def join(
         return False
     if heartbeat < 1:
         raise UserError(f"--heartbeat: found {heartbeat}; expected at least 1 second")
+    if coordinator is not None and process_id != 0:
+        _await(coordinator, patience)
     own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from us
     try:
@@ -90,6 +96,23 @@ def join(
             f"({said}); expected process 0 to listen there and every process to be started"
         ) from error
     return True
+
+
+def _await(coordinator: str, patience: float) -> None:
+    """JAX aborts the process, without an exception, when nobody listens there in time."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--coordinator {coordinator}: no answer in {patience:.0f} s ({error}); expected process 0 to "
+                    "listen there"
+                ) from error
+        time.sleep(0.2)
 
 
 def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
@@ -116,6 +139,12 @@ def _detected(environment: Mapping[str, str]) -> bool:
     job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
     hosts = environment.get("TPU_WORKER_HOSTNAMES", "") + environment.get("TPU_PROCESS_ADDRESSES", "")
     return (job and importlib.util.find_spec("kubernetes") is not None) or "," in hosts
+
+
+def lost(error: BaseException) -> bool:
+    """Whether it says that another process of the run is gone."""
+    words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe"
+    return several() and isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I))
 
 
 def several() -> bool:
