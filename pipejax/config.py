@@ -120,7 +120,8 @@ class TrainConfig:
     evaluate_every: int = setting(500, least=1)
     evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
     checkpoint_every: int = setting(500, least=1)
-    keep_checkpoints: int = setting(3, least=1)
+    keep_checkpoints: int = setting(3, least=1)  # the newest that stay on disk
+    keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
     tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
     wandb: str = setting("")  # a project of Weights & Biases, too; needs wandb
 

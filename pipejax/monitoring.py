@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from pipejax import processes
 from pipejax.checkpoint import Store
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
@@ -233,16 +234,17 @@ class Examiner:
         assert config.model is not None
         self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
-        self.store = Store(directory.path / "best", keep=1, writable=True)
-        best = self.store.newest(None, log=log, set_aside=True)
-        self.best = tuple(best.metadata["score"]) if best else (-1.0, -np.inf)
+        self.store = Store(directory.path / "best", keep=1, writable=True, log=log)
+        best = self.store.newest_metadata(log=log)
+        self.best = tuple(best["score"]) if best else (-1.0, -np.inf)
 
     def evaluate(self, step: int, params: Any, progress: Progress) -> None:
         """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
+        weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
-            self.generator = Generator(self.config, params, self.tokenizer)
+            self.generator = Generator(self.config, weights, self.tokenizer)
         else:
-            self.generator.set_params(params)
+            self.generator.set_params(weights)
         values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size)
         loss = self._dev_loss(params)
         params_fp = digest(fingerprints(params))
@@ -250,10 +252,11 @@ class Examiner:
         progress.line(
             f"step {step}: dev loss {loss:.4f}, exact-match F1 {values['em_f1']:.2f}, {values['steps']:.1f} steps"
         )
-        score = (values["em_f1"], -loss)
-        if score > self.best:
+        score = tuple(processes.same([values["em_f1"], -loss]))
+        if score > self.best and self.store.save(
+            step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
+        ):
             self.best = score
-            self.store.save(step, {"params": params}, config=self.config, metadata={"score": list(score)})
 
     def _dev_loss(self, params: Any) -> float:
         batches = fixed_batches(self.encoded, self.config.train)

@@ -190,7 +190,7 @@ class Trainer:
             assert self.config.model is not None
             birth = partial(self._birth, self.config.model)
             return jax.jit(birth, out_shardings=self.shardings)(self.key)
-        params = jax.device_put(params, self.shardings.params)
+        params = sharding.put_tree(params, self.shardings.params)
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Any]:

@@ -23,19 +23,10 @@ SOURCES = sorted(
 
 # Lowest first. A module imports from its own layer and from those below; the first match places it.
 LAYERS = (
-    ("errors", "config", "grid", "losses", "progress", "cli", "metrics", "metrics.*"),
-    ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "checkpoint", "tensor_files"),
-    (
-        "convert",
-        "run_directory",
-        "optimizer",
-        "costs",
-        "architectures",
-        "decoding",
-        "decoding.*",
-        "picture",
-        "picture_page",
-    ),
+    ("errors", "config", "grid", "losses", "progress", "processes", "cli", "metrics", "metrics.*"),
+    ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
+    ("checkpoint", "checkpoint.*", "architectures", "costs"),
+    ("convert", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page"),
     ("generate",),
     ("evaluation", "records"),
     ("trainer", "plan", "training", "monitoring"),
@@ -61,7 +52,7 @@ NON_EDGES = (
 KEPT_IN: dict[str, tuple[str, ...]] = {
     "flax.linen": ("t5",),
     "flax.nnx": (),
-    "orbax": ("checkpoint",),
+    "orbax": ("checkpoint.store",),
     "transformers": ("convert", "tokenizer", "data.demo"),
     "tokenizers": ("convert", "tokenizer", "data.demo"),
     "huggingface_hub": ("convert", "tokenizer", "data.demo"),
