@@ -107,9 +107,9 @@ def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
 
 
 def length_step(length: int) -> int:
-    """The padded length in training: four steps to a doubling, 64, 80, 96, 112, 128, 160, ...; multiples of 8 below."""
-    eighth = 1 << max(math.ceil(math.log2(max(length, 1))) - 3, 3)
-    return max(math.ceil(length / eighth) * eighth, 16)
+    """The padded length in training: four steps to a doubling, 64, 80, 96, 112, 128, 160, ...; 16, 32, 48 below."""
+    step = 1 << max(math.ceil(math.log2(max(length, 1))) - 3, 4)
+    return max(math.ceil(length / step), 1) * step
 
 
 def pack_size(config: TrainConfig) -> int:
