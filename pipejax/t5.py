@@ -1,6 +1,6 @@
 """The T5 encoder-decoder. Masks and distances in, logits out: no grids, tasks, meshes or files here.
 
-Shapes: B batch, L source length, Q queries of a call, C keys (cache slots), D width, H heads, K head width,
+Shapes: B batch, L source length, Q queries of a call, C keys, D width, H heads, K head width,
 F feed-forward width, V vocabulary. In a mask True means "may attend". Parameters are float32; `dtype` is that of the
 computation, and norms, softmax and logits are float32 always. Architecture: Raffel et al. 2020 (v1.0) and its v1.1, mT5
 and ByT5 variants.
@@ -27,26 +27,11 @@ MASKED = -1e9  # finite: a query that sees nothing gets a uniform softmax instea
 
 @flax.struct.dataclass
 class Memory:
-    """Cross-attention keys and values of a source, computed once."""
+    """Cross-attention keys and values of a source, computed once for decoding (`pipejax.packed`)."""
 
-    keys: tuple[Array, ...]  # a layer each [B, H, L, K]
-    values: tuple[Array, ...]
+    keys: tuple[Array, ...]  # a layer each [B, H, K, L]
+    values: tuple[Array, ...]  # [B, H, L, K]
     mask: Array  # bool [B, L]
-
-
-@flax.struct.dataclass
-class KVCache:
-    """Self-attention keys and values of the decoder, by slot."""
-
-    keys: tuple[Array, ...]  # a layer each [B, H, C, K]
-    values: tuple[Array, ...]
-
-
-def empty_cache(config: T5Config, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
-    """A cache of `slots` zeroed slots."""
-    shape = (batch, config.num_heads, slots, config.d_kv)
-    zeros = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_decoder_layers))
-    return KVCache(keys=zeros, values=tuple(jnp.zeros_like(x) for x in zeros))
 
 
 def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
@@ -180,7 +165,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention over the cache's slots, cross-attention over the memory, feed-forward."""
+    """Self-attention, cross-attention over the encoded source, feed-forward."""
 
     config: T5Config
     dtype: DTypeLike
@@ -193,27 +178,11 @@ class DecoderLayer(nn.Module):
 
     def __call__(self, x: Array, bias: Array, encoded: Array, memory_bias: Array, deterministic: bool) -> Array:
         """Teacher-forced: the keys are the queries themselves, and the memory is computed here."""
-        memory = self.cross_attention.keys_values(encoded)
-        return self.step(x, bias, None, 0, memory, memory_bias, deterministic)[0]
-
-    def step(
-        self,
-        x: Array,
-        bias: Array,
-        cached: tuple[Array, Array] | None,
-        start: Array | int,
-        memory: tuple[Array, Array],
-        memory_bias: Array,
-        deterministic: bool,
-    ) -> tuple[Array, Array, Array]:
         normed = self.self_attention.norm(x)
-        keys, values = self.self_attention.keys_values(normed)
-        if cached is not None:
-            keys = jax.lax.dynamic_update_slice_in_dim(cached[0], keys.astype(cached[0].dtype), start, axis=2)
-            values = jax.lax.dynamic_update_slice_in_dim(cached[1], values.astype(cached[1].dtype), start, axis=2)
-        x = self.self_attention.attend(x, normed, keys, values, bias, deterministic)
-        x = self.cross_attention.attend(x, self.cross_attention.norm(x), *memory, memory_bias, deterministic)
-        return self.feed_forward(x, deterministic), keys, values
+        x = self.self_attention.attend(x, normed, *self.self_attention.keys_values(normed), bias, deterministic)
+        normed, memory = self.cross_attention.norm(x), self.cross_attention.keys_values(encoded)
+        x = self.cross_attention.attend(x, normed, *memory, memory_bias, deterministic)
+        return self.feed_forward(x, deterministic)
 
 
 def apply_layers(
@@ -296,7 +265,7 @@ class Decoder(nn.Module):
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
         pairs = [layer.cross_attention.keys_values(encoded) for layer in self.layers]
-        return Memory(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
+        return Memory(keys=tuple(k.swapaxes(2, 3) for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
     def __call__(
         self, x: Array, mask: Array, distance: Array, encoded: Array, memory_mask: Array, deterministic: bool
@@ -308,27 +277,6 @@ class Decoder(nn.Module):
         seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys)
         return self.drop(self.norm(x), deterministic=deterministic)
-
-    def step(
-        self,
-        x: Array,
-        mask: Array,
-        distance: Array,
-        memory: Memory,
-        cache: KVCache | None,
-        start: Array | int,
-        deterministic: bool,
-    ) -> tuple[Array, KVCache]:
-        bias = jnp.where(mask[:, None], self.relative_bias(distance), MASKED)
-        memory_bias = jnp.where(memory.mask[:, None, None, :], 0.0, MASKED)
-        x = self.drop(x, deterministic=deterministic)
-        keys, values = [], []
-        for i, layer in enumerate(self.layers):
-            cached = None if cache is None else (cache.keys[i], cache.values[i])
-            x, k, v = layer.step(x, bias, cached, start, (memory.keys[i], memory.values[i]), memory_bias, deterministic)
-            keys.append(k)
-            values.append(v)
-        return self.drop(self.norm(x), deterministic=deterministic), KVCache(tuple(keys), tuple(values))
 
 
 class Head(nn.Module):
@@ -369,36 +317,6 @@ class T5(nn.Module):
         """
         encoded = self.encoder(self.shared(tokens), mask, deterministic)
         return self.decoder.memorize(encoded, mask)
-
-    def decode(
-        self,
-        tokens: Array,
-        mask: Array,
-        distance: Array,
-        memory: Memory,
-        cache: KVCache | None = None,
-        start: Array | int = 0,
-        *,
-        deterministic: bool = True,
-    ) -> tuple[Array, KVCache]:
-        """Next-token logits of queries that see what `mask` shows them.
-
-        Args:
-          tokens: i32 [B, Q], fed tokens.
-          mask: bool [B|1, Q, C], the keys each query may see, itself included.
-          distance: i32 [B|1, Q, C], relative distances >= 0, for T5's unidirectional buckets.
-          memory: what `encode` returned for the same B.
-          cache: None: the keys are the queries themselves (C = Q). Else C slots, of which Q from `start` on are
-            written by this call before anything is read.
-          start: i32 scalar.
-          deterministic: False applies dropout.
-
-        Returns:
-          logits f32 [B, Q, V]; the cache with this call's keys and values.
-        """
-        seen = mask, distance, memory, cache, start, deterministic
-        hidden, cache = self.decoder.step(self.shared(tokens), *seen)
-        return self.logits(hidden), cache
 
     def logits(self, hidden: Array) -> Array:
         """f32 [..., V] from the decoder's output [..., D]."""

@@ -17,16 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     [
         *ROOT.glob("*.py"),
-        *(path for folder in ("pipejax", "configs", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")),
+        *(path for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")),
     ]
 )
 
 # Lowest first. A module imports from its own layer and from those below; the first match places it.
 LAYERS = (
-    ("errors", "config", "grid", "losses", "progress", "processes", "cli", "metrics", "metrics.*"),
+    ("errors", "config", "grid", "losses", "progress", "processes", "cli", "program_cache", "metrics", "metrics.*"),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
     ("checkpoint", "checkpoint.*", "architectures", "costs"),
-    ("convert", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page"),
+    ("convert", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page", "packed"),
     ("generate",),
     ("evaluation", "records"),
     ("trainer", "plan", "training", "monitoring"),
