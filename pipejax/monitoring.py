@@ -14,6 +14,7 @@ from pipejax.data.core import Example, encode, fixed_batches
 from pipejax.evaluation import evaluate
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import Generator
+from pipejax.metrics import HEADLINES
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory
 from pipejax.tokenizer import Tokenizer
@@ -93,7 +94,7 @@ class Examiner:
         self.best = tuple(best.metadata["score"]) if best else (-1.0, -np.inf)
 
     def evaluate(self, step: int, params: Any, progress: Progress) -> None:
-        """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
+        """Dev loss and quality of greedy decoding with the trained strategy; the best by score, then loss, is kept."""
         if self.generator is None:
             self.generator = Generator(self.config, params, self.tokenizer)
         else:
@@ -104,10 +105,11 @@ class Examiner:
         self.directory.log_metrics(
             {"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp}
         )
+        headline = HEADLINES[values["metric"]]
         progress.line(
-            f"step {step}: dev loss {loss:.4f}, exact-match F1 {values['em_f1']:.2f}, {values['steps']:.1f} steps"
+            f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        score = (values["em_f1"], -loss)
+        score = (values[headline], -loss)
         if score > self.best:
             self.best = score
             self.store.save(step, {"params": params}, config=self.config, metadata={"score": list(score)})
