@@ -19,6 +19,7 @@ from pipejax.errors import UserError
 
 STRATEGIES = ("pipelined", "sequential")
 OBJECTIVES = (*STRATEGIES, "none")
+METRICS = ("spans", "keyphrases", "rouge")
 STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -88,6 +89,7 @@ class DataConfig:
     max_source: int = setting(2048, least=2)  # longer sources are cut here, eos kept
     max_target: int = setting(512, least=2)  # a longer target loses its last rows (training only)
     separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
+    metric: str = setting("", choices=("", *METRICS))  # of evaluation; "" = the task's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +322,7 @@ def _check_fields(node: Any, prefix: str, where: str) -> None:
         if rule.get("choices") and value not in rule["choices"]:
             guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
             raise UserError(
-                f"{where}: {key}: found {value!r}; expected one of {', '.join(rule['choices'])}"
+                f"{where}: {key}: found {value!r}; expected one of {', '.join(filter(None, rule['choices']))}"
                 + (f" (did you mean {guess[0]}?)" if guess else "")
             )
         for name, words, broken in (

@@ -22,6 +22,7 @@ from pipejax.errors import UserError
 from pipejax.evaluation import evaluate
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import Generator
+from pipejax.metrics import HEADLINES
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory
 from pipejax.tokenizer import Tokenizer
@@ -239,7 +240,7 @@ class Examiner:
         self.best = tuple(best["score"]) if best else (-1.0, -np.inf)
 
     def evaluate(self, step: int, params: Any, progress: Progress) -> None:
-        """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
+        """Dev loss and quality of greedy decoding with the trained strategy; the best by score, then loss, is kept."""
         weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
             self.generator = Generator(self.config, weights, self.tokenizer)
@@ -249,10 +250,11 @@ class Examiner:
         loss = self._dev_loss(params)
         params_fp = digest(fingerprints(params))
         self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
+        headline = HEADLINES[values["metric"]]
         progress.line(
-            f"step {step}: dev loss {loss:.4f}, exact-match F1 {values['em_f1']:.2f}, {values['steps']:.1f} steps"
+            f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        score = tuple(processes.same([values["em_f1"], -loss]))
+        score = tuple(processes.same([values[headline], -loss]))
         if score > self.best and self.store.save(
             step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
         ):

@@ -23,12 +23,23 @@ SOURCES = sorted(
 
 # Lowest first. A module imports from its own layer and from those below; the first match places it.
 LAYERS = (
-    ("errors", "config", "grid", "losses", "progress", "processes", "cli", "program_cache", "metrics", "metrics.*"),
+    (
+        "errors",
+        "config",
+        "grid",
+        "losses",
+        "progress",
+        "processes",
+        "cli",
+        "program_cache",
+        "metrics",
+        "metrics.[!_]*",
+    ),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
     ("checkpoint", "checkpoint.*", "architectures", "costs"),
     ("convert", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page", "packed"),
     ("generate",),
-    ("evaluation", "records"),
+    ("evaluation", "records", "metrics.__main__"),
     ("trainer", "plan", "training", "monitoring"),
     ("",),  # the package itself: a door to the modules above
 )
@@ -58,6 +69,8 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("convert", "tokenizer", "data.demo"),
     "tensorflow_datasets": ("data.*",),
     "grain": ("data.*",),
+    "nltk": ("metrics.*",),
+    "rouge_score": ("metrics.rouge",),
     "tensorflow": (),
     "torch": (),
 }
