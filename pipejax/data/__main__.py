@@ -4,8 +4,8 @@
     python -m pipejax.data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
 
 `prepare` reads what the publisher gives (DIR) and writes what training reads (--data-dir, by itself that of TFDS:
-~/tensorflow_datasets). A TASK without its files says which ones it needs. `stats` takes the bounds of the task, or those
-that --set gives; without a tokenizer it counts words only.
+~/tensorflow_datasets). A TASK without its files says which ones it needs. `stats` takes the bounds of the task, or
+those that --set gives; without a tokenizer it counts words only.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One's own data: a file a split, as JSON lines or CSV. By itself a line is `{"id", "source", "targets": [row, ...]}`."""
+"""One's own data: a file a split, as JSON lines or CSV. A line is `{"id", "source", "targets": [row, ...]}`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -77,19 +77,26 @@ def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:
     """The rows of a CSV file with a line of column names, as objects of texts.
 
     Raises:
-      UserError: not UTF-8, no or doubled column names, or a row of another length; the line is the row's last.
+      UserError: not UTF-8, no or doubled column names, or a row of another length; the line is the row's first.
     """
     csv.field_size_limit(sys.maxsize)  # articles are longer than the 128 KiB that it starts with
-    reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    try:
+        yield from _rows(csv.reader(text, strict=True), where)
+    finally:
+        text.detach()  # the file is closed by whoever opened it
+
+
+def _rows(reader: Any, where: str) -> Iterator[Placed]:
     names: list[str] | None = None
     while True:
+        place = f"{where}:{reader.line_num + 1}"
         try:
             row = next(reader, None)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{where}:{reader.line_num + 1}: not CSV in UTF-8 ({error})") from error
+            raise UserError(f"{place}: not CSV in UTF-8 ({error})") from error
         if row is None:
             return
-        place = f"{where}:{reader.line_num}"
         if names is None:
             names = row
             if len(set(names)) < len(names) or not any(names):

@@ -1,8 +1,8 @@
 """MultiSpanQA (Li et al. 2022): questions whose answer is several spans of a document. The paper's MSQA.
 
-The official test set has no labels. So test is the official valid.json (653), and dev is an eighth of train.json (653 of
-5,230): the examples whose ids have the smallest BLAKE2b digests. Files with a dev split of their own, arrays of objects
-with "answers", are taken as they are.
+The official test set has no labels. So test is the official valid.json (653), and dev is an eighth of train.json (653
+of 5,230): the examples whose ids have the smallest BLAKE2b digests. Files with a dev split of their own, arrays of
+objects with "answers", are taken as they are.
 """
 
 import hashlib
@@ -70,12 +70,13 @@ def _from_labels(value: Record, place: str) -> tuple[str, str, list[str]]:
 
 def _from_offsets(value: Record, place: str) -> tuple[str, str, list[str]]:
     """The other layout: texts, and answers as [text, [start, end]]."""
+    question, context = text_of(value, "question", place), text_of(value, "context", place)
     pairs = value_of(value, "answers", place)
     fits = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     if not fits:
         raise UserError(f'{place}: "answers": found {kind(pairs)}; expected a list of [text, [start, end]]')
     answers = [check_text(answer, f"answers[{i}]", place) for i, (answer, _) in enumerate(pairs)]
-    return text_of(value, "question", place), text_of(value, "context", place), answers
+    return question, context, answers
 
 
 TASK = Published(

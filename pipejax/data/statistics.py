@@ -42,10 +42,10 @@ def measure(
     of Algorithm 1 without bounds, and of an ordinary decoder; `step_ratio` is that of their means.
 
     Returns:
-      examples, words_per_target, rows_per_target, words_per_row (means), without_target (count), metric-free; and
-      `tokens`: for source, rows, row, pipelined_steps and sequential_steps the median, the 95th percentile and the most;
-      step_ratio; `cut_percent`: of the examples, by each of max_source, max_target (pipelined), time_max, sub_max, and
-      either of the last two.
+      examples and without_target (counts); words_per_target, rows_per_target, words_per_row (means); `tokens`: of
+      source, rows, row, pipelined_steps and sequential_steps the median, the 95th percentile and the most; step_ratio;
+      `cut_percent`: of the examples, by each of max_source, max_target (pipelined), time_max, sub_max, and either of
+      the last two.
     """
     lengths, words, rows = _Lengths(), 0, [len(example.targets) for example in examples]
     for example in examples:

@@ -18,7 +18,7 @@ def plain(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def restore(text: str, placeholders: Sequence[tuple[str, str]]) -> str:
-    """A generated text with the publisher's placeholders again: "# degenerate graphs" -> "<digit> degenerate graphs"."""
+    """A generated text with the publisher's placeholders again: "# graphs" becomes "<digit> graphs"."""
     for old, new in placeholders:
         text = text.replace(new, old)
     return text
