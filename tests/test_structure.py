@@ -26,7 +26,7 @@ LAYERS = (
     ("errors", "config", "grid", "losses", "progress", "processes", "cli", "metrics", "metrics.*"),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
     ("checkpoint", "checkpoint.*", "architectures", "costs"),
-    ("convert", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page"),
+    ("convert", "recipes", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page"),
     ("generate",),
     ("evaluation", "records"),
     ("trainer", "plan", "training", "monitoring"),
