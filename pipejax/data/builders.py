@@ -121,7 +121,7 @@ def prepare(
         elif importlib.util.find_spec("tensorflow") is None:
             raise UserError(
                 f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected it (pip install "
-                f"tensorflow-cpu), or --manual-dir with {published.files}"
+                f"-r requirements-prepare.txt), or --manual-dir with {published.files}"
             )
         if manual_dir:
             tfds.disable_progress_bar()  # there is one of ours
