@@ -125,6 +125,6 @@ def test_nothing_to_train_on(tiny, tmp_path):
     files = {"valid.json": CASES["msqa"][0]["MultiSpanQA_data/valid.json"]}
     prepare(PUBLISHED["msqa"], manual_dir=str(lay(tmp_path / "manual", files)), data_dir=str(tmp_path / "data"))
     overrides = [f"train.init_from={tiny / 'checkpoint'}", f"data.data_dir={tmp_path / 'data'}"]
-    with pytest.raises(UserError, match="data.train: found nothing; expected the examples to train on"):
+    with pytest.raises(UserError, match=r"data\.train: found nothing; expected the examples to train on"):
         training.fit(load(CONFIGS / "msqa_base_pipelined.py", overrides), tmp_path / "run", log=lambda line: None)
     assert not (tmp_path / "run").exists()
