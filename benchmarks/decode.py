@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--patterns", default="8x14,5x4,7x40", metavar="NxM,...")
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="examples decoded together (1)")
-    parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench has them")
+    parser.add_argument(
+        "--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench has them"
+    )
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of pipejax")

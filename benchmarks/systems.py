@@ -285,9 +285,7 @@ def save(path: str, value: Any) -> None:
     Path(path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def build(
-    config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]
-) -> list[Pipejax]:
+def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
     """Ours, on shared weights."""
     model = T5(config, dtype=jnp.dtype(dtype))
     ready = jax.jit(lambda p: prepare(model, p))(params)

@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     [
         *ROOT.glob("*.py"),
-        *(path for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")),
+        *(
+            path
+            for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests")
+            for path in (ROOT / folder).rglob("*.py")
+        ),
     ]
 )
 
@@ -37,7 +41,7 @@ LAYERS = (
     ),
     ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
     ("checkpoint", "checkpoint.*", "architectures", "costs"),
-    ("convert", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page", "packed"),
+    ("convert", "recipes", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page", "packed"),
     ("generate",),
     ("evaluation", "records", "metrics.__main__"),
     ("trainer", "plan", "training", "monitoring"),

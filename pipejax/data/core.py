@@ -30,11 +30,16 @@ class Example:
 class Task(Protocol):
     """Where examples come from."""
 
+    metric: str  # "spans", "keyphrases" or "rouge"
+
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of "train", "dev" or "test"; empty if there are none."""
 
     def tokenizer(self) -> Tokenizer | None:
         """The task's own tokenizer, if it has one."""
+
+    def restore(self, row: str) -> str:
+        """A generated row as the publisher of the data spells it."""
 
 
 class Encoded(NamedTuple):
