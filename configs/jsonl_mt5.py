@@ -9,8 +9,8 @@ With titles and texts in fields of their own, and keyphrases parted by ";":
         --set "data.source_template={title}: {text}" --set data.targets=keyphrases --set data.rows=delimiter \
         --set "data.delimiter=;" --set data.metric=keyphrases
 
-One card of 24 GB: mT5-Base has 580 million parameters, two thirds of them for its 250,000 pieces. mT5 was never
-fine-tuned: give it a higher rate and more steps than a T5.
+One card of 24 GB, by estimate: mT5-Base has 580 million parameters, two thirds of them for its 250,000 pieces. It was
+never fine-tuned: give it a higher rate and more steps than a T5.
 """
 
 from pipejax.config import Config, DataConfig, GridConfig, TrainConfig
