@@ -1,8 +1,7 @@
 """What tasks do to text: spelling that T5's pieces can hold, templates, and the rules that part a target into rows."""
 
-import functools
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pipejax.errors import UserError
 
@@ -47,31 +46,21 @@ def keyphrases(document: str, phrases: Sequence[str]) -> list[str]:
     Present means that the phrase's words, lower-cased and stemmed, follow one another somewhere in the document (Meng
     et al. 2017).
     """
-    words = _stems(document)
+    from pipejax.metrics.keyphrases import stems_of  # nltk takes its time: only those who order phrases wait for it
+
+    words = stems_of(document)
     starts: dict[str, list[int]] = {}
     for i, word in enumerate(words):
         starts.setdefault(word, []).append(i)
 
     def first(phrase: str) -> float:
-        stems = _stems(phrase)
+        stems = stems_of(phrase)
         if not stems:
             return float("inf")
         places = (i for i in starts.get(stems[0], ()) if words[i : i + len(stems)] == stems)
         return next(places, float("inf"))
 
     return sorted(dict.fromkeys(phrases), key=first)  # a stable sort: equal ones stay as given
-
-
-@functools.cache
-def _stemmer() -> Callable[[str], str]:
-    from nltk.stem.porter import PorterStemmer
-
-    return functools.lru_cache(maxsize=1 << 18)(PorterStemmer().stem)
-
-
-def _stems(text: str) -> list[str]:
-    stem = _stemmer()
-    return [stem(word) for word in text.lower().split()]
 
 
 class Template:

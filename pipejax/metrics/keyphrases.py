@@ -53,7 +53,7 @@ def score(
         )
     found = {(kind, cut): list[_Scores]() for kind in KINDS for cut in CUTS}
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
-        text = " ".join(_stems(source))
+        text = " ".join(stems_of(source))
         wanted, offered = _part(_distinct(golds), text), _part(_valid(guesses), text)
         for (kind, cut), scores in found.items():
             scores.append(_compare(wanted[kind], offered[kind], CUTS[cut]))
@@ -66,15 +66,15 @@ def score(
     return result
 
 
-def _stems(text: str) -> Phrase:
-    """Punctuation stays attached to its word."""
+def stems_of(text: str) -> Phrase:
+    """A text's words in lower case, stemmed (Porter); punctuation stays attached to its word."""
     return tuple(_stem(word) for word in text.lower().split())
 
 
 def _distinct(phrases: Iterable[str]) -> list[Phrase]:
     """Each once by its stems, in order; '' is a phrase of no words, the separator is none at all."""
     every: dict[Phrase, None] = {}
-    for phrase in map(_stems, phrases):
+    for phrase in map(stems_of, phrases):
         kept = tuple(stem for stem in phrase if stem != _SEPARATOR)
         if kept or not phrase:
             every[kept] = None
