@@ -19,7 +19,6 @@ from pipejax.errors import UserError
 
 STRATEGIES = ("pipelined", "sequential")
 OBJECTIVES = (*STRATEGIES, "none")
-METRICS = ("spans", "keyphrases", "rouge")
 STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -97,7 +96,6 @@ class DataConfig:
     max_source: int = setting(2048, least=2)  # longer sources are cut here, eos kept
     max_target: int = setting(512, least=2)  # a longer target loses its last rows (training only)
     separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
-    metric: str = setting("", choices=("", *METRICS))  # of evaluation; "" = the task's own
 
 
 @dataclasses.dataclass(frozen=True)

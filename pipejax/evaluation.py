@@ -4,15 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipejax import metrics
-from pipejax.config import DataConfig
 from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.generate import Generator, Record, Report, Source
-
-
-def metric_of(config: DataConfig) -> str:
-    """The metric that the config names, else the task's own; rows of no known task are compared as spans."""
-    return config.metric or getattr(make_task(config), "metric", "spans")
 
 
 def evaluate(
@@ -42,7 +36,7 @@ def evaluate(
     name = strategy or generator.default_strategy
     report, sources = Report(), [Source(e.id, e.source) for e in examples]
     records = list(generator.stream(sources, strategy=name, batch_size=batch_size, report=report, tick=tick))
-    metric = metric or metric_of(generator.config.data)
+    metric = metric or make_task(generator.config.data).metric
     gold, predicted = [e.targets for e in examples], [record["rows"] for record in records]
     scores = metrics.score(metric, [e.source for e in examples], gold, predicted)
     result = {

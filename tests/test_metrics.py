@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipejax import checkpoint, config, evaluation, metrics
+from pipejax import checkpoint, config, metrics
 from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
+from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.errors import UserError
 from pipejax.generate import Report
@@ -135,9 +136,9 @@ def test_every_metric_of_the_config_has_a_headline_among_its_scores() -> None:
     assert sum(done) == 3 * len(DOCUMENTS)
 
 
-def test_metric_of() -> None:
-    assert evaluation.metric_of(DataConfig(task="demo")) == "spans"
-    assert evaluation.metric_of(DataConfig(task="jsonl", metric="rouge")) == "rouge"
+def test_a_task_names_its_metric() -> None:
+    assert make_task(DataConfig(task="demo")).metric == "spans"
+    assert make_task(DataConfig(task="jsonl", metric="rouge")).metric == "rouge"
     with pytest.raises(UserError, match=r"data\.metric: found 'rogue'; expected one of spans, keyphrases, rouge \(did"):
         config.override(Config(), ["data.metric=rogue"])
 
