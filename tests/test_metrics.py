@@ -15,6 +15,7 @@ from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.errors import UserError
+from pipejax.evaluation import evaluate
 from pipejax.generate import Report
 from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans
@@ -165,8 +166,8 @@ def test_evaluation_scores_by_the_metric(name) -> None:
     by_config: Any = Canned(DataConfig(task="demo", metric=name), PREDICTED)
     by_argument: Any = Canned(DataConfig(task="demo"), PREDICTED)
     for result, _ in (
-        evaluation.evaluate(by_config, EXAMPLES),
-        evaluation.evaluate(by_argument, EXAMPLES, metric=name),
+        evaluate(by_config, EXAMPLES),
+        evaluate(by_argument, EXAMPLES, metric=name),
     ):
         assert result["metric"] == name
         assert {key: result[key] for key in expected} == expected
