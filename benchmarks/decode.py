@@ -2,9 +2,10 @@
 
     python -m benchmarks.decode --model base --patterns 8x14,5x4,7x40 --peers hf,ct2-fp32,ct2-int8 --json OUT
 
-A pattern NxM is an answer of N rows of M tokens: a sequential decoder takes N (M + 1) steps for it (a separator between
-rows, an eos), the pipelined one N + M. NxMu has the same tokens in rows of unequal length, one of them 1.5 times the mean.
-The systems take turns, each round in another order; times are medians, ratios the medians of each round's own ratio.
+A pattern NxM is an answer of N rows of M tokens: a sequential decoder takes N (M + 1) steps for it (a separator
+between rows, an eos), the pipelined one N + M. NxMu has the same tokens in rows of unequal length, one of them 1.5
+times the mean. The systems take turns, each round in another order; times are medians, ratios the medians of each
+round's own ratio.
 """
 
 import re
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         source = np.random.default_rng(1).integers(3, config.vocab_size, (flags.batch, flags.source), np.int32)
         total = len(patterns) * len(systems) * (flags.rounds + 1)
         progress, results, lines = Progress("measuring", total, unit="run"), [], []
-        memory = bandwidth()
+        memory = bandwidth(flags.threads)
         for text, rows in patterns.items():
             batch = [rows] * flags.batch
             runs = interleaved(systems, source, batch, flags.rounds, lambda: progress.add(1))
@@ -136,7 +138,7 @@ def whole_numbers(flag: str, text: str) -> list[int]:
     return [int(x) for x in text.split(",")]
 
 
-def summary(pattern: str, system: System, batch: Rows, runs: list[Run]) -> dict[str, object]:
+def summary(pattern: str, system: System, batch: Rows, runs: list[Run]) -> dict[str, Any]:
     """Medians of one system."""
     return {
         "pattern": pattern,
