@@ -110,20 +110,19 @@ def _found(workdir: Path) -> dict[str, Any]:
     return {
         "during_a_save": bool(runs.saves_under_way(workdir)),
         "lost": made - newest,
-        "saves_lost": made // EVERY - newest // EVERY,
     }
 
 
 def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     identical = sum(result["identical"] for result in results)
-    saves_lost = max(result["saves_lost"] for result in results)
+    lost = max(result["lost"] for result in results)
     return {
         "trials": len(results),
         "during_a_save": sum(result["during_a_save"] for result in results),
         "identical": identical,
-        "steps_lost_at_most": max(result["lost"] for result in results),
         "interval": EVERY,
-        "saves_lost_at_most": saves_lost,
-        "ok": identical == len(results) and saves_lost <= 2,
+        "steps_lost_at_most": lost,
+        # A save is committed before the next one begins: at worst that next one is just beginning.
+        "ok": identical == len(results) and lost <= 2 * EVERY,
         "failures": [result for result in results if not result["identical"]],
     }
