@@ -1,4 +1,4 @@
-"""Damaged checkpoints: what is restored from them is compared, bit by bit, with what was saved; plain Orbax beside it."""
+"""Damaged checkpoints: what is restored is compared, bit by bit, with what was saved; plain Orbax beside it."""
 
 import random
 import shutil
@@ -176,9 +176,9 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
         damage = KINDS[number % len(KINDS)]
         done = damage(chance, copy)
         if number % 10 == 9:
-            for step in _steps(copy):
-                if (step / "params").is_dir():
-                    shutil.rmtree(step / chance.choice(("params", "state", "manifest")))
+            for place in _steps(copy):
+                if (place / "params").is_dir():
+                    shutil.rmtree(place / chance.choice(("params", "state", "manifest")))
             done += ", and something of every step"
         newest = _orbax(copy, trainer, saved)
         plain[newest] += 1

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: i
                 command = commands.train(config, runs.fresh(workdir))
             if number % 2:
                 wanted = chance.randrange(1, runs.STEPS // EVERY) * EVERY
-                runs.wait_for(lambda: _saving(workdir, wanted), command)
+                runs.wait_for(partial(_saving, workdir, wanted), command)
                 time.sleep(chance.uniform(0, 0.02))
             else:
                 time.sleep(chance.uniform(0.2, 1.0) * seconds)
@@ -61,7 +62,7 @@ def two(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[st
         while True:
             started = commands.pair(config, runs.fresh(workdir))
             moment = chance.randrange(1, runs.STEPS)
-            runs.wait_for(lambda: runs.steps_made(workdir) >= moment, started[0])  # noqa: B023
+            runs.wait_for(partial(_reached, workdir, moment), started[0])
             time.sleep(chance.uniform(0, 0.05))
             killed = chance.randrange(2)
             started[killed].send(signal.SIGKILL)
@@ -101,6 +102,10 @@ def _reference(commands: Commands, config: Path, workdir: Path) -> tuple[dict[st
 
 def _saving(workdir: Path, step: int) -> bool:
     return any(int(path.name.partition(".")[0]) >= step for path in runs.saves_under_way(workdir))
+
+
+def _reached(workdir: Path, step: int) -> bool:
+    return runs.steps_made(workdir) >= step
 
 
 def _found(workdir: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A tiny run: its files, its processes, and what two of them are compared by.
 
-All batches have one shape, so that a run compiles once; commands run in children of a process that has imported what they
-need, so that one costs less than a second. A child is a process like any other: it is killed, and ends, on its own.
+All batches have one shape, so that a run compiles once. Commands run in children of a process that has imported what
+they need, which halves their cost; a child is a process like any other: it is killed, and ends, on its own.
 """
 
 import dataclasses
@@ -94,11 +94,11 @@ class Commands:
         self.scratch, self.count = scratch, 0
         scratch.mkdir(parents=True, exist_ok=True)
         (scratch / "compiled").mkdir(mode=0o700, exist_ok=True)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(scratch / "compiled"))
         # Every program compiles once for all runs of the harness.
         os.environ |= {
             "JAX_PLATFORMS": "cpu",
             "HF_HUB_OFFLINE": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
@@ -107,19 +107,35 @@ class Commands:
         needed += ["transformers.models.auto.tokenization_auto", "sentencepiece"]
         self.context.set_forkserver_preload(needed)
 
-    def start(self, name: str, *argv: str, cwd: Path | None = None) -> Command:
-        """Starts `train`, `decode`, `pipejax.convert` or `pipejax.checkpoint.__main__` with these arguments."""
+    def start(self, name: str, *argv: str, devices: int = 1, cold: bool = False) -> Command:
+        """Starts the `main` of a module with these arguments.
+
+        Args:
+          name: `train`, `decode`, `pipejax.convert` or another that has one.
+          argv: its arguments.
+          devices: fake CPU devices.
+          cold: compile everything, instead of taking it from the runs before.
+        """
         self.count += 1
         said = self.scratch / f"{self.count}.err"
-        process = self.context.Process(target=_child, args=(name, argv, str(said), str(cwd or Path.cwd())))
-        process.start()
         said.touch()
+        process = self.context.Process(target=_child, args=(name, argv, str(said), devices, cold))
+        process.start()
         return Command(process, said)
 
-    def train(self, config: Path, workdir: Path, *settings: str, flags: Sequence[str] = ()) -> Command:
+    def train(
+        self,
+        config: Path,
+        workdir: Path,
+        *settings: str,
+        flags: Sequence[str] = (),
+        cold: bool = False,
+        devices: int = 1,
+    ) -> Command:
         """Starts train.py."""
         assigned = [f"--set={setting}" for setting in settings]
-        return self.start("train", f"--config={config}", f"--workdir={workdir}", *assigned, *flags)
+        arguments = [f"--config={config}", f"--workdir={workdir}", *assigned, *flags]
+        return self.start("train", *arguments, cold=cold, devices=devices)
 
     def pair(self, config: Path, workdir: Path, *settings: str, heartbeat: int = 10) -> list[Command]:
         """Starts train.py in two processes of one run."""
@@ -130,17 +146,21 @@ class Commands:
         return [self.train(config, workdir, *settings, flags=[*several, f"--process-id={i}"]) for i in (0, 1)]
 
 
-def _child(name: str, argv: Sequence[str], said: str, cwd: str) -> None:
+def _child(name: str, argv: Sequence[str], said: str, devices: int, cold: bool) -> None:
     handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(handle, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(cwd)
     import importlib
+
+    import jax
 
     from pipejax import cli
 
+    jax.config.update("jax_num_cpu_devices", devices)
+    if cold:
+        jax.config.update("jax_enable_compilation_cache", False)
     cli.run(importlib.import_module(name).main, list(argv))
 
 
