@@ -29,7 +29,7 @@ from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.manifest import Damaged, Manifest
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.fingerprint import difference, fingerprints
+from pipejax.fingerprint import Fingerprints, difference, fingerprints
 
 PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EINTR)
 LOOP_CLOSED = "Event loop is closed"
@@ -48,6 +48,7 @@ class Restored:
     items: dict[str, Any]
     config: Config
     metadata: dict[str, Any]
+    arrays: dict[str, Fingerprints]
     path: Path
 
 
@@ -197,7 +198,7 @@ class Store:
         for name, tree in items.items():
             if problem := difference(fingerprints(tree), arrays[name]):
                 raise Damaged(f"{name}: {problem}")
-        return Restored(step, items, config, manifest["metadata"], place)
+        return Restored(step, items, config, manifest["metadata"], arrays, place)
 
     def verify(self, step: int) -> dict[str, int]:
         """Reads everything that a step holds, an item at a time; the number of arrays of each item.
@@ -212,10 +213,9 @@ class Store:
         return {name: len(expected) for name, expected in arrays.items()}
 
     def describe(self, step: int) -> Restored:
-        """A step's manifest without its arrays: config and metadata are verified, `items` is empty."""
-        manifest = self._manifest(step)
-        place = self.directory / str(step)
-        return Restored(step, {}, _config(manifest, place), manifest["metadata"], place)
+        """A step's manifest without its arrays: what it says is verified, `items` is empty."""
+        manifest, place = self._manifest(step), self.directory / str(step)
+        return Restored(step, {}, _config(manifest, place), manifest["metadata"], manifest["arrays"], place)
 
     def newest(self, expect: Expect | None, *, log: Callable[[str], None], set_aside: bool = False) -> Restored | None:
         """The newest step that verifies, or None. With `set_aside` damaged ones are renamed to corrupt-STEP."""
