@@ -4,6 +4,7 @@
 
 The same command again goes on from the newest good checkpoint. Several processes, on one machine or many: started by
 srun, mpirun or a Kubernetes JobSet they find each other; otherwise each is told with the flags (docs/clusters.md).
+Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
 """
 
 import traceback
@@ -46,8 +47,10 @@ def main(argv: Sequence[str]) -> int:
         return code
 
     with processes.alone(explain):
+        from pipejax import program_cache
         from pipejax.training import fit
 
+        program_cache.use(log=cli.note)
         return fit(config, flags.workdir, profile=flags.profile, log=cli.note)
 
 
