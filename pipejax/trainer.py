@@ -200,6 +200,10 @@ class Trainer:
         )
         return {"params": placed.params, "state": placed.optimizer}
 
+    def step(self, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, dict[str, Array]]:
+        """Makes one update with a placed batch; the given state is used up."""
+        return self.program(state, batch)(state, batch, key)
+
     def program(self, state: TrainState, batch: Batch) -> Any:
         """The compiled step for batches of these shapes: called with state (used up), batch and dropout key.
 

@@ -62,7 +62,7 @@ def train(config, arrays, *, steps=3):
     state, seen = trainer.fresh(), []
     for step in range(1, steps + 1):
         placed = sharding.put_batch(arrays[step - 1], trainer.mesh)
-        state, values = trainer.program(state, placed)(state, placed, trainer.dropout_key(step))
+        state, values = trainer.step(state, placed, trainer.dropout_key(step))
         seen.append(jax.device_get(values))
     return jax.device_get(state), seen
 
@@ -215,16 +215,15 @@ def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
     config = change(CONFIG, train={"optimizer": name, "accumulate": 2})
     trainer, arrays = Trainer(config), dict(batches[0].arrays)
     state = trainer.fresh()
-    step = trainer.program(state, arrays)
-    state, values = step(state, arrays, trainer.dropout_key(1))
+    state, values = trainer.step(state, arrays, trainer.dropout_key(1))
     assert values["good"]
     before = jax.device_get(state)
     weights = arrays["weights"].copy()
     weights[5, 0] = poison
-    state, values = step(state, arrays | {"weights": weights}, trainer.dropout_key(2))
+    state, values = trainer.step(state, arrays | {"weights": weights}, trainer.dropout_key(2))
     assert not values["good"]
     same_bits(before, jax.device_get(state))
-    state, values = step(state, arrays, trainer.dropout_key(3))
+    state, values = trainer.step(state, arrays, trainer.dropout_key(3))
     assert values["good"] and not np.array_equal(
         state.params["shared"]["embedding"], before.params["shared"]["embedding"]
     )
