@@ -2,9 +2,12 @@
 
     python train.py --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
 
-The same command again goes on from the newest good checkpoint.
+The same command again goes on from the newest good checkpoint. Several processes, on one machine or many: started by
+srun, mpirun or a Kubernetes JobSet they find each other; otherwise each is told with the flags (docs/clusters.md).
+Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
 """
 
+import traceback
 from collections.abc import Sequence
 
 from pipejax import cli
@@ -16,15 +19,39 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
     parser.add_overrides("override a setting of the config, such as train.steps=500 (repeatable)")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many into DIR/profile")
+    several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    several.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    several.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+    several.add_argument(
+        "--heartbeat", type=int, default=60, metavar="SECONDS", help="silence after which one counts as dead (60)"
+    )
     flags = parser.parse_args(argv)
 
     from pipejax import config as config_lib
 
     config = config_lib.load(flags.config, flags.overrides)
 
-    from pipejax.training import fit  # starts JAX: after the flags and the config are known to be good
+    from pipejax import processes  # imports JAX: after the flags and the config are known to be good
 
-    return fit(config, flags.workdir, log=cli.note)
+    processes.join(flags.coordinator, flags.processes, flags.process_id, heartbeat=flags.heartbeat)
+
+    def explain(error: BaseException) -> int:
+        code = cli.explain(error, debug=flags.debug)
+        if processes.lost(error):
+            cli.note("error: another process of this run is gone; start all of them again to go on")
+            return 1
+        if code == cli.EXIT_OUR_MISTAKE:
+            traceback.print_exception(error)
+        return code
+
+    with processes.alone(explain):
+        from pipejax import program_cache
+        from pipejax.training import fit
+
+        program_cache.use(log=cli.note)
+        return fit(config, flags.workdir, profile=flags.profile, log=cli.note)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pipejax.errors import UserError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_OUR_MISTAKE = 70  # EX_SOFTWARE; a traceback shows it
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's RuntimeError begins
 
 
@@ -41,22 +42,28 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     try:
         code = main(arguments)
         sys.stdout.flush()
-    except UserError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        note("error: " + " ".join(str(error).splitlines()))
-        code = EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        note("interrupted")
-        code = EXIT_INTERRUPTED
-    except RuntimeError as error:
-        if not str(error).startswith(OUT_OF_MEMORY):
+    except (Exception, KeyboardInterrupt) as error:
+        code = explain(error, debug="--debug" in arguments)
+        if code == EXIT_OUR_MISTAKE:
             raise
-        if "--debug" in arguments:
-            traceback.print_exc()
-        note(f"error: {str(error).splitlines()[0]} (a smaller batch size or shorter lengths may fit)")
-        code = 1
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
     sys.exit(code)
+
+
+def explain(error: BaseException, *, debug: bool) -> int:
+    """One line about an error that people can do something about; the exit code, EXIT_OUR_MISTAKE for any other."""
+    if isinstance(error, KeyboardInterrupt):
+        note("interrupted")
+        return EXIT_INTERRUPTED
+    if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    out_of_memory = isinstance(error, RuntimeError) and str(error).startswith(OUT_OF_MEMORY)
+    if not (out_of_memory or isinstance(error, UserError)):
+        return EXIT_OUR_MISTAKE
+    if debug:
+        traceback.print_exception(error)
+    if out_of_memory:
+        note(f"error: {str(error).splitlines()[0]} (a smaller batch size or shorter lengths may fit)")
+        return 1
+    note("error: " + " ".join(str(error).splitlines()))
+    return EXIT_BAD_INPUT

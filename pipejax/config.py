@@ -26,6 +26,8 @@ OPTIMIZERS = ("adamw", "adafactor")
 REMATS = ("none", "dots", "layers")
 FREEZES = ("none", "encoder")
 DTYPES = ("auto", "float32", "bfloat16")
+ROWS = ("list", "delimiter", "sentences")
+METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 
 
@@ -81,9 +83,15 @@ class DataConfig:
     """Where examples come from, and how long they may be (in tokens)."""
 
     task: str = setting("jsonl")
-    train: str = setting("")  # paths of the `jsonl` task; "" = none
+    train: str = setting("")  # paths of the tasks `jsonl` and `csv`; "" = none
     dev: str = setting("")
     test: str = setting("")
+    source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
+    targets: str = setting("targets")  # `jsonl`, `csv`: the field that holds the rows
+    rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
+    delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
+    metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
+    data_dir: str = setting("")  # where `python -m pipejax.data prepare` wrote; "" = TFDS's own directory
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
     max_source: int = setting(2048, least=2)  # longer sources are cut here, eos kept
     max_target: int = setting(512, least=2)  # a longer target loses its last rows (training only)
@@ -120,7 +128,8 @@ class TrainConfig:
     evaluate_every: int = setting(500, least=1)
     evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
     checkpoint_every: int = setting(500, least=1)
-    keep_checkpoints: int = setting(3, least=1)
+    keep_checkpoints: int = setting(3, least=1)  # the newest that stay on disk
+    keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
     tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
     wandb: str = setting("")  # a project of Weights & Biases, too; needs wandb
 
@@ -241,6 +250,8 @@ def check(config: Config, *, where: str) -> None:
             )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
+    if config.data.rows == "delimiter" and not config.data.delimiter:
+        raise UserError(f"{where}: data.delimiter: found nothing; expected at least one character")
     if config.train.objective == "sequential" and not config.data.separator:
         raise UserError(f"{where}: data.separator: found nothing; expected at least one character")
 
@@ -319,7 +330,7 @@ def _check_fields(node: Any, prefix: str, where: str) -> None:
         if rule.get("choices") and value not in rule["choices"]:
             guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
             raise UserError(
-                f"{where}: {key}: found {value!r}; expected one of {', '.join(rule['choices'])}"
+                f"{where}: {key}: found {value!r}; expected one of {', '.join(filter(None, rule['choices']))}"
                 + (f" (did you mean {guess[0]}?)" if guess else "")
             )
         for name, words, broken in (

@@ -1,12 +1,16 @@
 """Exact integer fingerprints of arrays: equal bits give equal numbers on any mesh; a changed bit does not go unseen."""
 
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pipejax.sharding import path_of
 
@@ -24,7 +28,6 @@ def _words(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
 
 
-@jax.jit
 def _numbers(x: Array) -> Array:
     """Two sums mod 2^32, independent of order and therefore of the mesh: u32 [2].
 
@@ -43,10 +46,21 @@ def _numbers(x: Array) -> Array:
     return jnp.stack([(words * (2 * position + 1)).sum(dtype=jnp.uint32), mixed.sum(dtype=jnp.uint32)])
 
 
+@functools.cache
+def _compiled(mesh: Mesh | None) -> Callable[[Array], Array]:
+    """With a mesh, the numbers come out on all of its devices, so that every process has them."""
+    return jax.jit(_numbers, out_shardings=NamedSharding(mesh, P())) if mesh else jax.jit(_numbers)
+
+
+def _mesh_of(x: Any) -> Mesh | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
 def fingerprints(tree: Any) -> Fingerprints:
     """The fingerprint of every array of a tree, by path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    numbers = [_numbers(x) for _, x in leaves]  # dispatched first, fetched after
+    numbers = [_compiled(_mesh_of(x))(x) for _, x in leaves]  # dispatched first, fetched after
     return {
         path_of(keys): [str(x.dtype), list(x.shape), *(int(n) for n in np.asarray(pair))]
         for (keys, x), pair in zip(leaves, numbers, strict=True)

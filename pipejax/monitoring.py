@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from pipejax import processes
 from pipejax.checkpoint import Store
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
@@ -21,6 +22,7 @@ from pipejax.errors import UserError
 from pipejax.evaluation import evaluate
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import Generator
+from pipejax.metrics import HEADLINES
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory
 from pipejax.tokenizer import Tokenizer
@@ -203,7 +205,7 @@ class Window:
         self.progress.line(f"step {step}: {found}; the update was left out (examples {_few(batch.ids)})")
         if self.bad >= self.train.max_bad_steps:
             raise UserError(
-                f"step {step}: found {found} for the {self.bad}th step in a row (the last examples: "
+                f"step {step}: found {found}, and none better in {self.bad} steps in a row (the last examples: "
                 f"{', '.join(batch.ids)}); expected finite numbers at least once in train.max_bad_steps = "
                 f"{self.train.max_bad_steps}; try a lower train.learning_rate, or look at the data"
             )
@@ -233,27 +235,30 @@ class Examiner:
         assert config.model is not None
         self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
-        self.store = Store(directory.path / "best", keep=1, writable=True)
-        best = self.store.newest(None, log=log, set_aside=True)
-        self.best = tuple(best.metadata["score"]) if best else (-1.0, -np.inf)
+        self.store = Store(directory.path / "best", keep=1, writable=True, log=log)
+        best = self.store.newest_metadata(log=log)
+        self.best = tuple(best["score"]) if best else (-1.0, -np.inf)
 
     def evaluate(self, step: int, params: Any, progress: Progress) -> None:
-        """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
+        """Dev loss and quality of greedy decoding with the trained strategy; the best by score, then loss, is kept."""
+        weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
-            self.generator = Generator(self.config, params, self.tokenizer)
+            self.generator = Generator(self.config, weights, self.tokenizer)
         else:
-            self.generator.set_params(params)
+            self.generator.set_params(weights)
         values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size)
         loss = self._dev_loss(params)
         params_fp = digest(fingerprints(params))
         self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
+        headline = HEADLINES[values["metric"]]
         progress.line(
-            f"step {step}: dev loss {loss:.4f}, exact-match F1 {values['em_f1']:.2f}, {values['steps']:.1f} steps"
+            f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        score = (values["em_f1"], -loss)
-        if score > self.best:
+        score = tuple(processes.same([values[headline], -loss]))
+        if score > self.best and self.store.save(
+            step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
+        ):
             self.best = score
-            self.store.save(step, {"params": params}, config=self.config, metadata={"score": list(score)})
 
     def _dev_loss(self, params: Any) -> float:
         batches = fixed_batches(self.encoded, self.config.train)

@@ -9,12 +9,16 @@ from tqdm import tqdm
 class Progress:
     """Counts units up to a total; without a terminal a line every `every` seconds."""
 
-    def __init__(self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0) -> None:
+    def __init__(
+        self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0, shown: bool = True
+    ) -> None:
+        """With `shown` off it counts and says nothing."""
+        self.shown = shown
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.said, self.said_count = time.monotonic(), start
         self.bar = (
             tqdm(total=total, initial=start, desc=what, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True)
-            if sys.stderr.isatty()
+            if shown and sys.stderr.isatty()
             else None
         )
 
@@ -38,7 +42,7 @@ class Progress:
         """A line that does not break the bar."""
         if self.bar is not None:
             self.bar.write(text, file=sys.stderr)
-        else:
+        elif self.shown:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -1,40 +1,59 @@
-"""A training run on disk, apart from its checkpoints: lock, config, tokenizer, log; and what may change on resume."""
+"""A training run on disk, apart from its checkpoints: lock, config, tokenizer, log; and what may change on resume.
 
+Where a run has several processes, only the first one writes here.
+"""
+
+import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from pipejax import config as config_lib
+from pipejax import processes
 from pipejax.checkpoint import write_text
 from pipejax.config import Config
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
-# Everything else decides what is learned or which step counts as best: with another value it is another run.
+# Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
+# says where a run is computed: neither the data order nor the saved state depends on it.
 CHANGEABLE = (
     "train.steps",
     "train.log_every",
     "train.checkpoint_every",
     "train.evaluate_every",
     "train.keep_checkpoints",
+    "train.keep_every",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
 )
 
 
 class RunDirectory:
     """WORKDIR, held by one trainer at a time. Use it as a context manager."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, log: Callable[[str], None] = print) -> None:
         """Nothing is created or touched yet.
 
         Raises:
           UserError: the path is taken by a file, cannot be used, or holds something that is no run.
         """
-        self.path = Path(path).absolute()
+        self.path, self.log, self.writes = Path(path).absolute(), log, processes.first()
+        self._waiting: list[str] = []  # lines of the log that the disk did not take
+        self._lock: IO[str] | None = None
+        with processes.together(UserError):
+            if self.writes:
+                self._check(path)
+
+    def _check(self, path: str | Path) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{path}: found a file; expected a directory to work in")
         if self.path.is_dir() and any(self.path.iterdir()) and not self.is_run:
@@ -49,11 +68,15 @@ class RunDirectory:
 
     def __enter__(self) -> Self:
         """Creates the directory and locks it; the lock goes with the process, however that ends."""
-        try:
+        with processes.together(UserError):
+            if self.writes:
+                self._take()
+        return self
+
+    def _take(self) -> None:
+        with _written(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("a")
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -61,34 +84,47 @@ class RunDirectory:
             raise UserError(
                 f"{self.path}: another trainer is at work here; expected a directory of one's own"
             ) from error
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Lets go."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
-    def write_config(self, config: Config) -> None:
-        """config.json, for people; the one that counts is in each checkpoint's manifest."""
-        write_text(self.path / "config.json", config_lib.to_json(config))
+    def begin(self, config: Config, tokenizer: Tokenizer, step: int) -> None:
+        """Brings config.json, the tokenizer and the log to where training goes on from `step`.
 
-    def keep_tokenizer(self, tokenizer: Tokenizer) -> None:
+        Raises:
+          UserError: they cannot be written.
+        """
+        with processes.together(UserError):
+            if self.writes:
+                with _written(self.path):
+                    # For people; the one that counts is in each checkpoint's manifest.
+                    write_text(self.path / "config.json", config_lib.to_json(config))
+                    self._keep_tokenizer(tokenizer)
+                    self._cut_metrics(step)
+
+    def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Saves the tokenizer with the run, once, whole or not at all."""
         target, partial = self.path / "tokenizer", self.path / ".tokenizer-partial"
         if target.is_dir():
             return
         shutil.rmtree(partial, ignore_errors=True)
-        tokenizer.save(partial)
+        try:
+            tokenizer.save(partial)
+        except Exception as error:  # what tokenizers raises when the disk is full is no OSError
+            raise UserError(f"{target}: cannot be written ({error})") from error
         partial.rename(target)
 
-    def cut_metrics(self, step: int) -> None:
+    def _cut_metrics(self, step: int) -> None:
         """Drops lines of later steps than the one that training resumes at, those of stops, and one torn by a crash."""
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 values = json.loads(line)
                 if values["step"] <= step and values.get("event") != "stopped":
@@ -98,11 +134,35 @@ class RunDirectory:
         write_text(path, "".join(kept))
 
     def log_metrics(self, values: dict[str, Any]) -> None:
-        """Appends one object to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Appends one object to metrics.jsonl, now or, if the disk does not take it, before the next one."""
+        if not self.writes:
+            return
+        self._waiting.append(json.dumps(values, ensure_ascii=False) + "\n")
+        path = self.path / "metrics.jsonl"
+        text = "".join(self._waiting).encode()
+        try:
+            with path.open("ab", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                try:
+                    if file.write(text) < len(text):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(end)  # no half line
+                    raise
+        except OSError as error:
+            if len(self._waiting) == 1:
+                self.log(f"{path}: cannot be written ({error.strerror}); its lines wait for room")
+            return
+        self._waiting.clear()
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def check_resume(old: Config, new: Config, where: Path) -> None:

@@ -89,7 +89,22 @@ def gather_table(params: Any, mesh: Mesh) -> Any:
     return {**params, "shared": {"embedding": table}}
 
 
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the arrays of a batch: split over data and fsdp by their first axis."""
+    return NamedSharding(mesh, P(("data", "fsdp")))
+
+
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's examples as arrays of the global batch, split over data and fsdp."""
-    sharding = NamedSharding(mesh, P(("data", "fsdp")))
-    return {key: jax.make_array_from_process_local_data(sharding, value) for key, value in batch.items()}
+    """A batch, split over data and fsdp. Every process has made the whole one, and each device takes its part of it."""
+    sharding = batch_sharding(mesh)
+    return {key: jax.make_array_from_process_local_data(sharding, x, x.shape) for key, x in batch.items()}
+
+
+def put_tree(tree: Any, shardings: Any) -> Any:
+    """Arrays that every process holds whole, put where they belong: each device takes its part."""
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        whole = np.asarray(x)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda place: whole[place])
+
+    return jax.tree.map(put, tree, shardings)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from pipejax import grid, losses, sharding
 from pipejax.config import Config, T5Config
@@ -164,9 +164,10 @@ class Trainer:
         return self._newborn(init_params(model, jax.random.fold_in(key, 0)))
 
     def _newborn(self, params: Any) -> TrainState:
-        return TrainState(params, self.optimizer.init(self._trained(params)))
+        return TrainState(params, self.optimizer.init(self.trained(params)))
 
-    def _trained(self, params: Any) -> Any:
+    def trained(self, params: Any) -> Any:
+        """The part of a tree of parameters that is trained."""
         return split(params, self.config.train.freeze)[0]
 
     def _shardings(self) -> TrainState:
@@ -177,8 +178,8 @@ class Trainer:
             # What Adafactor keeps of a matrix is a row and a column.
             lambda own, param, where: where if own.shape == param.shape else replicated,
             self.abstract.optimizer,
-            self._trained(self.abstract.params),
-            self._trained(params),
+            self.trained(self.abstract.params),
+            self.trained(params),
             transform_non_params=lambda _: replicated,
         )
         return TrainState(params, optimizer)
@@ -189,7 +190,7 @@ class Trainer:
             assert self.config.model is not None
             birth = partial(self._birth, self.config.model)
             return jax.jit(birth, out_shardings=self.shardings)(self.key)
-        params = jax.device_put(params, self.shardings.params)
+        params = sharding.put_tree(params, self.shardings.params)
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Any]:
@@ -198,6 +199,10 @@ class Trainer:
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
         return {"params": placed.params, "state": placed.optimizer}
+
+    def step(self, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, dict[str, Array]]:
+        """Makes one update with a placed batch; the given state is used up."""
+        return self.program(state, batch)(state, batch, key)
 
     def program(self, state: TrainState, batch: Batch) -> Any:
         """The compiled step for batches of these shapes: called with state (used up), batch and dropout key.
@@ -212,6 +217,11 @@ class Trainer:
     def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""
         return self._loss(params, sharding.put_batch(arrays, self.mesh))
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of every array of a batch."""
+        return sharding.batch_sharding(self.mesh)
 
     def dropout_key(self, step: int) -> Array:
         """The key of a step (1-based)."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from pipejax import checkpoint, sharding
+from pipejax import checkpoint, processes, sharding
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import make_task
@@ -48,15 +48,28 @@ def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[
         trainer = trainer or Trainer(wanted)
         return trainer.templates()
 
+    had_steps = bool(processes.same(store.steps()))
     own = store.newest(expect, log=log, set_aside=True)
+    if had_steps and own is None:
+        log(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
         log(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
-        return Start(trainer, state, own.step, Tokenizer.load(directory.path / "tokenizer"))
-    return _begin_anew(config, log)
+        with processes.together(UserError):
+            tokenizer = Tokenizer.load(directory.path / "tokenizer")
+        return Start(trainer, state, own.step, tokenizer)
+    with processes.together(UserError):
+        trainer, tokenizer, origin = _prepare(config, log)
+    state = trainer.fresh(origin.items["params"] if origin else None)
+    log(
+        f"starting from {config.train.init_from} (its step {origin.step})"
+        if origin
+        else f"starting from random weights (seed {config.train.seed})"
+    )
+    return Start(trainer, state, 0, tokenizer)
 
 
-def _begin_anew(config: Config, log: Callable[[str], None]) -> Start:
+def _prepare(config: Config, log: Callable[[str], None]) -> tuple[Trainer, Tokenizer, Restored | None]:
     origin: Restored | None = None
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, log=log)
@@ -72,14 +85,7 @@ def _begin_anew(config: Config, log: Callable[[str], None]) -> Start:
         )
     if config.train.objective == "sequential":
         _check_separator(config.data.separator, tokenizer)
-    trainer = Trainer(config)
-    state = trainer.fresh(origin.items["params"] if origin else None)
-    log(
-        f"starting from {config.train.init_from} (its step {origin.step})"
-        if origin
-        else f"starting from random weights (seed {config.train.seed})"
-    )
-    return Start(trainer, state, 0, tokenizer)
+    return Trainer(config), tokenizer, origin
 
 
 def _find_tokenizer(config: Config) -> Tokenizer:
@@ -109,11 +115,16 @@ def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
 
 
 class Stop:
-    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once."""
+    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once.
+
+    A signal to any one of several processes stops all of them, at the same step.
+    """
 
     def __init__(self) -> None:
         """Installs the handlers."""
-        self.signal: int | None = None
+        self.signal: int | None = None  # that this process got
+        self.agreed = 0  # that all know of
+        self._vote = processes.Vote()
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -121,6 +132,11 @@ class Stop:
             self.restore()
             signal.raise_signal(number)
         self.signal = number
+
+    def asked(self) -> bool:
+        """Whether training is to stop here; to be called once a step."""
+        self.agreed = self.agreed or self._vote(self.signal or 0)
+        return self.agreed > 0
 
     def restore(self) -> None:
         """Puts the former handlers back."""
@@ -138,23 +154,31 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
       log: called with each line worth saying.
 
     Returns:
-      0, or 128 + the signal that stopped it at a step boundary, after a checkpoint.
+      0; 1 if the last checkpoint could not be written; or 128 + the signal that stopped it at a step boundary, after a
+      checkpoint.
 
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
     """
     if config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
-    task = make_task(config.data)
-    train, dev = task.examples("train"), task.examples("dev")
-    if not len(train):
-        raise UserError("data.train: found nothing; expected the examples to train on")
+    if not processes.first():
+        log = _silence
+    with processes.together(UserError):
+        task = make_task(config.data)
+        train, dev = task.examples("train"), task.examples("dev")
+        if not len(train):
+            raise UserError("data.train: found nothing; expected the examples to train on")
     stop = Stop()
     try:
-        with RunDirectory(workdir) as directory:
+        with RunDirectory(workdir, log) as directory:
             return _fit(config, directory, train, dev, stop, log, profile)
     finally:
         stop.restore()
+
+
+def _silence(line: str) -> None:
+    pass
 
 
 def _fit(
@@ -166,17 +190,16 @@ def _fit(
     log: Callable[[str], None],
     profile: int,
 ) -> int:
-    clock = Clock()
-    store = Store(directory.path / "checkpoints", keep=config.train.keep_checkpoints, writable=True)
+    clock, keep, keep_every = Clock(), config.train.keep_checkpoints, config.train.keep_every
+    store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
     start = begin(config, directory, store, log)
     trainer, state, config = start.trainer, start.state, start.trainer.config
     if start.step >= config.train.steps:
+        store.close()
         log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
         return 0
     boards = Boards(config, directory.path, start.step)
-    directory.write_config(config)
-    directory.keep_tokenizer(start.tokenizer)
-    directory.cut_metrics(start.step)
+    directory.begin(config, start.tokenizer, start.step)
 
     def write(values: dict[str, Any]) -> None:
         directory.log_metrics(values)
@@ -189,11 +212,11 @@ def _fit(
     where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
     log(f"{size:.1f} M parameters, {len(train)} training examples, {trainer.model.dtype} on {where}")
     log("the first steps are slow: each new length compiles once")
-    progress = Progress("training", config.train.steps, unit="step", start=start.step)
+    progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=processes.first())
     window = Window(config, write, progress, learning_rate(config.train), clock)
     trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
     step, saved, steps = start.step, start.step, config.train.steps
-    while step < steps and stop.signal is None:
+    while step < steps and not stop.asked():
         with clock("data"):
             batch = next(batches)
             arrays = sharding.put_batch(batch.arrays, trainer.mesh)
@@ -206,7 +229,7 @@ def _fit(
         window.add(step, batch, metrics)
         last, note = step == steps, ""
         evaluates = len(dev) > 0 and (step % config.train.evaluate_every == 0 or last)
-        saves = step % config.train.checkpoint_every == 0 or last
+        saves = step % config.train.checkpoint_every == 0 and not last
         if evaluates or saves:
             jax.block_until_ready(metrics)  # what is waited for here is the step's time
         # Evaluation first: whoever is killed in between repeats both, and no evaluation is ever left out.
@@ -217,35 +240,32 @@ def _fit(
             with clock("checkpoint"):
                 _save(store, step, state, config)
             saved = step
-        if last or stop.signal is not None or step % config.train.log_every == 0:
+        if last or step % config.train.log_every == 0:
             values = window.flush()
             note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
         progress.add(1, note)
     if window.steps:
         window.flush()
-    if saved < step:
-        with clock("checkpoint"):
-            _save(store, step, state, config)
-    progress.close()
-    store.close()
-    examiner.store.close()
+    with clock("checkpoint"):
+        done = store.settle()
+        if saved < step or not done:
+            done = _save(store, step, state, config, wait=True)
+        store.close()
+        examiner.store.close()
     clock.lap()
-    write(
-        {
-            "event": "end" if step == steps else "stopped",
-            "step": step,
-            "seconds": dict(clock.totals),
-            "params_fp": digest(fingerprints(state.params)),
-        }
-    )
-    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
-    log(f"time: {spent}")
-    if stop.signal is not None and step < steps:
-        log(f"stopped by {signal.Signals(stop.signal).name} at step {step}; the same command goes on from there")
-        return 128 + stop.signal
+    values = {"event": "end" if step == steps else "stopped", "step": step, "seconds": dict(clock.totals)}
+    write({**values, "params_fp": digest(fingerprints(state.params))})
+    progress.close()
+    if not done:
+        log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")
+        return 1
+    log("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items()))
+    if stop.agreed and step < steps:
+        log(f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there")
+        return 128 + stop.agreed
     log(f"trained for {step} steps; checkpoints in {directory.path / 'checkpoints'}")
     return 0
 
 
-def _save(store: Store, step: int, state: TrainState, config: Config) -> None:
-    store.save(step, {"params": state.params, "state": state.optimizer}, config=config, metadata={})
+def _save(store: Store, step: int, state: TrainState, config: Config, *, wait: bool = False) -> bool:
+    return store.save(step, {"params": state.params, "state": state.optimizer}, config=config, wait=wait)

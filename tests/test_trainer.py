@@ -62,7 +62,7 @@ def train(config, arrays, *, steps=3):
     state, seen = trainer.fresh(), []
     for step in range(1, steps + 1):
         placed = sharding.put_batch(arrays[step - 1], trainer.mesh)
-        state, values = trainer.program(state, placed)(state, placed, trainer.dropout_key(step))
+        state, values = trainer.step(state, placed, trainer.dropout_key(step))
         seen.append(jax.device_get(values))
     return jax.device_get(state), seen
 
@@ -149,7 +149,7 @@ def test_packed_rows_hold_every_example_and_little_else(batches):
             assert set(real) == {0, 1, 2} and (np.diff(real) >= 0).all()
             assert not arrays["weights"][row, arrays["slots"][row] :].any()
         used, width = arrays["slots"].sum(), arrays["inputs"].shape[1]
-        assert used <= 8 * width < 1.35 * used + 8 * 8  # a row is rounded up to a multiple of eight
+        assert used <= 8 * width < 1.2 * used + 8 * 16  # a row is rounded up to a multiple of 16
 
 
 def test_dealt_runs_are_even():
@@ -176,8 +176,8 @@ def test_padded_lengths_are_few_and_tight():
     assert sizes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
     assert all(n <= bucket(n) < max(17, 2 * n) for n in range(1, 2049))
     sizes = sorted({length_step(n) for n in range(1, 513)})
-    assert sizes[:8] == [16, 24, 32, 40, 48, 56, 64, 80] and sizes[-5:] == [256, 320, 384, 448, 512]
-    assert all(n <= length_step(n) < max(17, 1.25 * n + 8) for n in range(1, 2049))
+    assert sizes[:6] == [16, 32, 48, 64, 80, 96] and sizes[-5:] == [256, 320, 384, 448, 512]
+    assert all(n <= length_step(n) < max(n + 16, 1.25 * n) for n in range(1, 2049))
 
 
 # The step.
@@ -215,16 +215,15 @@ def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
     config = change(CONFIG, train={"optimizer": name, "accumulate": 2})
     trainer, arrays = Trainer(config), dict(batches[0].arrays)
     state = trainer.fresh()
-    step = trainer.program(state, arrays)
-    state, values = step(state, arrays, trainer.dropout_key(1))
+    state, values = trainer.step(state, arrays, trainer.dropout_key(1))
     assert values["good"]
     before = jax.device_get(state)
     weights = arrays["weights"].copy()
     weights[5, 0] = poison
-    state, values = step(state, arrays | {"weights": weights}, trainer.dropout_key(2))
+    state, values = trainer.step(state, arrays | {"weights": weights}, trainer.dropout_key(2))
     assert not values["good"]
     same_bits(before, jax.device_get(state))
-    state, values = step(state, arrays, trainer.dropout_key(3))
+    state, values = trainer.step(state, arrays, trainer.dropout_key(3))
     assert values["good"] and not np.array_equal(
         state.params["shared"]["embedding"], before.params["shared"]["embedding"]
     )

@@ -180,8 +180,8 @@ def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatc
     def too_many(*args, **kwargs):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(orbax.checkpoint.CheckpointManager, "restore", too_many)
-    with pytest.raises(UserError, match=r"checkpoints/6: cannot be read now \(OSError: .*Too many open files\)"):
+    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", too_many)
+    with pytest.raises(UserError, match=r"checkpoints/6/params: cannot be read now \(OSError: .*Too many open files\)"):
         fit(change(CONFIG, train={"steps": 9}), finished, log=quiet)
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == before
 
@@ -190,6 +190,7 @@ def test_a_step_of_a_lost_stretch_is_saved_again(tmp_path):
     store = checkpoint.Store(tmp_path / "best", keep=1, writable=True)
     for value in (1.0, 2.0):
         store.save(4, {"params": {"a": jax.numpy.full(3, value)}}, config=CONFIG, metadata={"score": [value]})
+    assert store.close()
     restored = store.restore(4)
     assert restored.metadata == {"score": [2.0]} and restored.items["params"]["a"].tolist() == [2.0] * 3
 

@@ -30,11 +30,16 @@ class Example:
 class Task(Protocol):
     """Where examples come from."""
 
+    metric: str  # "spans", "keyphrases" or "rouge"
+
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of "train", "dev" or "test"; empty if there are none."""
 
     def tokenizer(self) -> Tokenizer | None:
         """The task's own tokenizer, if it has one."""
+
+    def restore(self, row: str) -> str:
+        """A generated row as the publisher of the data spells it."""
 
 
 class Encoded(NamedTuple):
@@ -107,9 +112,9 @@ def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
 
 
 def length_step(length: int) -> int:
-    """The padded length in training: four steps to a doubling, 64, 80, 96, 112, 128, 160, ...; multiples of 8 below."""
-    eighth = 1 << max(math.ceil(math.log2(max(length, 1))) - 3, 3)
-    return max(math.ceil(length / eighth) * eighth, 16)
+    """The padded length in training: four steps to a doubling, 64, 80, 96, 112, 128, 160, ...; 16, 32, 48 below."""
+    step = 1 << max(math.ceil(math.log2(max(length, 1))) - 3, 4)
+    return max(math.ceil(length / step), 1) * step
 
 
 def pack_size(config: TrainConfig) -> int:

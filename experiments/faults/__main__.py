@@ -1,0 +1,168 @@
+"""Runs the faults and writes what came of them, as JSON and as a table."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.faults.runs import Commands
+from pipejax import cli
+from pipejax.checkpoint import write_text
+from pipejax.errors import UserError
+
+Part = Callable[[Commands, Path, bool], dict[str, Any]]
+LEFT_OUT = ("ok", "failures", "by_kind", "lines", "seconds", "skipped")
+
+
+def _kills(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import kills
+
+    return kills.one(commands, scratch, trials=2 if short else 100, seed=0)
+
+
+def _pairs(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import kills
+
+    return kills.two(commands, scratch, trials=1 if short else 10, seed=0)
+
+
+def _damage(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import damage
+
+    return damage.many(commands, scratch, trials=13 if short else 507, seed=0)
+
+
+def _signals(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import signals
+
+    return signals.many(commands, scratch, trials=4 if short else 32, seed=0)
+
+
+def _full(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import disks
+
+    return disks.full(commands, scratch, trials=1 if short else 6)
+
+
+def _read_only(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import disks
+
+    return disks.read_only(commands, scratch)
+
+
+def _poison(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import poison
+
+    return poison.many(commands, scratch, trials=4 if short else 20, seed=0)
+
+
+def _meshes(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import meshes
+
+    return meshes.many(commands, scratch)
+
+
+def _repeats(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import repeats
+
+    return repeats.twice(commands, scratch)
+
+
+def _malformed(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import malformed
+
+    return malformed.many(commands, scratch)
+
+
+PARTS: dict[str, tuple[str, Part]] = {
+    "repeats": ("The same command twice; a finished run repeated", _repeats),
+    "malformed": ("Malformed data, configs, HF directories, run directories", _malformed),
+    "kills": ("kill -9 at random moments", _kills),
+    "pairs": ("Two processes, one killed", _pairs),
+    "signals": ("SIGTERM, SIGINT in compile, step, evaluation, save", _signals),
+    "full": ("Full disk", _full),
+    "readonly": ("Read-only disk", _read_only),
+    "meshes": ("Six meshes of eight devices", _meshes),
+    "damage": ("Damaged checkpoints", _damage),
+    "poison": ("Poisoned batches", _poison),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; exit code 1 if any figure is not as it must be."""
+    parser = cli.Parser(prog="python -m experiments.faults", description=__doc__)
+    parser.add_argument("--json", required=True, metavar="FILE", help="results of parts that do not run now stay in it")
+    parser.add_argument("--table", metavar="FILE", help="the same as a Markdown table")
+    parser.add_argument("--only", metavar="PARTS", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--short", action="store_true", help="a few trials of each")
+    parser.add_argument("--scratch", metavar="DIR", help="where the runs go; default: a temporary directory")
+    flags = parser.parse_args(argv)
+    chosen = flags.only.split(",")
+    if unknown := set(chosen) - PARTS.keys():
+        raise UserError(f"--only: found {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
+    jax.config.update("jax_platforms", "cpu")
+    out = Path(flags.json)
+    results: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"parts": {}}
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=flags.scratch) as scratch:
+        commands = Commands(Path(scratch) / "commands")
+        for name in [name for name in PARTS if name in chosen]:
+            cli.note(f"{PARTS[name][0]} ...")
+            begun = time.monotonic()
+            result = PARTS[name][1](commands, Path(scratch) / name, flags.short)
+            results["parts"][name] = {**result, "seconds": round(time.monotonic() - begun)}
+            cli.note(f"  {json.dumps({k: v for k, v in results['parts'][name].items() if k not in ('lines',)})}")
+            results["made"] = _made(flags.short)
+            write_text(out, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+            if flags.table:
+                write_text(Path(flags.table), table(results))
+    return 1 if any(results["parts"][name]["ok"] is False for name in chosen) else 0
+
+
+def _made(short: bool) -> dict[str, Any]:
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+    return {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "short": short,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: a line a part."""
+    lines = ["| | as it must be | figures | seconds |", "|---|---|---|---|"]
+    for name, (title, _) in PARTS.items():
+        part = results["parts"].get(name)
+        if part is None:
+            continue
+        verdict = {True: "yes", False: "**no**", None: "not run"}[part["ok"]]
+        figures = [f"{key.replace('_', ' ')} {_figure(value)}" for key, value in part.items() if key not in LEFT_OUT]
+        if "skipped" in part:
+            figures = [part["skipped"]]
+        lines.append(f"| {title} | {verdict} | {'; '.join(figures)} | {part['seconds']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_figure(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_figure, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.2g}" if isinstance(value, float) and abs(value) < 0.01 else str(value)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    cli.run(main)

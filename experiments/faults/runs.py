@@ -1,0 +1,231 @@
+"""A tiny run: its files, its processes, and what two of them are compared by.
+
+All batches have one shape, so that a run compiles once. Commands run in children of a process that has imported what
+they need, which halves their cost; a child is a process like any other: it is killed, and ends, on its own.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+STEPS, EVERY = 24, 4
+CONFIG = '''"""The fault harness's model and data."""
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
+config = Config(
+    name="faults",
+    model=T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1),
+    grid=GridConfig(time_max=6, sub_max=3),
+    data=DataConfig(task="jsonl", train="{here}/train.jsonl", dev="{here}/dev.jsonl", tokenizer="{here}/tokenizer"),
+    train=TrainConfig(steps={steps}, batch_size=8, learning_rate=1e-3, warmup_steps=2, log_every=1, length_group=2,
+                      evaluate_every={half}, checkpoint_every={every}, evaluate_examples=8),
+    decode=DecodeConfig(max_length=8),
+)
+'''
+
+
+def prepare(directory: Path) -> Path:
+    """Writes data, tokenizer and config; returns the config's path."""
+    from pipejax.data import demo
+
+    directory.mkdir(parents=True, exist_ok=True)
+    demo.build_tokenizer(directory / "tokenizer")
+    words, chance = np.asarray(demo.NOUNS), np.random.default_rng(0)
+    for split, count in (("train", 200), ("dev", 16)):
+        with (directory / f"{split}.jsonl").open("w") as file:
+            for i in range(count):
+                chosen = [str(word) for word in chance.choice(words, 8, replace=False)]
+                example = {"id": f"{split}-{i}", "source": " ".join(chosen), "targets": chosen[:2]}
+                file.write(json.dumps(example) + "\n")
+    path = directory / "config.py"
+    path.write_text(CONFIG.format(here=directory, steps=STEPS, every=EVERY, half=STEPS // 2))
+    return path
+
+
+@dataclasses.dataclass
+class Command:
+    """A command under way in a process of its own."""
+
+    process: ForkServerProcess
+    said_in: Path
+
+    def running(self) -> bool:
+        """Whether it still runs."""
+        return self.process.is_alive()
+
+    def send(self, number: int) -> None:
+        """Sends a signal."""
+        if self.process.pid:
+            os.kill(self.process.pid, number)
+
+    def end(self, timeout: float = 300.0) -> int:
+        """Waits for it; its exit code, negative for a signal as in subprocess.
+
+        Raises:
+          TimeoutError: it hangs; it is then killed.
+        """
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(f"a command hung for {timeout:.0f} s: {self.said()[-3:]}")
+        return self.process.exitcode
+
+    def said(self) -> list[str]:
+        """Its lines on standard error."""
+        return self.said_in.read_text(errors="replace").splitlines()
+
+
+class Commands:
+    """Starts commands."""
+
+    def __init__(self, scratch: Path) -> None:
+        """Imports what all need, in a process that then forks."""
+        self.scratch, self.count = scratch, 0
+        scratch.mkdir(parents=True, exist_ok=True)
+        (scratch / "compiled").mkdir(mode=0o700, exist_ok=True)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(scratch / "compiled"))
+        # Every program compiles once for all runs of the harness.
+        os.environ |= {
+            "JAX_PLATFORMS": "cpu",
+            "HF_HUB_OFFLINE": "1",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        self.context = multiprocessing.get_context("forkserver")
+        needed = ["pipejax.training", "pipejax.convert", "experiments.faults.runs", "train", "decode"]
+        needed += ["transformers.models.auto.tokenization_auto", "sentencepiece"]
+        self.context.set_forkserver_preload(needed)
+
+    def start(self, name: str, *argv: str, devices: int = 1, cold: bool = False) -> Command:
+        """Starts the `main` of a module with these arguments.
+
+        Args:
+          name: `train`, `decode`, `pipejax.convert` or another that has one.
+          argv: its arguments.
+          devices: fake CPU devices.
+          cold: compile everything, instead of taking it from the runs before.
+        """
+        self.count += 1
+        said = self.scratch / f"{self.count}.err"
+        said.touch()
+        process = self.context.Process(target=_child, args=(name, argv, str(said), devices, cold))
+        process.start()
+        return Command(process, said)
+
+    def train(
+        self,
+        config: Path,
+        workdir: Path,
+        *settings: str,
+        flags: Sequence[str] = (),
+        cold: bool = False,
+        devices: int = 1,
+    ) -> Command:
+        """Starts train.py."""
+        assigned = [f"--set={setting}" for setting in settings]
+        arguments = [f"--config={config}", f"--workdir={workdir}", *assigned, *flags]
+        return self.start("train", *arguments, cold=cold, devices=devices)
+
+    def pair(self, config: Path, workdir: Path, *settings: str, heartbeat: int = 10) -> list[Command]:
+        """Starts train.py in two processes of one run."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = f"127.0.0.1:{free.getsockname()[1]}"
+        several = [f"--coordinator={place}", "--processes=2", f"--heartbeat={heartbeat}"]
+        return [self.train(config, workdir, *settings, flags=[*several, f"--process-id={i}"]) for i in (0, 1)]
+
+
+def _child(name: str, argv: Sequence[str], said: str, devices: int, cold: bool) -> None:
+    handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(handle, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import importlib
+
+    import jax
+
+    from pipejax import cli
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    if cold:
+        jax.config.update("jax_enable_compilation_cache", False)
+    cli.run(importlib.import_module(name).main, list(argv))
+
+
+def metrics(workdir: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl, without what the clock says; a torn last line is left out."""
+    path = workdir / "metrics.jsonl"
+    lines = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return [{k: v for k, v in line.items() if "second" not in k and k != "compiled_shapes"} for line in lines]
+
+
+def steps_made(workdir: Path) -> int:
+    """The last step that the log knows of."""
+    return max((line["step"] for line in metrics(workdir) if line["event"] == "train"), default=0)
+
+
+def saves_under_way(workdir: Path) -> list[Path]:
+    """Directories of saves that are not committed."""
+    return [*workdir.glob("checkpoints/*.orbax-checkpoint-tmp*"), *workdir.glob("best/*.orbax-checkpoint-tmp*")]
+
+
+def committed(workdir: Path) -> list[int]:
+    """The steps on disk, oldest first."""
+    return sorted(int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit())
+
+
+def state_word(workdir: Path, step: int) -> str:
+    """One word for the parameters and the optimizer's state of a step, read and verified now."""
+    from pipejax.checkpoint.store import Store
+    from pipejax.fingerprint import digest
+
+    store = Store(workdir / "checkpoints")
+    store.verify(step)
+    arrays = store.describe(step).arrays
+    return digest({f"{item}/{path}": value for item, prints in arrays.items() for path, value in prints.items()})
+
+
+def outcome(workdir: Path) -> dict[str, Any]:
+    """What two runs must have in common: the last state, the last params_fp and the whole log."""
+    lines, steps = metrics(workdir), committed(workdir)
+    return {
+        "step": steps[-1] if steps else 0,
+        "state": state_word(workdir, steps[-1]) if steps else "",
+        "params_fp": next((line["params_fp"] for line in reversed(lines) if "params_fp" in line), ""),
+        "log": lines,
+    }
+
+
+def wait_for(condition: Any, command: Command, timeout: float = 120.0) -> bool:
+    """Whether it came true while the command ran; looks about a thousand times a second."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        if not command.running():
+            return bool(condition())
+        time.sleep(0.001)
+    return False
+
+
+def fresh(directory: Path) -> Path:
+    """The path, with nothing there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory

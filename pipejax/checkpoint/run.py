@@ -1,0 +1,91 @@
+"""Run directories as a whole: opened for their weights, written at once for converted ones."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pipejax import config as config_lib
+from pipejax.checkpoint.store import Restored, Store
+from pipejax.config import Config
+from pipejax.errors import UserError
+
+
+def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
+    """The newest good step of a run directory, parameters only.
+
+    Raises:
+      UserError: the directory is none, or none of its steps is good.
+    """
+    directory = Path(directory)
+    kind = "best" if best else "checkpoints"
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such checkpoint directory")
+    if not (directory / kind).is_dir():
+        if best and (directory / "checkpoints").is_dir():
+            raise UserError(f"{directory}: found no best/; expected a run that was evaluated at least once")
+        hint = "; convert it first: python -m pipejax.convert from-hf" if (directory / "config.json").is_file() else ""
+        raise UserError(f"{directory}: found no {kind}/; expected a checkpoint or run directory{hint}")
+    restored = Store(directory / kind).newest(None, log=log)
+    if restored is None:
+        raise UserError(f"{directory / kind}: found no good step; expected at least one")
+    return restored
+
+
+def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:
+    """Writes a run directory that holds parameters alone, at step 0: whole or not at all.
+
+    Raises:
+      UserError: the directory exists and is not empty, or cannot be written.
+    """
+    directory = Path(directory).absolute()
+    require_free(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-partial-", dir=directory.parent))
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written ({error.strerror})") from error
+    said: list[str] = []
+    try:
+        partial.chmod(0o755)
+        store = Store(partial / "checkpoints", writable=True, log=said.append)
+        saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)
+        store.close()
+        if not saved:
+            raise UserError(f"{directory}: cannot be written ({said[-1].partition(': ')[2]})")
+        if tokenizer_source is not None:
+            shutil.copytree(tokenizer_source, partial / "tokenizer")
+        write_text(partial / "config.json", config_lib.to_json(config))
+        if directory.is_dir():
+            directory.rmdir()
+        partial.rename(directory)
+    except (OSError, shutil.Error) as error:
+        raise UserError(f"{directory}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_free(directory: Path) -> None:
+    """Nothing is overwritten: a directory to be written must be absent or empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory}: found something there; expected a new or an empty directory")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file whole, or leaves it as it was."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,260 @@
+"""Several processes of one run, through JAX's own runtime: joining it, who is first, and what all agree on.
+
+With one process everything here costs nothing. Who starts the processes (srun, mpirun, Kubernetes, Ray, ssh) is none of
+our business: docs/clusters.md has a recipe for each.
+"""
+
+import collections
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pipejax.errors import UserError
+
+HEARTBEAT = 60  # seconds without a sign of life after which a process counts as dead and the others end
+# How launchers tell a process the number of processes, its own number, and its number on its machine.
+LAUNCHERS = (
+    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+_SHARED = "shared_by_all_processes"  # marks an exception
+_MESSAGE = 2048  # bytes of a text that goes from one process to the others
+
+
+def join(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat: int = HEARTBEAT,
+    patience: float = 300.0,
+    environment: Mapping[str, str] = os.environ,
+) -> bool:
+    """Joins the processes of this run, if it has several; before anything else uses a device.
+
+    Args:
+      coordinator: HOST:PORT of process 0, or None to have JAX find it (Slurm, Open MPI 4, JobSet, Cloud TPU).
+      processes: how many there are; None: as the launcher says.
+      process_id: which one this is, from 0; None: as the launcher says.
+      heartbeat: seconds of silence after which a process counts as dead; the others then end themselves.
+      patience: seconds to wait for process 0 to listen.
+      environment: where launchers leave their variables.
+
+    Returns:
+      Whether there are several.
+
+    Raises:
+      UserError: some of the three are missing or make no sense, or the coordinator does not answer.
+    """
+    coordinator = coordinator or environment.get("PIPEJAX_COORDINATOR") or None
+    told = _told(environment)
+    processes = _number("processes", processes, environment) or (told and told[0]) or None
+    process_id = _number("process_id", process_id, environment)
+    if process_id is None and told:
+        process_id = told[1]
+    if coordinator is None and not (told or _detected(environment)):
+        if processes is None and process_id is None:
+            return False
+        raise UserError("--coordinator: found none; expected HOST:PORT of process 0, as for every process of the run")
+    if coordinator is not None:
+        if not re.fullmatch(r".+:\d+", coordinator):
+            raise UserError(f"--coordinator: found {coordinator!r}; expected HOST:PORT, such as node0:8476")
+        if processes is None or process_id is None:
+            missing = "--processes" if processes is None else "--process-id"
+            raise UserError(f"{missing}: found none; expected it with --coordinator (no launcher says it)")
+        if not 0 <= process_id < processes:
+            raise UserError(f"--process-id: found {process_id}; expected 0 to {processes - 1}")
+    if processes == 1:
+        return False
+    if heartbeat < 1:
+        raise UserError(f"--heartbeat: found {heartbeat}; expected at least 1 second")
+    if coordinator is not None and process_id != 0:
+        _await(coordinator, patience)
+    own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from us
+    try:
+        jax.distributed.initialize(coordinator, processes, process_id, own_device, heartbeat_timeout_seconds=heartbeat)
+    except (RuntimeError, ValueError, OSError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--coordinator {coordinator or '(found by JAX)'}: process {process_id} of {processes} could not join "
+            f"({said}); expected process 0 to listen there and every process to be started"
+        ) from error
+    return True
+
+
+def _await(coordinator: str, patience: float) -> None:
+    """JAX aborts the process, without an exception, when nobody listens there in time."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--coordinator {coordinator}: no answer in {patience:.0f} s ({error}); expected process 0 to "
+                    "listen there"
+                ) from error
+        time.sleep(0.2)
+
+
+def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
+    text = environment.get(f"PIPEJAX_{name.upper()}", "")
+    if value is not None or not text:
+        return value
+    if not text.isascii() or not text.isdigit():
+        raise UserError(f"PIPEJAX_{name.upper()}: found {text!r}; expected a whole number")
+    return int(text)
+
+
+def _told(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
+    """What srun or mpirun says, if it started more than one; a login shell in an allocation says nothing."""
+    for names in LAUNCHERS:
+        values = [environment.get(name, "") for name in names]
+        started = names[0] != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in environment
+        if started and all(value.isdigit() for value in values) and int(values[0]) > 1:
+            return int(values[0]), int(values[1]), int(values[2])
+    return None
+
+
+def _detected(environment: Mapping[str, str]) -> bool:
+    """Whether JAX finds out by itself: an indexed Kubernetes job with its client library, or a Cloud TPU pod."""
+    job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
+    hosts = environment.get("TPU_WORKER_HOSTNAMES", "") + environment.get("TPU_PROCESS_ADDRESSES", "")
+    return (job and importlib.util.find_spec("kubernetes") is not None) or "," in hosts
+
+
+def lost(error: BaseException) -> bool:
+    """Whether it says that another process of the run is gone."""
+    words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe"
+    return several() and isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I))
+
+
+def several() -> bool:
+    """Whether this run has more than one process."""
+    return jax.process_count() > 1
+
+
+def first() -> bool:
+    """Whether this process is the one that writes the log, the config and all that is said."""
+    return jax.process_index() == 0
+
+
+def gather(text: str) -> list[str]:
+    """Each process's text, in their order; every process must call it."""
+    if not several():
+        return [text]
+    content = np.zeros(_MESSAGE, np.uint8)
+    encoded = text.encode()[:_MESSAGE]
+    content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(content)]
+
+
+def wait() -> None:
+    """Returns when every process has come here."""
+    gather("")
+
+
+@contextlib.contextmanager
+def together(*kinds: type[Exception]) -> Iterator[None]:
+    """A stretch that succeeds in all processes or in none.
+
+    An exception of one of the `kinds` in any process is raised in every one, so that none waits for another for ever.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except kinds as error:
+        if not several():
+            raise
+        problem = error
+    if not several():
+        return
+    number = next((i for i, kind in enumerate(kinds) if isinstance(problem, kind)), 0)
+    for index, text in enumerate(gather(f"{number} {problem}" if problem else "")):
+        if text and problem is None:
+            which, _, message = text.partition(" ")
+            problem = kinds[int(which)](f"{message} (process {index})")
+    if problem:
+        setattr(problem, _SHARED, True)
+        raise problem
+
+
+@contextlib.contextmanager
+def alone(explain: Callable[[BaseException], int]) -> Iterator[None]:
+    """Ends this process at once if it fails by itself: the others, which would wait for it, then notice and end, too.
+
+    `explain` says what went wrong and gives the exit code.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not several() or hasattr(error, _SHARED):
+            raise
+        code = explain(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def same(value: Any) -> Any:
+    """Process 0's value, in every process: anything that JSON can hold."""
+    return json.loads(gather(json.dumps(value))[0]) if several() else value
+
+
+def local(tree: Any) -> Any:
+    """Arrays of all processes, whole on a device of this one; with one process they stay where they are."""
+    if not several():
+        return tree
+    return jax.tree.map(
+        lambda x: jax.jit(_whole, out_shardings=NamedSharding(x.sharding.mesh, P()))(x).addressable_data(0), tree
+    )
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    return x
+
+
+class Vote:
+    """The highest number that any process has said, known to all at the same call.
+
+    Calls must match across processes. A call starts the exchange and takes the result of the one `delay` calls ago, so
+    that no device waits for a host: what is said becomes known that many calls later.
+    """
+
+    def __init__(self, delay: int = 2) -> None:
+        """Nothing has been said."""
+        self.delay = delay
+        self._under_way: collections.deque[jax.Array] = collections.deque()
+
+    def __call__(self, mine: int) -> int:
+        """Says a number; returns what is known by now."""
+        if not several():
+            return mine
+        said = np.full(jax.local_device_count(), mine, np.int32)
+        numbers = jax.make_array_from_process_local_data(NamedSharding(self._mesh, P("all")), said)
+        self._under_way.append(jax.jit(jnp.max, out_shardings=NamedSharding(self._mesh, P()))(numbers))
+        if len(self._under_way) <= self.delay:
+            return 0
+        return int(self._under_way.popleft())
+
+    @functools.cached_property
+    def _mesh(self) -> jax.sharding.Mesh:
+        return jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,0 +1,33 @@
+"""The fault harness itself, on a few trials of each kind; docs/reliability.md has the figures of many."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from experiments.faults.__main__ import table
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_short_run(tmp_path):
+    out, page = tmp_path / "faults.json", tmp_path / "faults.md"
+    ended = subprocess.run(
+        [sys.executable, "-m", "experiments.faults", "--short", "--only=kills,damage,full", f"--json={out}",
+         f"--table={page}", f"--scratch={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    parts = json.loads(out.read_text())["parts"]
+    assert parts["kills"]["identical"] == parts["kills"]["trials"] == 2
+    assert parts["damage"]["wrong_states_accepted"] == 0 and parts["damage"]["trials"] == 13
+    assert parts["damage"]["plain_orbax_wrong_states_accepted"] > 0  # else the damage would be too harmless to show
+    full = parts["full"]
+    assert full["ok"] or (full["ok"] is None and "mount" in full["skipped"])  # only root may mount a small disk
+    assert page.read_text() == table(json.loads(out.read_text()))
+    assert not list(tmp_path.glob("faults-*")), "the runs are removed"
+
+
+def test_what_is_not_as_it_must_be_is_said():
+    results = {"parts": {"damage": {"trials": 3, "wrong_states_accepted": 1, "ok": False, "seconds": 2}}}
+    assert "| Damaged checkpoints | **no** | trials 3; wrong states accepted 1 | 2 |" in table(results)

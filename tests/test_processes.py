@@ -1,0 +1,159 @@
+"""Several processes: who is told what by whom, and two real ones against one."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.faults import runs
+from pipejax import processes
+from pipejax.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "node[1-4]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What JAX would be called with."""
+    calls = []
+
+    def initialize(coordinator, count, number, devices, heartbeat_timeout_seconds):
+        calls.append((coordinator, count, number, devices))
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    monkeypatch.setattr(processes, "_await", lambda coordinator, patience: None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "flags, environment, expected",
+    [
+        ((None, None, None), {}, None),
+        ((None, None, None), {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # a login shell
+        ((None, None, None), {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        (("host:1", 1, 0), {}, None),
+        (("host:1", 2, 1), {}, ("host:1", 2, 1, None)),
+        ((None, None, None), SLURM, (None, 4, 2, [0])),
+        ((None, None, None), OPEN_MPI, (None, 4, 3, [1])),
+        (("host:1", None, None), OPEN_MPI, ("host:1", 4, 3, [1])),  # Open MPI 5 names no coordinator
+        (
+            (None, None, None),
+            {"PIPEJAX_COORDINATOR": "host:1", "PIPEJAX_PROCESSES": "3", "PIPEJAX_PROCESS_ID": "2"},
+            ("host:1", 3, 2, None),
+        ),
+        ((None, None, None), {"TPU_WORKER_HOSTNAMES": "a,b"}, (None, None, None, None)),
+    ],
+)
+def test_who_is_told_what(joined, flags, environment, expected):
+    assert processes.join(*flags, environment=environment) == (expected is not None)
+    assert joined == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(
+    "flags, environment, message",
+    [
+        ((None, 2, None), {}, r"--coordinator: found none; expected HOST:PORT"),
+        (("host", 2, 0), {}, r"--coordinator: found 'host'; expected HOST:PORT"),
+        (("host:1", 2, None), {}, r"--process-id: found none"),
+        (("host:1", None, 0), {}, r"--processes: found none"),
+        (("host:1", 2, 2), {}, r"--process-id: found 2; expected 0 to 1"),
+        ((None, None, None), {"PIPEJAX_PROCESSES": "two"}, r"PIPEJAX_PROCESSES: found 'two'; expected a whole number"),
+    ],
+)
+def test_refused_before_anything_waits(joined, flags, environment, message):
+    with pytest.raises(UserError, match=message):
+        processes.join(*flags, environment=environment)
+    assert joined == []
+
+
+def test_nobody_answers():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"--coordinator {place}: no answer in 0 s"):
+            processes.join(place, 2, 1, patience=0.1)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Of a tiny model whose batches all have one shape."""
+    return runs.prepare(tmp_path_factory.mktemp("tiny"))
+
+
+def start(config, workdir, count, *settings):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # One device a process, and few threads: the machine may have two cores.
+    environment = {**os.environ, "NPROC": "2", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    several = [f"--coordinator=127.0.0.1:{port}", f"--processes={count}", "--heartbeat=10"] if count > 1 else []
+    flags = [*(f"--set={setting}" for setting in settings), *several]
+    command = [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *flags]
+    return [
+        subprocess.Popen(
+            [*command, *([f"--process-id={i}"] if count > 1 else [])],
+            cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def end(started):
+    """Return codes and what each said on standard error."""
+    said = [process.communicate(timeout=300)[1].splitlines() for process in started]
+    return [process.returncode for process in started], said
+
+
+def of(directory, event):
+    return [line for line in runs.metrics(directory) if line["event"] == event]
+
+
+def test_two_processes_equal_one(config, tmp_path):
+    results = {}
+    for count in (1, 2):
+        directory = tmp_path / str(count)
+        codes, said = end(start(config, directory, count, "train.steps=12"))
+        assert codes == [0] * count, said
+        assert all(line == [] for line in said[1:]), "only the first process speaks"
+        results[count] = [line["loss"] for line in of(directory, "train")]
+        assert [line["step"] for line in of(directory, "evaluation")] == [12]
+        results[count] += [line[key] for line in of(directory, "evaluation") for key in ("dev_loss", "em_f1", "steps")]
+        assert runs.committed(directory) == [4, 8, 12]
+    assert results[2] == pytest.approx(results[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, None)], ids=str)
+def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
+    workdir = tmp_path / "run"
+    started = start(config, workdir, 2, "train.steps=100000", "train.evaluate_every=100000")
+    deadline = time.monotonic() + 250
+    while time.monotonic() < deadline and runs.steps_made(workdir) < 6:
+        assert all(process.poll() is None for process in started), end(started)
+        time.sleep(0.1)
+    started[1].send_signal(number)
+    begun = time.monotonic()
+    codes, said = end(started)
+    steps = runs.committed(workdir)
+    if code:
+        assert codes == [code, code]
+        assert f"at step {steps[-1]};" in said[0][-1] and runs.steps_made(workdir) == steps[-1]
+    else:
+        assert codes[0] != 0 and time.monotonic() - begun < 60 and steps
+        assert "Traceback" not in "".join(said[0])
