@@ -90,10 +90,11 @@ class Forced:
 class Decoder:
     """Encodes and decodes with one forced strategy; compiles on the first use of a shape."""
 
-    def __init__(self, model: T5, ready: generate.Ready, strategy: Forced) -> None:
+    def __init__(self, model: T5, ready: generate.Ready, strategy: Forced, *, in_panels: bool) -> None:
         """Nothing compiles yet."""
         self.model, self.ready, self.strategy = model, ready, strategy
-        self._encode, self._decode = jax.jit(partial(generate.encode_batch, model)), jax.jit(self._decode_batch)
+        self._encode = jax.jit(partial(generate.encode_batch, model, in_panels=in_panels))
+        self._decode = jax.jit(self._decode_batch)
 
     def _decode_batch(self, weights: packed.Weights, memory: Memory, lengths: Array) -> tuple[Decoded, Array]:
         decoder = packed.PackedDecoder(self.model.config, weights, memory, self.model.dtype)

@@ -99,9 +99,11 @@ def write(config: T5Config, params: Any, directory: Path) -> Path:
 class Pipejax:
     """Ours, pipelined or sequential."""
 
-    def __init__(self, name: str, model: T5, ready: Ready, strategy: Pipelined | Sequential) -> None:
+    def __init__(
+        self, name: str, model: T5, ready: Ready, strategy: Pipelined | Sequential, *, in_panels: bool
+    ) -> None:
         """Nothing compiles yet."""
-        self.name, self.decoder = name, Decoder(model, ready, Forced(strategy))
+        self.name, self.decoder = name, Decoder(model, ready, Forced(strategy), in_panels=in_panels)
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
         """See `System`."""
@@ -291,4 +293,4 @@ def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pi
     model = T5(config, dtype=jnp.dtype(dtype))
     own = native.use(log=cli.note)
     ready = jax.jit(lambda p: prepare(model, p, in_panels=own))(params)
-    return [Pipejax(name, model, ready, strategy) for name, strategy in strategies.items()]
+    return [Pipejax(name, model, ready, strategy, in_panels=own) for name, strategy in strategies.items()]

@@ -147,14 +147,15 @@ def memory_length(length: int) -> int:
     return max(1 << (length - 1).bit_length(), 64)
 
 
-def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array) -> Memory:
-    """Encodes one padded batch; `model` is static under jit.
+def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array, *, in_panels: bool = False) -> Memory:
+    """Encodes one padded batch; `model` and `in_panels` are static under jit.
 
     Args:
       model: the T5.
       params: those of `Ready.encoding`.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
+      in_panels: as in `prepare`.
 
     Returns:
       a memory of `memory_length(L)`.
@@ -162,11 +163,12 @@ def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array) -
     mask = jnp.arange(source.shape[1]) < length[:, None]
     memory: Any = model.apply({"params": params}, source, mask, method="encode")
     more = memory_length(source.shape[1]) - source.shape[1]
-    return Memory(
+    memory = Memory(
         keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
         values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
         mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
     )
+    return packed.memory_in_panels(memory) if in_panels else memory
 
 
 def decode_batch(
@@ -187,6 +189,7 @@ class Generator:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self.model = T5(config.model, dtype=compute_dtype(config.decode.dtype))
+        self._in_panels = own_kernel
         self._prepare = jax.jit(partial(prepare, self.model, in_panels=own_kernel))
         self.set_params(params)
         self._programs: dict[tuple[Strategy | Literal["encoder"], tuple[int, int]], Any] = {}
@@ -315,7 +318,7 @@ class Generator:
         """The compiled encoder or decoder for batches of that shape, [B, L]."""
         if (part, shape) not in self._programs:
             begun = time.perf_counter()
-            function: Callable[..., Any] = partial(encode_batch, self.model)
+            function: Callable[..., Any] = partial(encode_batch, self.model, in_panels=self._in_panels)
             name: str = "encoder"
             if not isinstance(part, str):
                 name, function = f"{type(part).__name__.lower()} decoder", partial(decode_batch, self.model, part)

@@ -130,18 +130,18 @@ class PackedDecoder:
         keys, values = [], []
         for i, layer in enumerate(w.layers):
             projected = self._at_places(product(layer.self_inwards, self._normed(x, layer.self_norm)), step)
-            query, key, value = jnp.split(projected, 3, axis=1)
+            query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
             k = jax.lax.dynamic_update_slice_in_dim(current.keys[i], key, step.start, axis=3)
             v = jax.lax.dynamic_update_slice_in_dim(current.values[i], value.swapaxes(2, 3), step.start, axis=2)
             keys.append(k)
             values.append(v)
             reach = [*((p.keys[i], p.values[i]) for p in past), (k, v)]
-            found = self._packed(attend(query.swapaxes(2, 3), reach, bias), step)
-            x = x + product(layer.self_outwards, found)
+            x = x + product(layer.self_outwards, self._packed(attend(query, reach, bias), step))
 
-            query = self._at_places(product(layer.cross_query, self._normed(x, layer.cross_norm)), step).swapaxes(2, 3)
-            found = self._packed(attend(query, [(memory.keys[i], memory.values[i])], memory_bias), step)
-            x = x + product(layer.cross_outwards, found)
+            query = self._at_places(product(layer.cross_query, self._normed(x, layer.cross_norm)), step)
+            look = attend if memory.keys[i].ndim == 4 else attend_in_panels
+            found = look(query, [(memory.keys[i], memory.values[i])], memory_bias)
+            x = x + product(layer.cross_outwards, self._packed(found, step))
             x = x + product(layer.outwards, self._activated(product(layer.inwards, self._normed(x, layer.norm))))
         hidden = self._normed(x, w.norm)
         if self.config.scale_head:
@@ -180,10 +180,10 @@ class PackedDecoder:
         return jnp.moveaxis(found, 2, 0)
 
     def _packed(self, found: Array, step: Step) -> Array:
-        """[B, H, Q, K] -> [I, N]."""
+        """[B, H, K, Q] -> [I, N]."""
         if step.home is None:
-            return found[0].swapaxes(1, 2).reshape(-1, found.shape[2])
-        columns = found.transpose(1, 3, 0, 2).reshape(-1, found.shape[0] * found.shape[2])
+            return found.reshape(-1, found.shape[3])
+        columns = found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
         return jnp.take(columns, step.home, axis=1, mode="clip")
 
 
@@ -195,9 +195,29 @@ def product(matrix: Array, columns: Array, dtype: DTypeLike | None = None) -> Ar
 
 
 def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
-    """What queries [B, H, Q, K] find in stretches of keys [B, H, K, C] and values [B, H, C, K]; bias [B, .., C]."""
-    scores = [jnp.einsum("bhqk,bhkc->bhqc", query, keys, preferred_element_type=jnp.float32) for keys, _ in reach]
+    """What queries [B, H, K, Q] find in stretches of keys [B, H, K, C] and values [B, H, C, K]; bias [B, .., C]."""
+    rows = query.swapaxes(2, 3)
+    scores = [jnp.einsum("bhqk,bhkc->bhqc", rows, keys, preferred_element_type=jnp.float32) for keys, _ in reach]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=3) + bias, axis=3).astype(query.dtype)
     parts = jnp.split(weights, np.cumsum([s.shape[3] for s in scores])[:-1], axis=3)
     found = [jnp.einsum("bhqc,bhck->bhqk", w, values) for w, (_, values) in zip(parts, reach, strict=True)]
-    return functools.reduce(jnp.add, found)
+    return functools.reduce(jnp.add, found).swapaxes(2, 3)
+
+
+def attend_in_panels(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
+    """The same with our own kernel, in one stretch that lies in panels, as `memory_in_panels` made it."""
+    ((keys, values),) = reach
+    scores = native.product(keys, query) + bias.swapaxes(2, 3)
+    return native.product(values, jax.nn.softmax(scores, axis=2))
+
+
+def memory_in_panels(memory: Memory) -> Memory:
+    """For `attend_in_panels`, where the shapes allow it: keys [B, H, L / 16, K, 16], values [B, H, K / 16, L, 16]."""
+    length, width = memory.values[0].shape[2:]
+    if length % native.LANES or width % native.LANES or memory.values[0].dtype != jnp.float32:
+        return memory
+    return dataclasses.replace(
+        memory,
+        keys=tuple(native.panels(x.swapaxes(2, 3)) for x in memory.keys),
+        values=tuple(native.panels(x.swapaxes(2, 3)) for x in memory.values),
+    )

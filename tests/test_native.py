@@ -51,7 +51,7 @@ def test_decodes_are_those_without_it(kernel):
     def program(in_panels):
         def whole(params, source, length):
             ready = generate.prepare(model, params, in_panels=in_panels)
-            memory = generate.encode_batch(model, ready.encoding, source, length)
+            memory = generate.encode_batch(model, ready.encoding, source, length, in_panels=in_panels)
             return generate.decode_batch(model, strategy, ready.decoding, memory)
 
         return jax.jit(whole)
