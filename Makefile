@@ -9,10 +9,10 @@ RUN := .venv/bin/python
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo test check venv venv-run clean
+.PHONY: help demo test check venv venv-bench venv-run clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
 
 demo: venv-run  ## train a small model on the CPU and decode with it
 	@$(RUN) -m experiments.demo $(ARGS)
@@ -27,6 +27,9 @@ check: venv  ## lint, format and types: ruff and mypy
 
 venv: venv-run  ## only .venv, with what the tests need
 	@sh -c "$$PIPEJAX_INSTALL" install requirements-test.txt requirements.txt
+
+venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTranslate2; and matplotlib
+	@sh -c "$$PIPEJAX_INSTALL" install requirements-bench.txt requirements.txt
 
 venv-run:
 	@sh -c "$$PIPEJAX_INSTALL" install requirements.txt

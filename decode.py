@@ -2,7 +2,8 @@
 
     python decode.py --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
 
-Input lines are {"id", "source"} or {"id", "source_ids"}; "-" is standard input or output.
+Input lines are {"id", "source"} or {"id", "source_ids"}; "-" is standard input or output. Compiled programs are kept
+in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
 """
 
 from collections.abc import Sequence
@@ -33,8 +34,10 @@ def main(argv: Sequence[str]) -> int:
 
     records.check_paths(flags.input, flags.output)
 
-    from pipejax.generate import load  # starts JAX: after the flags and the input's place are known to be good
+    from pipejax import program_cache  # starts JAX: after the flags and the input's place are known to be good
+    from pipejax.generate import load
 
+    program_cache.use(log=cli.note)
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, log=cli.note)
     records.decode_file(
         generator, flags.input, flags.output, strategy=flags.strategy, batch_size=flags.batch_size, log=cli.note

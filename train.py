@@ -4,6 +4,7 @@
 
 The same command again goes on from the newest good checkpoint. Several processes, on one machine or many: started by
 srun, mpirun or a Kubernetes JobSet they find each other; otherwise each is told with the flags (docs/clusters.md).
+Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
 """
 
 import traceback
@@ -18,6 +19,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
     parser.add_overrides("override a setting of the config, such as train.steps=500 (repeatable)")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many into DIR/profile")
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     several.add_argument("--processes", type=int, metavar="N", help="how many there are")
@@ -45,9 +47,11 @@ def main(argv: Sequence[str]) -> int:
         return code
 
     with processes.alone(explain):
+        from pipejax import program_cache
         from pipejax.training import fit
 
-        return fit(config, flags.workdir, log=cli.note)
+        program_cache.use(log=cli.note)
+        return fit(config, flags.workdir, profile=flags.profile, log=cli.note)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,13 @@ STRATEGIES = ("pipelined", "sequential")
 OBJECTIVES = (*STRATEGIES, "none")
 STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
-SCHEDULES = ("constant", "linear")
+SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "adafactor")
+REMATS = ("none", "dots", "layers")
+FREEZES = ("none", "encoder")
 DTYPES = ("auto", "float32", "bfloat16")
+ROWS = ("list", "delimiter", "sentences")
+METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 
 
@@ -78,9 +83,15 @@ class DataConfig:
     """Where examples come from, and how long they may be (in tokens)."""
 
     task: str = setting("jsonl")
-    train: str = setting("")  # paths of the `jsonl` task; "" = none
+    train: str = setting("")  # paths of the tasks `jsonl` and `csv`; "" = none
     dev: str = setting("")
     test: str = setting("")
+    source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
+    targets: str = setting("targets")  # `jsonl`, `csv`: the field that holds the rows
+    rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
+    delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
+    metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
+    data_dir: str = setting("")  # where `python -m pipejax.data prepare` wrote; "" = TFDS's own directory
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
     max_source: int = setting(2048, least=2)  # longer sources are cut here, eos kept
     max_target: int = setting(512, least=2)  # a longer target loses its last rows (training only)
@@ -94,18 +105,24 @@ class TrainConfig:
     objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
     steps: int = setting(1000, least=1)
     batch_size: int = setting(24, least=1)
-    length_group: int = setting(8, least=1)  # batches drawn together and parted by length, against padding; 1: none
+    accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other; the result is equal
+    pack: int = setting(0, least=0)  # examples whose targets share a row of slots, against padding; 0: see data.core
+    length_group: int = setting(16, least=1)  # batches drawn together and parted by length, against padding; 1: none
+    remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
+    optimizer: str = setting("adamw", choices=OPTIMIZERS)
+    freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
     learning_rate: float = setting(1e-4, above=0.0)
-    schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; "linear" falls to 0 at `steps`
+    schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
     warmup_steps: int = setting(100, least=0)
     weight_decay: float = setting(0.0, least=0.0)
-    beta1: float = setting(0.9, least=0.0, below=1.0)
+    beta1: float = setting(0.9, least=0.0, below=1.0)  # beta1, beta2 and epsilon are AdamW's
     beta2: float = setting(0.999, least=0.0, below=1.0)
     epsilon: float = setting(1e-8, above=0.0)
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
     dropout: float = setting(0.1, least=0.0, below=1.0)
     dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
     seed: int = setting(0, least=0, most=2**31 - 1)
+    max_bad_steps: int = setting(10, least=1)  # steps in a row whose loss or gradient is not finite; then training ends
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
     log_every: int = setting(50, least=1)
     evaluate_every: int = setting(500, least=1)
@@ -113,6 +130,8 @@ class TrainConfig:
     checkpoint_every: int = setting(500, least=1)
     keep_checkpoints: int = setting(3, least=1)  # the newest that stay on disk
     keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
+    tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
+    wandb: str = setting("")  # a project of Weights & Biases, too; needs wandb
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +250,8 @@ def check(config: Config, *, where: str) -> None:
             )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
+    if config.data.rows == "delimiter" and not config.data.delimiter:
+        raise UserError(f"{where}: data.delimiter: found nothing; expected at least one character")
     if config.train.objective == "sequential" and not config.data.separator:
         raise UserError(f"{where}: data.separator: found nothing; expected at least one character")
 
@@ -309,7 +330,7 @@ def _check_fields(node: Any, prefix: str, where: str) -> None:
         if rule.get("choices") and value not in rule["choices"]:
             guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
             raise UserError(
-                f"{where}: {key}: found {value!r}; expected one of {', '.join(rule['choices'])}"
+                f"{where}: {key}: found {value!r}; expected one of {', '.join(filter(None, rule['choices']))}"
                 + (f" (did you mean {guess[0]}?)" if guess else "")
             )
         for name, words, broken in (

@@ -11,25 +11,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import checkpoint, decoding, grid
+from pipejax import checkpoint, decoding, grid, packed
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.data.core import bucket, cut_source, pad
-from pipejax.decoding import TRUNCATIONS, Decoded, Query, Strategy
+from pipejax.decoding import TRUNCATIONS, Decoded, Schedule, Strategy
 from pipejax.errors import UserError
-from pipejax.t5 import T5, KVCache, cast_params, empty_cache
+from pipejax.t5 import T5, Memory, cast_params
 from pipejax.tokenizer import Tokenizer
 
 Record = dict[str, Any]
 # What `--set` may change when a checkpoint is decoded: sections and keys.
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
+QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
+PREFIXES = (160, 448)  # cache slots in reach
 
 
 class Source(NamedTuple):
@@ -108,27 +111,71 @@ def compute_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def decode_batch(model: T5, strategy: Strategy, params: Any, source: jax.Array, length: jax.Array) -> Decoded:
-    """Encodes and decodes one padded batch; `model` and `strategy` are static under jit.
+@flax.struct.dataclass
+class Ready:
+    """A T5's parameters as decoding reads them."""
+
+    encoding: Any  # those of the encoder and of the cross-attention's keys and values
+    decoding: packed.Weights
+
+
+def prepare(model: T5, params: Any) -> Ready:
+    """Casts the parameters to the model's dtype and lays the decoder's out. Jit-able."""
+    params = cast_params(params, model.dtype)
+    weights = packed.lay_out(model.config, params, model.dtype)
+    projections = {
+        name: {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
+        for name, layer in params["decoder"].items()
+        if name.startswith("layers_")
+    }
+    encoding = {"shared": params["shared"], "encoder": params["encoder"], "decoder": projections}
+    return Ready(encoding, weights)
+
+
+def schedule(strategy: Strategy, batch: int) -> Schedule:
+    """The sizes that a decode goes through here, each pair of them a piece of program to compile.
+
+    On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
+    """
+    if jax.default_backend() == "cpu":
+        return Schedule.fit(strategy, batch, queries=QUERIES, prefixes=PREFIXES)
+    return Schedule.fit(strategy, batch, prefixes=PREFIXES[-1:])
+
+
+def memory_length(length: int) -> int:
+    """The padded length of a memory: a power of two, so that fewer decoders compile than encoders."""
+    return max(1 << (length - 1).bit_length(), 64)
+
+
+def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array) -> Memory:
+    """Encodes one padded batch; `model` is static under jit.
 
     Args:
       model: the T5.
-      strategy: the decoding strategy.
-      params: the T5's parameters.
+      params: those of `Ready.encoding`.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
+
+    Returns:
+      a memory of `memory_length(L)`.
     """
-    variables = {"params": params}
     mask = jnp.arange(source.shape[1]) < length[:, None]
-    memory = model.apply(variables, source, mask, method="encode")
+    memory: Any = model.apply({"params": params}, source, mask, method="encode")
+    more = memory_length(source.shape[1]) - source.shape[1]
+    return Memory(
+        keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
+        values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
+        mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
+    )
 
-    def decode(query: Query, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        seen = query.tokens, query.mask, query.distance
-        answer: Any = model.apply(variables, *seen, memory, cache, query.start, method="decode")
-        return answer
 
-    batch = source.shape[0]
-    return decoding.run(strategy, decode, empty_cache(model.config, batch, strategy.slots, model.dtype), batch=batch)
+def decode_batch(
+    model: T5, strategy: Strategy, weights: packed.Weights, memory: Memory, *, sizes: Schedule | None = None
+) -> Decoded:
+    """Decodes an encoded batch; `model`, `strategy` and `sizes` (None: as `schedule` has them) are static under jit."""
+    batch = memory.mask.shape[0]
+    decoder = packed.PackedDecoder(model.config, weights, memory, model.dtype)
+    return decoding.run(strategy, decoder, strategy.init(batch), schedule=sizes or schedule(strategy, batch))[0]
 
 
 class Generator:
@@ -140,12 +187,14 @@ class Generator:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self.model = T5(config.model, dtype=compute_dtype(config.decode.dtype))
+        self._prepare = jax.jit(partial(prepare, self.model))
         self.set_params(params)
-        self._programs: dict[tuple[Strategy, int, int], Any] = {}
+        self._programs: dict[tuple[Strategy | Literal["encoder"], tuple[int, int]], Any] = {}
+        self.log: Callable[[str], None] = lambda line: None  # is told what compiles
 
     def set_params(self, params: Any) -> None:
         """Other weights of the same architecture; nothing compiles again."""
-        self.params = cast_params(params, self.model.dtype)
+        self.ready: Ready = self._prepare(params)
 
     @property
     def default_strategy(self) -> str:
@@ -243,9 +292,13 @@ class Generator:
         filled = [*sources, *[sources[-1]] * (batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
-        program = self._program(strategy, source, lengths, report)
+        encode = self._program("encoder", source.shape, (self.ready.encoding, source, lengths), report)
         begun = time.perf_counter()
-        decoded = jax.device_get(program(self.params, source, lengths))
+        memory = encode(self.ready.encoding, source, lengths)
+        report.seconds += time.perf_counter() - begun
+        decode = self._program(strategy, memory.mask.shape, (self.ready.decoding, memory), report)
+        begun = time.perf_counter()
+        decoded = jax.device_get(decode(self.ready.decoding, memory))
         report.seconds += time.perf_counter() - begun
         return [
             (
@@ -256,15 +309,22 @@ class Generator:
             for b in range(len(sources))
         ]
 
-    def _program(self, strategy: Strategy, source: np.ndarray, lengths: np.ndarray, report: Report) -> Any:
-        key = strategy, *source.shape
-        if key not in self._programs:
+    def _program(
+        self, part: Strategy | Literal["encoder"], shape: tuple[int, int], arguments: tuple[Any, ...], report: Report
+    ) -> Any:
+        """The compiled encoder or decoder for batches of that shape, [B, L]."""
+        if (part, shape) not in self._programs:
             begun = time.perf_counter()
-            function = jax.jit(partial(decode_batch, self.model, strategy))
-            self._programs[key] = function.lower(self.params, source, lengths).compile()
+            function: Callable[..., Any] = partial(encode_batch, self.model)
+            name: str = "encoder"
+            if not isinstance(part, str):
+                name, function = f"{type(part).__name__.lower()} decoder", partial(decode_batch, self.model, part)
+            if self.architecture.num_layers + self.architecture.num_decoder_layers > 8:  # takes seconds
+                self.log(f"preparing the {name} for batches of {shape[0]} with sources of up to {shape[1]} tokens")
+            self._programs[part, shape] = jax.jit(function).lower(*arguments).compile()
             report.compile_seconds += time.perf_counter() - begun
             report.shapes += 1
-        return self._programs[key]
+        return self._programs[part, shape]
 
     def _record(
         self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int, truncated: str | None

@@ -1,9 +1,12 @@
-"""Token losses. Shapes: B batch, N slots, V vocabulary."""
+"""Token losses. Shapes: G rows of slots, N slots of a row, D width, V vocabulary."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+LOGITS = 2**25  # at the most at once: 128 MiB in float32, of which the backward pass needs a few copies
 
 
 def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
@@ -12,10 +15,40 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
     Sums, so that parts of a batch add up exactly; the mean is over the real target tokens of the whole batch.
 
     Args:
-      logits: f32 [B, N, V].
-      targets: i32 [B, N].
-      weights: f32 [B, N], 0 at padding and at slots without a target.
+      logits: f32 [G, N, V].
+      targets: i32 [G, N].
+      weights: f32 [G, N], 0 at padding and at slots without a target.
     """
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     nll = jax.nn.logsumexp(logits, axis=-1) - chosen
     return (nll * weights).sum(), weights.sum()
+
+
+def cross_entropy_in_parts(
+    head: Callable[[Array], Array], hidden: Array, targets: Array, weights: Array, *, vocabulary: int
+) -> tuple[Array, Array]:
+    """`cross_entropy` of `head(hidden)`, with no more than LOGITS logits in memory at once where N can be parted so.
+
+    Args:
+      head: logits f32 [G, n, V] from [G, n, D].
+      hidden: [G, N, D].
+      targets: i32 [G, N].
+      weights: f32 [G, N].
+      vocabulary: V.
+    """
+    groups, slots = targets.shape
+    wanted = -(-groups * slots * vocabulary // LOGITS)
+    parts = next(count for count in range(1, slots + 1) if slots % count == 0 and count >= min(wanted, slots))
+    if parts == 1:
+        return cross_entropy(head(hidden), targets, weights)
+
+    def apart(x: Array) -> Array:
+        return x.reshape(groups, parts, slots // parts, *x.shape[2:]).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def add(sums: tuple[Array, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
+        total, count = cross_entropy(head(part[0]), *part[1:])
+        return (sums[0] + total, sums[1] + count), None
+
+    zero = jnp.float32(0), jnp.float32(0)
+    return jax.lax.scan(add, zero, (apart(hidden), apart(targets), apart(weights)))[0]

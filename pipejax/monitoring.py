@@ -1,7 +1,12 @@
-"""What is seen of a training run: the log's windows of steps, and the examination of the dev split."""
+"""What is seen of a training run: where the time goes, the log's windows of steps, the examination of the dev split."""
 
+import contextlib
+import hashlib
+import importlib
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,10 +16,13 @@ import optax
 from pipejax import processes
 from pipejax.checkpoint import Store
 from pipejax.config import Config
-from pipejax.data.core import Example, encode, fixed_batches
+from pipejax.costs import peak, training_flops
+from pipejax.data.core import Batch, Example, encode, fixed_batches
+from pipejax.errors import UserError
 from pipejax.evaluation import evaluate
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import Generator
+from pipejax.metrics import HEADLINES
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory
 from pipejax.tokenizer import Tokenizer
@@ -22,52 +30,189 @@ from pipejax.tokenizer import Tokenizer
 Array = jax.Array
 
 
+class Clock:
+    """Seconds by what they went to. What nothing else is named for is "step": the devices are at work then."""
+
+    def __init__(self) -> None:
+        """Starts now."""
+        self.totals: dict[str, float] = defaultdict(float)
+        self._named: dict[str, float] = defaultdict(float)
+        self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Counts the time of a block; blocks do not nest."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._named[name] += time.perf_counter() - begun
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the last lap, which add up to the time that passed."""
+        now = time.perf_counter()
+        lap = {name: self._named[name] for name in ("compile", "data", "checkpoint", "evaluation")}
+        lap["step"] = max(now - self._since - sum(lap.values()), 0.0)
+        self._named.clear()
+        self._since = now
+        for name, seconds in lap.items():
+            self.totals[name] += seconds
+        return lap
+
+
+class Trace:
+    """A profile of a few steps, for TensorBoard or Perfetto."""
+
+    def __init__(self, directory: Path, *, first: int, steps: int) -> None:
+        """Of `steps` steps (0: none) from step `first` on."""
+        self.directory, self.first, self.steps = directory, first, steps
+
+    def before(self, step: int) -> None:
+        """Begins if it is time to."""
+        if self.steps and step == self.first:
+            jax.profiler.start_trace(self.directory)
+
+    def after(self, step: int, results: Any) -> None:
+        """Ends with the last step, once the devices are through with it."""
+        if self.steps and step == self.first + self.steps - 1:
+            jax.block_until_ready(results)
+            jax.profiler.stop_trace()
+
+
+class Boards:
+    """Copies of the log's numbers where people look at curves; metrics.jsonl stays the truth."""
+
+    def __init__(self, config: Config, directory: Path, step: int) -> None:
+        """Opens what the config asks for. In one process of several only.
+
+        Raises:
+          UserError: the library is not installed.
+        """
+        self._writers: list[Callable[[int, dict[str, float]], None]] = []
+        if jax.process_index():
+            return
+        if config.train.tensorboard:
+            board = _import("tensorboardX", "train.tensorboard")
+            writer = board.SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+
+            def scalars(step: int, values: dict[str, float]) -> None:
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()
+
+            self._writers.append(scalars)
+        if config.train.wandb:
+            wandb = _import("wandb", "train.wandb")
+            run = wandb.init(
+                project=config.train.wandb,
+                name=directory.name,
+                dir=str(directory),
+                id=_run_id(directory),
+                resume="allow",
+            )
+            self._writers.append(lambda step, values: run.log(values, step=step))
+
+    def write(self, values: dict[str, Any]) -> None:
+        """The numbers of one line of the log."""
+        numbers = {
+            f"{values['event']}/{name}": float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and name != "step"
+        }
+        for write in self._writers:
+            write(values["step"], numbers)
+
+
+def _import(library: str, key: str) -> Any:
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise UserError(f"{key}: found no {library}; expected it installed (pip install {library})") from error
+
+
+def _run_id(directory: Path) -> str:
+    """The same for the same directory, so that a resumed run goes on in its own curve."""
+    return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+
+
 class Window:
     """The steps since the last log line; values stay on the device until then."""
 
-    def __init__(self, directory: RunDirectory, progress: Progress, rate: optax.Schedule, batch_size: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        log: Callable[[dict[str, Any]], None],
+        progress: Progress,
+        rate: optax.Schedule,
+        clock: Clock,
+    ) -> None:
         """Empty."""
-        self.directory, self.progress, self.rate, self.batch_size = directory, progress, rate, batch_size
-        self.steps: list[dict[str, Array]] = []
-        self.cut_sources = self.cut_targets = 0
-        self.since = time.perf_counter()
+        assert config.model is not None
+        self.train, self.model, self.log, self.progress, self.rate = config.train, config.model, log, progress, rate
+        self.clock, self.steps, self.bad = clock, list[tuple[int, Batch, dict[str, Array]]](), 0
+        peaks = [peak(device) for device in jax.devices()]
+        known = config.train.dtype != "float32" and all(peaks)
+        self.peak = sum(p for p in peaks if p) if known else None
 
-    def pause(self, seconds: float) -> None:
-        """Time that went elsewhere: it does not count as training."""
-        self.since += seconds
+    def add(self, step: int, batch: Batch, metrics: dict[str, Array]) -> None:
+        """One more step."""
+        self.steps.append((step, batch._replace(arrays={}), metrics))
 
-    def add(self, step: int, metrics: dict[str, Array], cut_sources: int, cut_targets: int, *, flush: bool) -> None:
-        """One more step; with `flush` a line of metrics.jsonl over all since the last."""
-        self.steps.append(metrics)
-        self.cut_sources += cut_sources
-        self.cut_targets += cut_targets
-        note = ""
-        if flush:
-            values = self.flush(step)
-            note = f"loss {values['loss']:.4f}"
-        self.progress.add(1, note)
+    def flush(self) -> dict[str, Any]:
+        """Writes a line of metrics.jsonl over all steps since the last, and one for each step that was left out.
 
-    def flush(self, step: int) -> dict[str, Any]:
-        """Writes the line up to this step."""
-        fetched = jax.device_get(self.steps)
-        seconds = time.perf_counter() - self.since
-        tokens = np.asarray([m["tokens"] for m in fetched], np.float64)
-        loss = float(np.dot([m["loss"] for m in fetched], tokens) / max(tokens.sum(), 1))
+        Raises:
+          UserError: `train.max_bad_steps` in a row were.
+        """
+        fetched = jax.device_get([metrics for _, _, metrics in self.steps])
+        seconds = self.clock.lap()
+        batches = [batch for _, batch, _ in self.steps]
+        for (step, batch, _), metrics in zip(self.steps, fetched, strict=True):
+            self._judge(step, batch, metrics)
+        good = [metrics for metrics in fetched if metrics["good"]]
+        tokens = np.asarray([m["tokens"] for m in good], np.float64)
+        step, lengths = self.steps[-1][0], np.concatenate([batch.lengths for batch in batches])
+        active = max(seconds["step"] + seconds["data"], 1e-9)
         values = {
             "event": "train",
             "step": step,
-            "loss": loss,
-            "grad_norm": float(fetched[-1]["grad_norm"]),
+            "loss": float(np.dot([m["loss"] for m in good], tokens) / max(tokens.sum(), 1)) if good else None,
+            "grad_norm": float(good[-1]["grad_norm"]) if good else None,
             "learning_rate": float(self.rate(step - 1)),
             "tokens": int(tokens.sum()),
-            "cut_sources": self.cut_sources,
-            "cut_targets": self.cut_targets,
-            "examples_per_second": len(fetched) * self.batch_size / seconds,
-            "tokens_per_second": float(tokens.sum()) / seconds,
+            "source_tokens": int(lengths[:, 0].sum()),
+            "bad_steps": len(fetched) - len(good),
+            "cut_sources": sum(batch.cut_sources for batch in batches),
+            "cut_targets": sum(batch.cut_targets for batch in batches),
+            "examples_per_second": len(lengths) / active,
+            "tokens_per_second": float(lengths.sum()) / active,
+            "seconds": seconds,
         }
-        self.directory.log_metrics(values)
-        self.steps, self.cut_sources, self.cut_targets, self.since = [], 0, 0, time.perf_counter()
+        if self.peak is not None:
+            values["mfu"] = sum(training_flops(self.model, b.lengths) for b in batches) / active / self.peak
+        self.log(values)
+        self.steps = []
         return values
+
+    def _judge(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
+        if metrics["good"]:
+            self.bad = 0
+            return
+        self.bad += 1
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        found = f"loss {loss}, gradient norm {norm}"
+        self.log({"event": "left_out", "step": step, "loss": str(loss), "grad_norm": str(norm), "ids": batch.ids})
+        self.progress.line(f"step {step}: {found}; the update was left out (examples {_few(batch.ids)})")
+        if self.bad >= self.train.max_bad_steps:
+            raise UserError(
+                f"step {step}: found {found}, and none better in {self.bad} steps in a row (the last examples: "
+                f"{', '.join(batch.ids)}); expected finite numbers at least once in train.max_bad_steps = "
+                f"{self.train.max_bad_steps}; try a lower train.learning_rate, or look at the data"
+            )
+
+
+def _few(ids: list[str], most: int = 8) -> str:
+    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
 class Examiner:
@@ -81,9 +226,10 @@ class Examiner:
         tokenizer: Tokenizer,
         directory: RunDirectory,
         log: Callable[[str], None],
+        write: Callable[[dict[str, Any]], None],
     ) -> None:
         """Encodes the dev examples once; `loss` gives the summed loss and the token count of a batch."""
-        self.config, self.loss, self.tokenizer, self.directory = config, loss, tokenizer, directory
+        self.config, self.loss, self.tokenizer, self.write = config, loss, tokenizer, write
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)
         assert config.model is not None
@@ -94,7 +240,7 @@ class Examiner:
         self.best = tuple(best["score"]) if best else (-1.0, -np.inf)
 
     def evaluate(self, step: int, params: Any, progress: Progress) -> None:
-        """Dev loss and quality of greedy decoding with the trained strategy; the best by F1, then loss, is kept."""
+        """Dev loss and quality of greedy decoding with the trained strategy; the best by score, then loss, is kept."""
         weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
             self.generator = Generator(self.config, weights, self.tokenizer)
@@ -103,20 +249,19 @@ class Examiner:
         values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size)
         loss = self._dev_loss(params)
         params_fp = digest(fingerprints(params))
-        self.directory.log_metrics(
-            {"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp}
-        )
+        self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
+        headline = HEADLINES[values["metric"]]
         progress.line(
-            f"step {step}: dev loss {loss:.4f}, exact-match F1 {values['em_f1']:.2f}, {values['steps']:.1f} steps"
+            f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        score = tuple(processes.same([values["em_f1"], -loss]))
+        score = tuple(processes.same([values[headline], -loss]))
         if score > self.best and self.store.save(
             step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
         ):
             self.best = score
 
     def _dev_loss(self, params: Any) -> float:
-        batches = fixed_batches(self.encoded, self.config.train.batch_size)
+        batches = fixed_batches(self.encoded, self.config.train)
         sums = [self.loss(params, batch.arrays) for batch in batches]
         totals, counts = np.asarray(jax.device_get(sums), np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))

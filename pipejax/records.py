@@ -68,6 +68,7 @@ def decode_file(
         sources, total, window = iter(checked), len(checked), WINDOW
         size = min(batch_size or generator.config.decode.batch_size, total)
     report, progress = Report(), Progress("decoding", total, unit="example")
+    generator.log = progress.line
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None

@@ -23,7 +23,7 @@ from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
-# says where a run is computed: neither the data order nor the saved state depends on it.
+# says where a run is computed: neither the data order nor the saved state depends on it. Copies of the log are copies.
 CHANGEABLE = (
     "train.steps",
     "train.log_every",
@@ -31,6 +31,8 @@ CHANGEABLE = (
     "train.evaluate_every",
     "train.keep_checkpoints",
     "train.keep_every",
+    "train.tensorboard",
+    "train.wandb",
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
@@ -119,14 +121,15 @@ class RunDirectory:
         partial.rename(target)
 
     def _cut_metrics(self, step: int) -> None:
-        """Drops the log's lines of later steps than the one that training resumes at, and a line torn by a crash."""
+        """Drops lines of later steps than the one that training resumes at, those of stops, and one torn by a crash."""
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                values = json.loads(line)
+                if values["step"] <= step and values.get("event") != "stopped":
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue

@@ -81,19 +81,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def check_batch(batch_size: int, mesh: Mesh, *, key: str) -> None:
-    """A batch must divide over the data and fsdp axes; raises a UserError naming `key` before anything compiles."""
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if batch_size % shards:
-        raise UserError(
-            f"{key}: found {batch_size}; expected a multiple of {shards} "
-            f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})"
-        )
+def gather_table(params: Any, mesh: Mesh) -> Any:
+    """Parameters with the embedding table split over "tensor" alone, as lookups need it: XLA would copy it whole."""
+    table = params["shared"]["embedding"]
+    spec = P(spec_of("shared/embedding", table.shape, mesh)[0], None)
+    table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, spec))
+    return {**params, "shared": {"embedding": table}}
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the arrays of a batch: split over data and fsdp by their first axis."""
+    return NamedSharding(mesh, P(("data", "fsdp")))
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """A batch, split over data and fsdp. Every process has made the whole one, and each device takes its part of it."""
-    sharding = NamedSharding(mesh, P(("data", "fsdp")))
+    sharding = batch_sharding(mesh)
     return {key: jax.make_array_from_process_local_data(sharding, x, x.shape) for key, x in batch.items()}
 
 

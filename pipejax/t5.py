@@ -1,12 +1,13 @@
 """The T5 encoder-decoder. Masks and distances in, logits out: no grids, tasks, meshes or files here.
 
-Shapes: B batch, L source length, Q queries of a call, C keys (cache slots), D width, H heads, K head width,
+Shapes: B batch, L source length, Q queries of a call, C keys, D width, H heads, K head width,
 F feed-forward width, V vocabulary. In a mask True means "may attend". Parameters are float32; `dtype` is that of the
 computation, and norms, softmax and logits are float32 always. Architecture: Raffel et al. 2020 (v1.0) and its v1.1, mT5
 and ByT5 variants.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,26 +27,11 @@ MASKED = -1e9  # finite: a query that sees nothing gets a uniform softmax instea
 
 @flax.struct.dataclass
 class Memory:
-    """Cross-attention keys and values of a source, computed once."""
+    """Cross-attention keys and values of a source, computed once for decoding (`pipejax.packed`)."""
 
-    keys: tuple[Array, ...]  # a layer each [B, H, L, K]
-    values: tuple[Array, ...]
+    keys: tuple[Array, ...]  # a layer each [B, H, K, L]
+    values: tuple[Array, ...]  # [B, H, L, K]
     mask: Array  # bool [B, L]
-
-
-@flax.struct.dataclass
-class KVCache:
-    """Self-attention keys and values of the decoder, by slot."""
-
-    keys: tuple[Array, ...]  # a layer each [B, H, C, K]
-    values: tuple[Array, ...]
-
-
-def empty_cache(config: T5Config, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
-    """A cache of `slots` zeroed slots."""
-    shape = (batch, config.num_heads, slots, config.d_kv)
-    zeros = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_decoder_layers))
-    return KVCache(keys=zeros, values=tuple(jnp.zeros_like(x) for x in zeros))
 
 
 def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
@@ -171,14 +157,15 @@ class EncoderLayer(nn.Module):
         self.attention = Attention(self.config, self.dtype, self.dropout)
         self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
-    def __call__(self, x: Array, bias: Array, deterministic: bool) -> Array:
+    def __call__(self, x: Array, bias: Array, padding: Array, deterministic: bool) -> Array:
         normed = self.attention.norm(x)
-        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), bias, deterministic)
+        # Added up here, where it fuses with the scores: [B, H, L, L] is never held for all layers.
+        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), bias + padding, deterministic)
         return self.feed_forward(x, deterministic)
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention over the cache's slots, cross-attention over the memory, feed-forward."""
+    """Self-attention, cross-attention over the encoded source, feed-forward."""
 
     config: T5Config
     dtype: DTypeLike
@@ -189,24 +176,51 @@ class DecoderLayer(nn.Module):
         self.cross_attention = Attention(self.config, self.dtype, self.dropout)
         self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
-    def __call__(
-        self,
-        x: Array,
-        bias: Array,
-        cached: tuple[Array, Array] | None,
-        start: Array | int,
-        memory: tuple[Array, Array],
-        memory_bias: Array,
-        deterministic: bool,
-    ) -> tuple[Array, Array, Array]:
+    def __call__(self, x: Array, bias: Array, encoded: Array, memory_bias: Array, deterministic: bool) -> Array:
+        """Teacher-forced: the keys are the queries themselves, and the memory is computed here."""
         normed = self.self_attention.norm(x)
-        keys, values = self.self_attention.keys_values(normed)
-        if cached is not None:
-            keys = jax.lax.dynamic_update_slice_in_dim(cached[0], keys.astype(cached[0].dtype), start, axis=2)
-            values = jax.lax.dynamic_update_slice_in_dim(cached[1], values.astype(cached[1].dtype), start, axis=2)
-        x = self.self_attention.attend(x, normed, keys, values, bias, deterministic)
-        x = self.cross_attention.attend(x, self.cross_attention.norm(x), *memory, memory_bias, deterministic)
-        return self.feed_forward(x, deterministic), keys, values
+        x = self.self_attention.attend(x, normed, *self.self_attention.keys_values(normed), bias, deterministic)
+        normed, memory = self.cross_attention.norm(x), self.cross_attention.keys_values(encoded)
+        x = self.cross_attention.attend(x, normed, *memory, memory_bias, deterministic)
+        return self.feed_forward(x, deterministic)
+
+
+def apply_layers(
+    layers: Sequence[nn.Module], x: Array, *seen: Array, deterministic: bool, remat: str, keys: Callable[[], Array]
+) -> Array:
+    """Runs x through a stack of equal layers: `x = layer(x, *seen, deterministic)`.
+
+    With `remat` "none" layer by layer. Otherwise in one `lax.scan` over the stacked parameters, which compiles one
+    layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
+    weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
+
+    Args:
+      layers: bound modules that differ in nothing but their parameters.
+      x: [B, L, D].
+      seen: what all layers are given alike.
+      deterministic: False applies dropout.
+      remat: one of `pipejax.config.REMATS`.
+      keys: makes the rng from which each layer's dropout key is folded; called only if dropout applies.
+    """
+    if remat == "none":
+        for layer in layers:
+            x = layer(x, *seen, deterministic)
+        return x
+    layer = layers[0].clone(parent=None, name=None)
+    # Cast first: a stack is a copy, and gradients of matrices are in the compute dtype either way.
+    own = (cast_params(each.variables["params"], layer.dtype) for each in layers)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+    dropout = None if deterministic else jax.random.split(keys(), len(layers))
+
+    def body(x: Array, given: tuple[Any, Array | None]) -> tuple[Array, None]:
+        params, key = given
+        rngs = None if key is None else {"dropout": key}
+        return layer.apply({"params": params}, x, *seen, deterministic, rngs=rngs), None  # type: ignore[return-value]
+
+    policies = jax.checkpoint_policies
+    kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
+    # The scan itself keeps XLA from merging the second computation with the first.
+    return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, dropout))[0]
 
 
 class Encoder(nn.Module):
@@ -215,6 +229,7 @@ class Encoder(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
+    remat: str = "none"
 
     def setup(self) -> None:
         c = self.config
@@ -226,10 +241,10 @@ class Encoder(nn.Module):
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
         positions = jnp.arange(x.shape[1])
         bias = self.relative_bias((positions[None, :] - positions[:, None])[None])
-        bias = jnp.where(mask[:, None, None, :], bias, MASKED)
+        seen = bias, jnp.where(mask[:, None, None, :], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
-        for layer in self.layers:
-            x = layer(x, bias, deterministic)
+        keys = partial(self.make_rng, "dropout")
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys)
         return self.drop(self.norm(x), deterministic=deterministic)
 
 
@@ -239,6 +254,7 @@ class Decoder(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
+    remat: str = "none"
 
     def setup(self) -> None:
         c = self.config
@@ -249,28 +265,18 @@ class Decoder(nn.Module):
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
         pairs = [layer.cross_attention.keys_values(encoded) for layer in self.layers]
-        return Memory(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
+        return Memory(keys=tuple(k.swapaxes(2, 3) for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
     def __call__(
-        self,
-        x: Array,
-        mask: Array,
-        distance: Array,
-        memory: Memory,
-        cache: KVCache | None,
-        start: Array | int,
-        deterministic: bool,
-    ) -> tuple[Array, KVCache]:
+        self, x: Array, mask: Array, distance: Array, encoded: Array, memory_mask: Array, deterministic: bool
+    ) -> Array:
+        """Teacher-forced; `memory_mask` is bool [B, 1|N, L]."""
         bias = jnp.where(mask[:, None], self.relative_bias(distance), MASKED)
-        memory_bias = jnp.where(memory.mask[:, None, None, :], 0.0, MASKED)
+        memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
-        keys, values = [], []
-        for i, layer in enumerate(self.layers):
-            cached = None if cache is None else (cache.keys[i], cache.values[i])
-            x, k, v = layer(x, bias, cached, start, (memory.keys[i], memory.values[i]), memory_bias, deterministic)
-            keys.append(k)
-            values.append(v)
-        return self.drop(self.norm(x), deterministic=deterministic), KVCache(tuple(keys), tuple(values))
+        seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys)
+        return self.drop(self.norm(x), deterministic=deterministic)
 
 
 class Head(nn.Module):
@@ -291,12 +297,13 @@ class T5(nn.Module):
     config: T5Config
     dtype: DTypeLike = jnp.float32
     dropout: float = 0.0
+    remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
 
     def setup(self) -> None:
         c = self.config
         self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype)
-        self.encoder = Encoder(c, self.dtype, self.dropout)
-        self.decoder = Decoder(c, self.dtype, self.dropout)
+        self.encoder = Encoder(c, self.dtype, self.dropout, self.remat)
+        self.decoder = Decoder(c, self.dtype, self.dropout, self.remat)
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
 
@@ -311,35 +318,6 @@ class T5(nn.Module):
         encoded = self.encoder(self.shared(tokens), mask, deterministic)
         return self.decoder.memorize(encoded, mask)
 
-    def decode(
-        self,
-        tokens: Array,
-        mask: Array,
-        distance: Array,
-        memory: Memory,
-        cache: KVCache | None = None,
-        start: Array | int = 0,
-        *,
-        deterministic: bool = True,
-    ) -> tuple[Array, KVCache]:
-        """Next-token logits of queries that see what `mask` shows them.
-
-        Args:
-          tokens: i32 [B, Q], fed tokens.
-          mask: bool [B|1, Q, C], the keys each query may see, itself included.
-          distance: i32 [B|1, Q, C], relative distances >= 0, for T5's unidirectional buckets.
-          memory: what `encode` returned for the same B.
-          cache: None: the keys are the queries themselves (C = Q). Else C slots, of which Q from `start` on are
-            written by this call before anything is read.
-          start: i32 scalar.
-          deterministic: False applies dropout.
-
-        Returns:
-          logits f32 [B, Q, V]; the cache with this call's keys and values.
-        """
-        hidden, cache = self.decoder(self.shared(tokens), mask, distance, memory, cache, start, deterministic)
-        return self.logits(hidden), cache
-
     def logits(self, hidden: Array) -> Array:
         """f32 [..., V] from the decoder's output [..., D]."""
         if self.config.scale_head:
@@ -349,19 +327,38 @@ class T5(nn.Module):
         table = self.shared.embedding.astype(self.dtype)
         return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
 
-    def __call__(
+    def hidden(
         self,
         source: Array,
         source_mask: Array,
         tokens: Array,
         mask: Array,
         distance: Array,
+        memory_mask: Array | None = None,
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Teacher-forced logits f32 [B, N, V]; touches every parameter, so `init` may use it."""
-        memory = self.encode(source, source_mask, deterministic=deterministic)
-        return self.decode(tokens, mask, distance, memory, deterministic=deterministic)[0]
+        """Teacher-forced outputs of the decoder [G, N, D], for `logits`.
+
+        Args:
+          source: i32 [B, L].
+          source_mask: bool [B, L].
+          tokens: i32 [G, N]; each of the G rows of slots sees the memories of B / G consecutive sources end to end.
+          mask: bool [G|1, N, N].
+          distance: i32 [G|1, N, N].
+          memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
+          deterministic: False applies dropout.
+        """
+        encoded = self.encoder(self.shared(source), source_mask, deterministic)
+        groups = tokens.shape[0]
+        encoded = encoded.reshape(groups, -1, encoded.shape[-1])
+        real = source_mask.reshape(groups, 1, -1)
+        seen = real if memory_mask is None else memory_mask & real
+        return self.decoder(self.shared(tokens), mask, distance, encoded, seen, deterministic)
+
+    def __call__(self, *args: Array, deterministic: bool = True) -> Array:
+        """Teacher-forced logits f32 [G, N, V]; touches every parameter, so `init` may use it."""
+        return self.logits(self.hidden(*args, deterministic=deterministic))
 
 
 def init_params(config: T5Config, rng: Array) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PIPEJAX_CACHE"] = "off"  # the user's own is none of the suite's business
 # XLA's threads: by itself it takes one a device here. Seven devices that wait in a collective then leave the
 # eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
 os.environ["NPROC"] = "16"

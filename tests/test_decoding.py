@@ -1,16 +1,13 @@
 """Both strategies against Algorithm 1 in plain lists over random models: tokens, steps, truncation, batches."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import oracle
 import pytest
+from one_program import compiled
 
 from pipejax.config import T5Config
-from pipejax.decoding import TRUNCATIONS, Pipelined, Sequential
-from pipejax.generate import decode_batch
-from pipejax.t5 import T5
+from pipejax.decoding import TRUNCATIONS, Pipelined, Schedule, Sequential
 
 TINY = T5Config(
     vocab_size=9,
@@ -71,6 +68,11 @@ def padded(batch):
     return source, length
 
 
+def small_steps(config, strategy, batch):
+    """In sizes that these small grids run through."""
+    return compiled(config, strategy, Schedule.fit(strategy, batch, queries=(batch + 2,), prefixes=(9,)))
+
+
 def rows_of(decoded, b):
     return [row[:n].tolist() for row, n in zip(decoded.tokens[b], decoded.lengths[b], strict=True)]
 
@@ -81,7 +83,7 @@ def rows_of(decoded, b):
 def test_pipelined_is_algorithm_1(setting):
     config, delay, time_max, sub_max, literal, batch = setting
     strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
-    program = jax.jit(partial(decode_batch, T5(config), strategy))
+    program = small_steps(config, strategy, batch)
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, delay, time_max, sub_max])
         params, texts = oracle.random_params(config, rng), sources(rng, batch, config.vocab_size)
@@ -124,8 +126,8 @@ def test_the_random_models_run_into_every_case():
 
 @pytest.mark.parametrize("config", [TINY, GATED], ids=["tied", "gated"])
 def test_sequential_is_greedy_t5_and_pipelined_with_one_row(config):
-    sequential = jax.jit(partial(decode_batch, T5(config), Sequential(max_length=12)))
-    one_row = jax.jit(partial(decode_batch, T5(config), Pipelined(delay=3, time_max=12, sub_max=1)))
+    sequential = small_steps(config, Sequential(max_length=12), 4)
+    one_row = small_steps(config, Pipelined(delay=3, time_max=12, sub_max=1), 4)
     endings = set()
     for seed in range(30):
         rng = np.random.default_rng([seed, 77])

@@ -1,7 +1,6 @@
 """The T5 against transformers' torch T5, and what the pipelined mask must and must not let through."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from one_program import compiled
 from transformers import MT5Config, MT5ForConditionalGeneration, T5ForConditionalGeneration
 from transformers import T5Config as HfConfig
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -16,8 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from pipejax import grid, t5
 from pipejax.config import DecodeConfig, GridConfig, T5Config
 from pipejax.convert import read_hf
-from pipejax.decoding import Pipelined, make
-from pipejax.generate import decode_batch
+from pipejax.decoding import make
 from pipejax.sharding import path_of
 
 SMALL = {
@@ -92,8 +91,7 @@ def test_greedy_equals_generate(pair):
     model, config, params = pair
     source, mask = ragged(np.random.default_rng(1), config.vocab_size, [12, 5, 30, 1])
     strategy = make("sequential", GridConfig(), DecodeConfig(max_length=20), bos=0, eos=1)
-    program = jax.jit(partial(decode_batch, t5.T5(config), strategy))
-    decoded = jax.device_get(program(params, source, mask.sum(1)))
+    decoded = jax.device_get(compiled(config, strategy)(params, source, mask.sum(1)))
     for b in range(4):  # one by one: transformers' own uneven-depth cache and padding are then out of the way
         real = torch.tensor(source[b : b + 1, : mask[b].sum()])
         expected = model.generate(
@@ -148,46 +146,15 @@ def tiny():
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 6])
-def test_cached_decoding_equals_teacher_forcing(tiny, delay):
-    """Step by step through the cache with the strategy's queries, forced to ROWS; logits against one forward pass."""
+def test_teacher_forcing_equals_the_definition(tiny, delay):
     params, source, mask = tiny
-    model, variables = t5.T5(CONFIG), {"params": params}
-    memory = model.apply(variables, source, mask, method="encode")
-    decode = jax.jit(partial(model.apply, method="decode"))
     flat, seen, distance = layout(ROWS, delay)
-    forced, _ = model.apply(variables, flat.inputs[None], seen, distance, memory, method="decode")
+    forced = t5.T5(CONFIG).apply({"params": params}, source, mask, flat.inputs[None], seen, distance)
     exact = jax.tree.map(np.asarray, params)
-    reference = np.concatenate(
-        oracle.grid_logits(
-            exact,
-            CONFIG,
-            oracle.encode(exact, CONFIG, source[0].tolist()),
-            [[0, *row, 1] for row in ROWS] + [[0]],
-            delay,
-        )
-    )
-    at = {(int(r), int(t)): i for i, (r, t) in enumerate(zip(flat.row, flat.time, strict=True))}
-    order = [
-        (i, i * delay + j) for i, row in enumerate([*ROWS, []]) for j in range(len(row) + (2 if i < len(ROWS) else 1))
-    ]
-
-    strategy = Pipelined(delay=delay, time_max=30, sub_max=6)
-    state, cache = strategy.init(1), t5.empty_cache(CONFIG, 1, strategy.slots, jnp.float32)
-    compared = 0
-    while not bool(strategy.done(state).all()):
-        state, query = strategy.query(state)
-        logits, cache = decode(variables, query.tokens, query.mask, query.distance, memory, cache, query.start)
-        now, answers = int(state.time), np.ones((1, 6), np.int32)
-        for row, tokens in enumerate([*ROWS, []]):
-            position = now - row * delay
-            if 0 <= position <= len(tokens):
-                np.testing.assert_allclose(logits[0, row], forced[0, at[row, now]], atol=1e-5)
-                np.testing.assert_allclose(logits[0, row], reference[order.index((row, now))], atol=2e-5, rtol=2e-6)
-                answers[0, row] = [*tokens, 1][position]
-                compared += 1
-        state = strategy.advance(state, jnp.asarray(answers))
-    assert compared == sum(len(row) + 1 for row in ROWS) + 1
-    assert int(state.steps[0]) == grid.pipelined_steps([len(r) for r in ROWS], delay=delay, sub_max=6, time_max=30)
+    encoded = oracle.encode(exact, CONFIG, source[0].tolist())
+    reference = oracle.grid_logits(exact, CONFIG, encoded, [[0, *row, 1] for row in ROWS] + [[0]], delay)
+    for i, (row, time) in enumerate(zip(flat.row, flat.time, strict=True)):
+        np.testing.assert_allclose(forced[0, i], reference[row][time - row * delay], atol=2e-5, rtol=2e-6)
 
 
 def test_causality_by_gradient(tiny):
@@ -195,20 +162,17 @@ def test_causality_by_gradient(tiny):
     params, source, mask = tiny
     model, delay = t5.T5(CONFIG), 2
     flat, seen, distance = layout(ROWS, delay)
-    memory = model.apply({"params": params}, source, mask, method="encode")
+    encoded = model.apply({"params": params}, source, method=lambda m, x: m.encoder(m.shared(x), mask, True))
     # A table of its own for every slot, so that the gradient tells the slots apart.
     spread = dict(params, shared={"embedding": params["shared"]["embedding"][flat.inputs]})
     config = T5Config(**{**vars(CONFIG), "vocab_size": len(flat.inputs)})
 
     def summed(table, slot):
         changed = {"params": dict(spread, shared={"embedding": table})}
-        hidden, _ = t5.T5(config).apply(
+        hidden = t5.T5(config).apply(
             changed,
             jnp.arange(len(flat.inputs))[None],
-            seen,
-            distance,
-            memory,
-            method=lambda m, *a: m.decoder(m.shared(a[0]), *a[1:], None, 0, True),
+            method=lambda m, x: m.decoder(m.shared(x), seen, distance, encoded, mask[:, None], True),
         )
         return hidden[0, slot].sum()
 
@@ -272,7 +236,7 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
     model, low = t5.T5(CONFIG, dtype=jnp.bfloat16), t5.cast_params(jax.tree.map(jnp.asarray, params), jnp.bfloat16)
     memory = model.apply({"params": low}, source, mask, method="encode")
     assert {x.dtype for x in (*memory.keys, *memory.values)} == {jnp.dtype("bfloat16")}
-    rough, _ = model.apply({"params": low}, flat.inputs[None], seen, distance, memory, method="decode")
+    rough = model.apply({"params": low}, source, mask, flat.inputs[None], seen, distance)
     assert rough.dtype == jnp.float32
     assert 0 < np.abs(rough - exact).max() < 0.1 * np.abs(exact).max()
 

@@ -13,21 +13,20 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import oracle
 import orbax.checkpoint
 import pytest
 import torch
 from transformers import T5Config as HfConfig
 from transformers import T5ForConditionalGeneration
 
-from pipejax import checkpoint, convert, sharding, t5
+from pipejax import checkpoint, convert
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.data import demo
-from pipejax.data.core import Example, TrainingBatches, bucket, collate, encode, fixed_batches, prefetch
+from pipejax.data.core import Example, TrainingBatches, encode, prefetch
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
-from pipejax.training import Trainer, batch_loss, fit
+from pipejax.training import fit
 
 ROOT = Path(__file__).parents[1]
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
@@ -84,24 +83,6 @@ def finished(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("delay", [1, 2, 4])
-def test_pipelined_loss_is_the_definition(tokenizer, delay):
-    config = change(CONFIG, grid={"delay": delay})
-    params = oracle.random_params(MODEL, np.random.default_rng(delay))
-    examples = demo.examples("train")[:6]
-    examples.append(Example("none", "the baker smiled .", ()))
-    encoded = [encode(e, tokenizer, config, MODEL) for e in examples]
-    total, count = batch_loss(t5.T5(MODEL), params, collate(encoded).arrays, None)
-    expected, tokens = 0.0, 0
-    for example in examples:
-        rows = [tokenizer.encode(row) for row in example.targets]
-        n = sum(len(row) + 1 for row in rows) + 1
-        mean = oracle.teacher_forced_loss(params, MODEL, [*tokenizer.encode(example.source), 1], rows, delay)
-        expected, tokens = expected + n * mean, tokens + n
-    assert int(count) == tokens
-    assert abs(float(total) - expected) < 1e-5 * expected
-
-
 def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
     rows = ("large red apples", "honey", "tiny old blue maps")
     words = [tokenizer.encode(row) for row in rows]
@@ -147,18 +128,6 @@ def test_batches_are_a_function_of_their_number(tokenizer):
     assert other[0].ids != in_order[0]
 
 
-def test_fixed_batches_hold_everything_once(tokenizer):
-    encoded = [encode(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:11]]
-    batches = list(fixed_batches(encoded, 4))
-    assert sum(b.arrays["weights"].sum() for b in batches) == sum(e.target.weights.sum() for e in encoded)
-
-
-def test_buckets_are_few_and_tight():
-    sizes = sorted({bucket(n) for n in range(1, 2049)})
-    assert sizes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
-    assert all(n <= bucket(n) < max(17, 2 * n) for n in range(1, 2049))
-
-
 def test_resume_is_exact(finished, tmp_path):
     assert fit(change(CONFIG, train={"steps": 2}), tmp_path, log=quiet) == 0
     assert fit(change(CONFIG, train={"steps": 5}), tmp_path, log=quiet) == 0
@@ -186,38 +155,6 @@ def test_a_finished_run_repeated_changes_nothing(finished):
     assert fit(CONFIG, finished, log=said.append) == 0
     assert everything() == before
     assert said[-1] == "already trained for 6 of 6 steps; nothing to do"
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}],
-    ids=str,
-)
-def test_many_devices_equal_one(tokenizer, mesh):
-    batches = TrainingBatches(demo.examples("train"), tokenizer, CONFIG, MODEL)
-    births, losses = [], []
-    for chosen in ({"data": 1}, mesh):
-        trainer = Trainer(change(CONFIG, mesh=chosen))
-        state = trainer.fresh()
-        births.append(jax.device_get(state.params))
-        losses.append([])
-        for step in range(3):
-            arrays = sharding.put_batch(batches[step].arrays, trainer.mesh)
-            state, values = trainer.step(state, arrays, trainer.dropout_key(step + 1))
-            losses[-1].append(float(values["loss"]))
-    for one, many in zip(*map(jax.tree.leaves, births), strict=True):
-        np.testing.assert_array_equal(one, many)
-    np.testing.assert_allclose(*losses, atol=2e-6)
-    assert len(set(losses[0])) == 3
-
-
-def test_every_parameter_matches_exactly_one_rule():
-    gated = dataclasses.replace(MODEL, feed_forward="gated-gelu", tied_head=False)
-    for model in (MODEL, gated):
-        shapes = jax.eval_shape(lambda key, model=model: t5.init_params(model, key), jax.random.key(0))
-        for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]:
-            path = sharding.path_of(keys)
-            assert sum(bool(re.fullmatch(rule, path)) for rule, _ in sharding.RULES) == 1, path
 
 
 def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):

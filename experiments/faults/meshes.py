@@ -21,7 +21,7 @@ from pipejax.config import MeshConfig
 from pipejax.data import make_task
 from pipejax.data.core import TrainingBatches
 from pipejax.tokenizer import Tokenizer
-from pipejax.training import Trainer
+from pipejax.trainer import Trainer
 
 MESHES = ((1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 4), (4, 1, 2))  # data, fsdp, tensor
 STEPS = 6

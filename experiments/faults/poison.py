@@ -16,7 +16,7 @@ from pipejax.config import TrainConfig
 from pipejax.data import make_task
 from pipejax.data.core import TrainingBatches
 from pipejax.tokenizer import Tokenizer
-from pipejax.training import Trainer
+from pipejax.trainer import Trainer
 
 GUARD = "max_bad_steps"  # the setting that comes with the guard against them
 

@@ -1,18 +1,27 @@
 """Examples, tasks and batches. No JAX in here."""
 
 from pipejax.config import DataConfig
+from pipejax.data import cnn_dailymail, kp20k, kptimes, msqa, pubmed, sumpubmed, wikihow, wikihowqa
 from pipejax.data.core import Task
 from pipejax.data.demo import DemoTask
-from pipejax.data.jsonl import JsonlTask
+from pipejax.data.jsonl import FilesTask
+from pipejax.data.published import PublishedTask
 from pipejax.errors import UserError
 
-TASKS = ("demo", "jsonl")
+# In the order of the paper's Table 1; the last two are not in it.
+PUBLISHED = {
+    module.TASK.name: module.TASK
+    for module in (msqa, kp20k, kptimes, wikihowqa, cnn_dailymail, pubmed, sumpubmed, wikihow)
+}
+TASKS = ("demo", "jsonl", "csv", *PUBLISHED)
 
 
 def make_task(config: DataConfig) -> Task:
     """The task that the config names."""
-    if config.task == "jsonl":
-        return JsonlTask(config)
+    if config.task in ("jsonl", "csv"):
+        return FilesTask(config)
     if config.task == "demo":
         return DemoTask()
+    if config.task in PUBLISHED:
+        return PublishedTask(PUBLISHED[config.task], config)
     raise UserError(f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}")

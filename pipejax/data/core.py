@@ -1,6 +1,7 @@
 """Examples, their token form, and batches of flat slots. Source of truth for lengths, cuts and padding.
 
-Shapes: B batch, L source length (a bucket), N target slots (a bucket).
+Shapes: B batch, L source length, G rows of target slots, N slots of a row. The targets of B / G consecutive examples
+share a row, one after the other, so that little of it is padding.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import grain
 import numpy as np
 
 from pipejax import grid
-from pipejax.config import Config, T5Config
+from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.tokenizer import Tokenizer
 
 
@@ -29,11 +30,16 @@ class Example:
 class Task(Protocol):
     """Where examples come from."""
 
+    metric: str  # "spans", "keyphrases" or "rouge"
+
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of "train", "dev" or "test"; empty if there are none."""
 
     def tokenizer(self) -> Tokenizer | None:
         """The task's own tokenizer, if it has one."""
+
+    def restore(self, row: str) -> str:
+        """A generated row as the publisher of the data spells it."""
 
 
 class Encoded(NamedTuple):
@@ -51,6 +57,7 @@ class Batch(NamedTuple):
 
     arrays: dict[str, np.ndarray]
     ids: list[str]
+    lengths: np.ndarray  # i64 [B, 2], real source tokens and target slots of each example
     cut_sources: int
     cut_targets: int
 
@@ -104,41 +111,78 @@ def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
     return padded
 
 
-def collate(examples: Sequence[Encoded]) -> Batch:
-    """Pads examples to one batch.
+def length_step(length: int) -> int:
+    """The padded length in training: four steps to a doubling, 64, 80, 96, 112, 128, 160, ...; 16, 32, 48 below."""
+    step = 1 << max(math.ceil(math.log2(max(length, 1))) - 3, 4)
+    return max(math.ceil(length / step), 1) * step
 
-    Arrays: source i32 [B, L]; source_length, slots i32 [B]; inputs, targets, row, time i32 [B, N]; weights f32 [B, N].
+
+def pack_size(config: TrainConfig) -> int:
+    """Examples to a row of target slots: `train.pack`, or 1 to 4 by the batch size alone.
+
+    The mesh has no say in it: the same batch, and the same dropout, whatever it is trained on. Up to eight devices
+    (fewer where the batch size is not divisible by eight) still get whole rows.
     """
+    if config.pack:
+        return config.pack
+    share = config.batch_size // math.gcd(config.batch_size, 8)
+    return next(size for size in (4, 3, 2, 1) if share % size == 0)
+
+
+def deal(lengths: Sequence[int], size: int) -> list[int]:
+    """An order in which runs of `size` have nearly equal sums: the longest first, each to the least full run."""
+    runs: list[list[int]] = [[] for _ in range(len(lengths) // size)]
+    sums = [0] * len(runs)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        run = min((r for r in range(len(runs)) if len(runs[r]) < size), key=sums.__getitem__)
+        runs[run].append(i)
+        sums[run] += lengths[i]
+    return [i for run in runs for i in run]
+
+
+def collate(examples: Sequence[Encoded], pack: int = 1) -> Batch:
+    """Pads examples to one batch; with `pack` that many share a row of slots, and the examples change places.
+
+    Arrays: source i32 [B, L]; source_length i32 [B]; slots i32 [G], real slots of a row; inputs, targets, row, time,
+    example (0 to pack - 1) i32 [G, N]; weights f32 [G, N].
+    """
+    order = deal([len(e.target.inputs) for e in examples], pack)
+    examples = [examples[i] for i in order]
     sources = [e.source for e in examples]
-    slots = np.asarray([len(e.target.inputs) for e in examples], np.int32)
-    width = bucket(int(slots.max()))
     lengths = np.asarray([len(s) for s in sources], np.int32)
-    arrays = {"source": pad(sources, bucket(int(lengths.max()))), "source_length": lengths, "slots": slots}
+    arrays = {"source": pad(sources, length_step(int(lengths.max()))), "source_length": lengths}
+    groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
+    slots = np.asarray([sum(len(e.target.inputs) for e in group) for group in groups], np.int32)
+    width = length_step(int(slots.max()))
     for name in grid.Flat._fields:
-        arrays[name] = pad([getattr(e.target, name) for e in examples], width)
+        arrays[name] = pad([np.concatenate([getattr(e.target, name) for e in group]) for group in groups], width)
+    numbers = [np.repeat(np.arange(len(g), dtype=np.int32), [len(e.target.inputs) for e in g]) for g in groups]
+    arrays |= {"example": pad(numbers, width), "slots": slots}
     return Batch(
         arrays,
         [e.id for e in examples],
+        np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64),
         sum(e.source_was_cut for e in examples),
         sum(e.target_was_cut for e in examples),
     )
 
 
 def _by_length(example: Encoded) -> tuple[int, int]:
-    """Sources first, by their bucket: they are the longer ones. Targets within."""
-    return bucket(len(example.source)), len(example.target.inputs)
+    """Sources first, by their padded length: they are the longer ones. Targets within."""
+    return length_step(len(example.source)), len(example.target.inputs)
 
 
 class TrainingBatches(Sequence[Batch]):
     """An endless sequence of batches; number i is the same on every machine, so a run's data position is its step.
 
     Examples are shuffled anew for each epoch. `train.length_group` batches are drawn together and parted by
-    length, which halves the padding of sources; their order is shuffled again.
+    length, so that little of them is padding; their order is shuffled again.
     """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> None:
         """Reads nothing yet."""
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
+        self.pack = pack_size(config.train)
         self._encoded = (
             grain.MapDataset.source(examples)
             .seed(self.seed)
@@ -161,7 +205,7 @@ class TrainingBatches(Sequence[Batch]):
         drawn = [self._encoded[i] for i in range(number * count, (number + 1) * count)]
         drawn.sort(key=_by_length)
         order = np.random.default_rng([self.seed, number]).permutation(self.group)
-        return [collate(drawn[i * self.size : (i + 1) * self.size]) for i in order]
+        return [collate(drawn[i * self.size : (i + 1) * self.size], self.pack) for i in order]
 
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
@@ -172,10 +216,10 @@ def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
     return iterator
 
 
-def fixed_batches(examples: Sequence[Encoded], batch_size: int) -> Iterator[Batch]:
+def fixed_batches(examples: Sequence[Encoded], config: TrainConfig) -> Iterator[Batch]:
     """All examples once, in order of length; the last batch is filled up with weightless copies."""
-    ordered = sorted(examples, key=_by_length)
-    for first in range(0, len(ordered), batch_size):
-        part = ordered[first : first + batch_size]
+    ordered, size = sorted(examples, key=_by_length), config.batch_size
+    for first in range(0, len(ordered), size):
+        part = ordered[first : first + size]
         filler = part[-1]._replace(target=part[-1].target._replace(weights=np.zeros_like(part[-1].target.weights)))
-        yield collate([*part, *[filler] * (batch_size - len(part))])
+        yield collate([*part, *[filler] * (size - len(part))], pack_size(config))

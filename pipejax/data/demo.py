@@ -72,13 +72,13 @@ def examples(split: str, seed: int = 0) -> Sequence[Example]:
     return _Split(split, seed)
 
 
-def build_tokenizer(directory: Path) -> None:
-    """Writes a word-level tokenizer of the task's words: pad 0, eos 1, unk 2, then ";" and the words."""
+def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
+    """Writes a word-level tokenizer of the task's words, or of others: pad 0, eos 1, unk 2, then ";" and the words."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
 
     specials = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    vocabulary = {word: i for i, word in enumerate([*specials.values(), SEPARATOR, *WORDS])}
+    vocabulary = {word: i for i, word in enumerate([*specials.values(), SEPARATOR, *words])}
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=specials["unk_token"]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # As T5's: transformers appends eos where special tokens are asked for.
@@ -93,6 +93,8 @@ def build_tokenizer(directory: Path) -> None:
 class DemoTask:
     """The embedded task as the trainer sees it: always the same notes, and a tokenizer of its own."""
 
+    metric = "spans"
+
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of "train", "dev" or "test"."""
         return examples(split)
@@ -102,6 +104,10 @@ class DemoTask:
         with tempfile.TemporaryDirectory() as directory:
             build_tokenizer(Path(directory))
             return Tokenizer.load(directory)
+
+    def restore(self, row: str) -> str:
+        """The row as it is."""
+        return row
 
 
 class _Split(Sequence[Example]):

@@ -1,45 +1,76 @@
-"""One's own data: a file a split, lines `{"id", "source", "targets": [row, ...]}`."""
+"""One's own data: a file a split, as JSON lines or CSV. A line is `{"id", "source", "targets": [row, ...]}`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from pipejax.config import DataConfig
 from pipejax.data.core import Example
-from pipejax.data.lines import check_text, id_of, kind, read_file, text_of
+from pipejax.data.lines import Placed, check_text, id_of, open_file, read_file, read_table, text_of, texts_of, value_of
+from pipejax.data.text import Template, sentences, split
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
 
-class JsonlTask:
+class FilesTask:
     """Reads `data.train`, `data.dev` and `data.test`."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Files are opened only when a split is asked for."""
+        """Files are opened only when a split is asked for.
+
+        Raises:
+          UserError: a template without fields, or a rule for the rows that the files cannot follow.
+        """
         self.paths = {"train": config.train, "dev": config.dev, "test": config.test}
+        self.metric = config.metric or "spans"
+        self._read = read_csv if config.task == "csv" else read_file
+        self._template = Template(config.source_template or "{source}", key="data.source_template")
+        self._rows = _rule(config)
 
     def examples(self, split: str) -> Sequence[Example]:
         """All examples of a split, checked line by line; none if the config names no file."""
-        return read_examples(self.paths[split]) if self.paths[split] else []
+        return self._examples(self.paths[split]) if self.paths[split] else []
 
     def tokenizer(self) -> Tokenizer | None:
         """It has none: `data.tokenizer` or the starting checkpoint brings one."""
         return None
 
+    def restore(self, row: str) -> str:
+        """The row as it is."""
+        return row
 
-def read_examples(path: str) -> list[Example]:
-    """Raises a UserError naming file and line for anything that is not an example, a duplicate id or an empty file."""
-    examples, seen = [], dict[str, str]()
-    for place, value in read_file(path):
-        name, source = str(id_of(value, place)), text_of(value, "source", place)
-        if name in seen:
-            raise UserError(f'{place}: "id": found {name!r} again; it was used in line {seen[name].rpartition(":")[2]}')
-        seen[name] = place
-        if "targets" not in value:
-            raise UserError(f'{place}: found no "targets"; expected a list of texts')
-        targets = value["targets"]
-        if not isinstance(targets, list):
-            raise UserError(f'{place}: "targets": found {kind(targets)}; expected a list of texts')
-        rows = tuple(check_text(row, f"targets[{i}]", place) for i, row in enumerate(targets))
-        examples.append(Example(name, source, rows))
-    if not examples:
-        raise UserError(f"{path}: found no lines; expected at least one example")
-    return examples
+    def _examples(self, path: str) -> list[Example]:
+        """Raises a UserError naming file and line for anything that is no example, a doubled id or an empty file."""
+        examples, seen = [], dict[str, str]()
+        for place, value in self._read(path):
+            name = str(id_of(value, place))
+            source = self._template.fill({field: text_of(value, field, place) for field in self._template.fields})
+            if name in seen:
+                line = seen[name].rpartition(":")[2]
+                raise UserError(f'{place}: "id": found {name!r} again; it was used in line {line}')
+            seen[name] = place
+            examples.append(Example(name, source, tuple(self._rows(value, place))))
+        if not examples:
+            raise UserError(f"{path}: found no lines; expected at least one example")
+        return examples
+
+
+def read_csv(path: str) -> Iterator[Placed]:
+    """The rows of a CSV file, with their places."""
+    with open_file(path, "a CSV file") as file:
+        yield from read_table(file, path)
+
+
+def _rule(config: DataConfig) -> Callable[[dict[str, Any], str], list[str]]:
+    """How the rows come out of a line."""
+    key = config.targets
+    if config.rows == "list":
+        if config.task == "csv":
+            raise UserError("data.rows: found 'list'; expected delimiter or sentences, as a column of CSV holds text")
+        return lambda value, place: texts_of(value, key, place)
+    part = sentences if config.rows == "sentences" else lambda text: split(text, config.delimiter)
+
+    def rows(value: dict[str, Any], place: str) -> list[str]:
+        text = value_of(value, key, place)
+        return part(check_text(text, key, place)) if text != "" else []
+
+    return rows

@@ -1,27 +1,43 @@
-"""JSON lines of unknown origin: every error names the file and the line."""
+"""Records of unknown origin, as JSON lines, JSON arrays or CSV: every error names the file and the line."""
 
+import csv
+import io
 import json
+import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipejax.errors import UserError
 
+Placed = tuple[str, dict[str, Any]]  # ("FILE:LINE", record)
 
-def read_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields ("FILE:LINE", object) for each line; a BOM, CRLF and blank lines are accepted.
+
+def decode_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, str]]:
+    """Yields ("FILE:LINE", text) for each line; a BOM and CRLF are dropped.
 
     Raises:
-      UserError: a line is not UTF-8, not JSON or not an object.
+      UserError: a line is not UTF-8.
     """
     for number, line in enumerate(lines, start=1):
         place = f"{where}:{number}"
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            yield place, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{place}: found byte {line[error.start]:#04x} at column {error.start + 1}; expected UTF-8"
             ) from error
+
+
+def read_objects(lines: Iterable[bytes], where: str) -> Iterator[Placed]:
+    """Yields ("FILE:LINE", object) for each line; blank lines are accepted.
+
+    Raises:
+      UserError: a line is not UTF-8, not JSON or not an object.
+    """
+    for place, line in decode_lines(lines, where):
+        text = line.strip()
         if not text:
             continue
         try:
@@ -33,25 +49,102 @@ def read_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, dict
         yield place, value
 
 
-def read_file(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The same for a file."""
+def read_array(data: bytes, where: str) -> Iterator[Placed]:
+    """The same for a file that holds one array of objects, by itself or within an object: `{..., "data": [...]}`."""
+    text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
+    head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
+    if head is None:
+        raise UserError(f"{where}:1: found no JSON array; expected an array of objects")
+    decoder, at, line, number = json.JSONDecoder(), head.end(), 1, 0
+    counted = 0
+    while text[at : at + 1] != "]":
+        number, line, counted = number + 1, line + text.count("\n", counted, at), at
+        place = f"{where}:{line}: record {number}"
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: not JSON ({error}); expected an object") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{place}: found {kind(value)}; expected an object")
+        yield place, value
+        following = re.compile(r"\s*(,\s*|(?=\]))").match(text, at)
+        if following is None:
+            raise UserError(f"{place}: found no comma or ] after it; expected the array to go on or to end")
+        at = following.end()
+
+
+def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:
+    """The rows of a CSV file with a line of column names, as objects of texts.
+
+    Raises:
+      UserError: not UTF-8, no or doubled column names, or a row of another length; the line is the row's first.
+    """
+    csv.field_size_limit(sys.maxsize)  # articles are longer than the 128 KiB that it starts with
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    try:
+        yield from _rows(csv.reader(text, strict=True), where)
+    finally:
+        text.detach()  # the file is closed by whoever opened it
+
+
+def _rows(reader: Any, where: str) -> Iterator[Placed]:
+    names: list[str] | None = None
+    while True:
+        place = f"{where}:{reader.line_num + 1}"
+        try:
+            row = next(reader, None)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{place}: not CSV in UTF-8 ({error})") from error
+        if row is None:
+            return
+        if names is None:
+            names = row
+            if len(set(names)) < len(names) or not any(names):
+                raise UserError(f"{place}: found the column names {', '.join(names)}; expected each once")
+        elif len(row) == len(names):
+            yield place, dict(zip(names, row, strict=True))
+        elif row:  # a blank line is none
+            raise UserError(f"{place}: found {len(row)} columns; expected {len(names)} ({', '.join(names)})")
+
+
+def open_file(path: str | Path, expected: str) -> BinaryIO:
+    """Opens a file; `expected` says what it should be in the UserError."""
     path = Path(path)
     if path.is_dir() or not path.exists():  # a pipe is as good as a file
         found = "found a directory" if path.is_dir() else "no such file"
-        raise UserError(f"{path}: {found}; expected a file of JSON lines")
+        raise UserError(f"{path}: {found}; expected {expected}")
     try:
-        file = path.open("rb")
+        return path.open("rb")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a file of JSON lines") from error
-    with file:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected {expected}") from error
+
+
+def read_file(path: str | Path) -> Iterator[Placed]:
+    """`read_objects` of a file."""
+    with open_file(path, "a file of JSON lines") as file:
         yield from read_objects(file, str(path))
 
 
 def text_of(value: dict[str, Any], key: str, place: str) -> str:
     """A non-empty text of an object."""
+    return check_text(value_of(value, key, place), key, place)
+
+
+def value_of(value: dict[str, Any], key: str, place: str) -> Any:
+    """What an object has under a key."""
     if key not in value:
         raise UserError(f'{place}: found no "{key}"; expected one (keys: {", ".join(map(str, value)) or "none"})')
-    return check_text(value[key], key, place)
+    return value[key]
+
+
+def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
+    """A list of non-empty texts of an object; the list may be empty."""
+    if key not in value:
+        raise UserError(f'{place}: found no "{key}"; expected a list of texts')
+    found = value[key]
+    if not isinstance(found, list):
+        raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')
+    return [check_text(text, f"{key}[{i}]", place) for i, text in enumerate(found)]
 
 
 def check_text(value: Any, key: str, place: str) -> str:

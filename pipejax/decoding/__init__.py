@@ -1,12 +1,25 @@
 """Decoding strategies: which queries a step asks, what they may see, what becomes of the answers. No model in here."""
 
 from pipejax.config import STRATEGIES, DecodeConfig, GridConfig
-from pipejax.decoding.core import TRUNCATIONS, Decoded, Query, Strategy, run
+from pipejax.decoding.core import TRUNCATIONS, Decoded, Model, Query, Schedule, Step, Strategy, run
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.errors import UserError
 
-__all__ = ["STRATEGIES", "TRUNCATIONS", "Decoded", "Pipelined", "Query", "Sequential", "Strategy", "make", "run"]
+__all__ = [
+    "STRATEGIES",
+    "TRUNCATIONS",
+    "Decoded",
+    "Model",
+    "Pipelined",
+    "Query",
+    "Schedule",
+    "Sequential",
+    "Step",
+    "Strategy",
+    "make",
+    "run",
+]
 
 
 def make(name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: int) -> Strategy:

@@ -1,7 +1,4 @@
-"""The pipelined decoder: Algorithm 1 of the paper over a fixed grid of sub_max rows and time_max time-steps.
-
-A cache slot is a place on the grid: slot = time * sub_max + row, so a step writes one run of sub_max slots.
-"""
+"""The pipelined decoder: Algorithm 1 of the paper over a fixed grid of sub_max rows and time_max time-steps."""
 
 import dataclasses
 
@@ -19,9 +16,11 @@ class State:
     """After `time` time-steps (t of Algorithm 1)."""
 
     time: Array  # i32 scalar
-    tokens: Array  # i32 [B, S, T + 1], by row and absolute time
+    tokens: Array  # i32 [B, S, T + 1], generated ones by row and absolute time
+    last: Array  # i32 [B, S], the newest token of each row
     started: Array  # i32 [B], rows that have started (k of Algorithm 1)
     end: Array  # i32 [B, S], time at which a row's eos was generated, else NEVER
+    retired: Array  # bool [B, S], that eos was fed
     empty_seen: Array  # bool [B], some row ended at once
     done: Array  # bool [B]
     steps: Array  # i32 [B], time-steps taken
@@ -44,65 +43,83 @@ class Pipelined:
     eos: int = 1
 
     @property
+    def rows(self) -> int:
+        """Those that start before time runs out."""
+        return min(self.sub_max, -(-self.time_max // self.delay))
+
+    @property
     def slots(self) -> int:
-        """Every place on the grid that can be fed: times 0 to time_max - 1."""
-        return self.time_max * self.sub_max
+        """Every place on the grid that can be fed: each row from its start to time_max - 1."""
+        first, last = grid.start(0, self.delay), grid.start(self.rows - 1, self.delay)
+        return self.rows * self.time_max - (first + last) * self.rows // 2
 
     def init(self, batch: int) -> State:
         """An empty grid."""
+        none = jnp.zeros((batch, self.rows), jnp.int32)
         return State(
             time=jnp.int32(0),
-            tokens=jnp.zeros((batch, self.sub_max, self.time_max + 1), jnp.int32),
-            started=jnp.zeros(batch, jnp.int32),
-            end=jnp.full((batch, self.sub_max), NEVER, jnp.int32),
-            empty_seen=jnp.zeros(batch, bool),
-            done=jnp.zeros(batch, bool),
-            steps=jnp.zeros(batch, jnp.int32),
+            tokens=jnp.zeros((batch, self.rows, self.time_max + 1), jnp.int32),
+            last=none,
+            started=none[:, 0],
+            end=none + NEVER,
+            retired=none > 0,
+            empty_seen=none[:, 0] > 0,
+            done=none[:, 0] > 0,
+            steps=none[:, 0],
         )
 
     def query(self, state: State) -> tuple[State, Query]:
-        """Starts a row where one is due (lines 5-7), then asks for every row at once (line 8).
+        """Starts a row where one is due (lines 5-7), then asks for every open row at once (line 8).
 
-        Rows that are not open ask too, to keep the shapes static; nobody sees their slots or takes their answers. The
-        eos of a row is fed once, in the step after it was generated: higher rows may see it.
+        The eos of a row is fed once, since higher rows may see it: together with the next query of such a row, at the
+        place where it was generated. Nobody notices if that query comes later.
         """
-        rows, slots = jnp.arange(self.sub_max), jnp.arange(self.slots)
-        due = (state.time % self.delay == 0) & (state.started < self.sub_max) & ~state.done
+        rows = jnp.arange(self.rows)
+        due = (state.time % self.delay == 0) & (state.started < self.rows) & ~state.done
         if not self.literal:
             due &= ~state.empty_seen
         started = state.started + due
         born = due[:, None] & (rows == state.started[:, None])
-        fed = jnp.where(born, self.bos, jnp.take(state.tokens, state.time, axis=2))
-        state = dataclasses.replace(state, started=started, tokens=state.tokens.at[:, :, state.time].set(fed))
-
-        slot_row, slot_time = slots % self.sub_max, slots // self.sub_max
-        first, last = grid.start(slot_row, self.delay), jnp.take(state.end, slot_row, axis=1)
-        real = (slot_row < started[:, None]) & (slot_time >= first) & (slot_time <= last)  # [B, C]
-        here = rows[:, None], state.time, slot_row, slot_time
-        mask = grid.visible(*here) & real[:, None, :]
-        return state, Query(tokens=fed, mask=mask, distance=grid.distance(*here)[None], start=state.time * self.sub_max)
+        is_open = self._open(started, state.end, state.done)
+        highest = jnp.where(is_open, rows, -1).max(axis=1)
+        ended = (state.end != NEVER) & ~state.retired & (rows < highest[:, None])
+        fed = jnp.where(born, self.bos, jnp.where(ended, self.eos, state.last))
+        time = jnp.where(ended, state.end, state.time)
+        state = dataclasses.replace(state, started=started, retired=state.retired | ended)
+        return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
 
     def advance(self, state: State, next_tokens: Array) -> State:
-        """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13)."""
-        rows, time = jnp.arange(self.sub_max), state.time + 1
+        """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13).
+
+        Time-steps in which no row of any example is open count and need no decoder: time goes to the next start.
+        """
+        rows, time = jnp.arange(self.rows), state.time + 1
         exists = rows < state.started[:, None]
-        open_before = exists & (state.end == NEVER) & ~state.done[:, None]
-        tokens = state.tokens.at[:, :, time].set(jnp.where(open_before, next_tokens, 0))
+        open_before = self._open(state.started, state.end, state.done)
         ends = open_before & (next_tokens == self.eos)
         end = jnp.where(ends, time, state.end)
         empty_seen = state.empty_seen | (ends & (time == grid.start(rows, self.delay) + 1)).any(axis=1)
         over = (~exists | (end != NEVER)).all(axis=1)
         if not self.literal:
             over &= empty_seen | (state.started == self.sub_max)
+        done = state.done | over
+        idle = ~self._open(state.started, end, done).any() & ~done.all()
+        now = jnp.where(idle, jnp.minimum(-(-time // self.delay) * self.delay, self.time_max), time)
         return State(
-            time=time,
-            tokens=tokens,
+            time=now,
+            tokens=state.tokens.at[:, :, time].set(jnp.where(open_before, next_tokens, 0)),
+            last=next_tokens,
             started=state.started,
             end=end,
+            retired=state.retired,
             empty_seen=empty_seen,
-            done=state.done | over | (time == self.time_max),
-            steps=jnp.where(state.done, state.steps, time),
+            done=done | (now == self.time_max),
+            steps=jnp.where(state.done, state.steps, jnp.where(over, time, now)),
         )
+
+    def _open(self, started: Array, end: Array, done: Array) -> Array:
+        """bool [B, S], True at rows that have started and not ended, of examples that are not done."""
+        return (jnp.arange(self.rows) < started[:, None]) & (end == NEVER) & ~done[:, None]
 
     def done(self, state: State) -> Array:
         """As found by the last step."""
@@ -110,7 +127,7 @@ class Pipelined:
 
     def result(self, state: State) -> Decoded:
         """The rows, each moved to start at its first token (line 14)."""
-        rows, columns = jnp.arange(self.sub_max), jnp.arange(self.time_max)
+        rows, columns = jnp.arange(self.rows), jnp.arange(self.time_max)
         exists = rows < state.started[:, None]
         first = grid.start(rows, self.delay) + 1
         places = jnp.minimum(first[:, None] + columns, self.time_max)

@@ -1,4 +1,4 @@
-"""Token by token: the ordinary greedy decoder of T5, the baseline."""
+"""Token by token: the ordinary greedy decoder of T5, the baseline. One row of the grid."""
 
 import dataclasses
 
@@ -14,6 +14,7 @@ class State:
 
     step: Array  # i32 scalar, t
     tokens: Array  # i32 [B, max_length + 1], bos first
+    last: Array  # i32 [B], the newest token
     length: Array  # i32 [B], tokens generated, eos included
     ended: Array  # bool [B], eos was generated
 
@@ -27,32 +28,36 @@ class Sequential:
     eos: int = 1
 
     @property
+    def rows(self) -> int:
+        """One."""
+        return 1
+
+    @property
     def slots(self) -> int:
         """One a step."""
         return self.max_length
 
     def init(self, batch: int) -> State:
         """bos alone."""
-        tokens = jnp.zeros((batch, self.max_length + 1), jnp.int32).at[:, 0].set(self.bos)
-        return State(step=jnp.int32(0), tokens=tokens, length=jnp.zeros(batch, jnp.int32), ended=jnp.zeros(batch, bool))
+        first = jnp.full(batch, self.bos, jnp.int32)
+        tokens = jnp.zeros((batch, self.max_length + 1), jnp.int32).at[:, 0].set(first)
+        zeros = jnp.zeros(batch, jnp.int32)
+        return State(step=jnp.int32(0), tokens=tokens, last=first, length=zeros, ended=zeros > 0)
 
     def query(self, state: State) -> tuple[State, Query]:
         """The last token sees all before it."""
-        behind = state.step - jnp.arange(self.slots)
-        token = jnp.take(state.tokens, state.step, axis=1)[:, None]
-        return state, Query(
-            tokens=token, mask=(behind >= 0)[None, None], distance=jnp.abs(behind)[None, None], start=state.step
-        )
+        row = jnp.zeros((1, 1), jnp.int32)
+        return state, Query(tokens=state.last[:, None], row=row, time=row + state.step, live=~self.done(state)[:, None])
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Appends where no eos came yet."""
-        going = ~self.done(state)
-        step = state.step + 1
+        going, step, found = ~self.done(state), state.step + 1, next_tokens[:, 0]
         return State(
             step=step,
-            tokens=state.tokens.at[:, step].set(next_tokens[:, 0]),
+            tokens=state.tokens.at[:, step].set(found),
+            last=found,
             length=jnp.where(going, step, state.length),
-            ended=state.ended | (going & (next_tokens[:, 0] == self.eos)),
+            ended=state.ended | (going & (found == self.eos)),
         )
 
     def done(self, state: State) -> Array:

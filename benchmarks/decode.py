@@ -1,0 +1,171 @@
+"""Decoding speed of one T5 with random weights, beside other systems that do the same work.
+
+    python -m benchmarks.decode --model base --patterns 8x14,5x4,7x40 --peers hf,ct2-fp32,ct2-int8 --json OUT
+
+A pattern NxM is an answer of N rows of M tokens: a sequential decoder takes N (M + 1) steps for it (a separator
+between rows, an eos), the pipelined one N + M. NxMu has the same tokens in rows of unequal length, one of them 1.5
+times the mean. The systems take turns, each round in another order; times are medians, ratios the medians of each
+round's own ratio.
+"""
+
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.systems import (
+    PEERS,
+    SIZES,
+    CTranslate2,
+    HuggingFace,
+    Rows,
+    Run,
+    System,
+    bandwidth,
+    build,
+    interleaved,
+    machine,
+    paired,
+    random_params,
+    save,
+    step_bytes,
+    use_threads,
+    write,
+)
+from pipejax import cli, program_cache
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.errors import UserError
+from pipejax.progress import Progress
+
+OURS = ("pipejax-pipelined", "pipejax-sequential")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints a table, writes JSON."""
+    parser = cli.Parser(prog="python -m benchmarks.decode", description=__doc__)
+    parser.add_argument("--model", choices=SIZES, default="base")
+    parser.add_argument("--patterns", default="8x14,5x4,7x40", metavar="NxM,...")
+    parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="examples decoded together (1)")
+    parser.add_argument(
+        "--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench has them"
+    )
+    parser.add_argument("--rounds", type=int, default=7, metavar="N")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of pipejax")
+    parser.add_argument("--sub-max", default="20", metavar="S,...", help="rows of the grid; the first is the headline")
+    parser.add_argument("--time-max", type=int, default=64, metavar="T", help="time-steps of the grid (64)")
+    parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
+    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    flags = parser.parse_args(argv)
+    use_threads(flags.threads)
+    patterns = {text: rows_of(text) for text in flags.patterns.split(",")}
+    peers = [name for name in flags.peers.split(",") if name]
+    if unknown := set(peers) - set(PEERS):
+        raise UserError(f"--peers: found {', '.join(sorted(unknown))}; expected {', '.join(PEERS)}")
+    bounds = whole_numbers("--sub-max", flags.sub_max)
+    program_cache.use(log=cli.note)
+    for text, rows in patterns.items():
+        if len(rows) >= min(bounds) or len(rows) + max(rows) > flags.time_max:
+            raise UserError(f"--patterns {text}: found more than a grid of {min(bounds)} x {flags.time_max} can hold")
+        if sum(rows) + len(rows) > flags.max_length:
+            raise UserError(f"--patterns {text}: found {sum(rows) + len(rows)} tokens; expected {flags.max_length}")
+
+    config = SIZES[flags.model]
+    params = random_params(config)
+    strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, flags.time_max, bounds[0])}
+    strategies[OURS[1]] = Sequential(flags.max_length)
+    strategies |= {f"{OURS[0]}-{b}-rows": Pipelined(1, flags.time_max, b) for b in bounds[1:]}
+    ours = build(config, params, flags.dtype, strategies=strategies)
+    systems: list[System] = [*ours]
+    with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
+        if peers:
+            directory = write(config, params, Path(scratch))
+            for name in peers:
+                cli.note(f"loading {name}")
+                hf = name == "hf"
+                load = HuggingFace(directory, threads=flags.threads) if hf else None
+                systems.append(load or CTranslate2(name, directory, threads=flags.threads))
+        del params
+        source = np.random.default_rng(1).integers(3, config.vocab_size, (flags.batch, flags.source), np.int32)
+        total = len(patterns) * len(systems) * (flags.rounds + 1)
+        progress, results, lines = Progress("measuring", total, unit="run"), [], []
+        memory = bandwidth(flags.threads)
+        for text, rows in patterns.items():
+            batch = [rows] * flags.batch
+            runs = interleaved(systems, source, batch, flags.rounds, lambda: progress.add(1))
+            for system in systems:
+                results.append(summary(text, system, batch, runs[system.name]))
+            lines += table(text, systems, batch, runs)
+            if flags.batch == 1:
+                own, steps = results[-len(systems) + 1], systems[1].steps(batch)
+                size = {"float32": 4, "bfloat16": 2}[flags.dtype]
+                least = step_bytes(config, source=flags.source, slots=steps // 2, itemsize=size) / memory
+                over = own["decode_s"] / steps / least
+                lines.append(f"{OURS[1]}: {over:.2f} times what reading its bytes takes at {memory / 1e9:.1f} GB/s\n")
+        progress.close()
+    print("\n".join(lines))
+    if flags.json:
+        about = machine(flags.threads) | {"bandwidth": memory}
+        command = "python -m benchmarks.decode " + " ".join(argv)
+        save(flags.json, {"results": results, "machine": about, "command": command, "model": flags.model})
+    return 0
+
+
+def rows_of(text: str) -> list[int]:
+    """Lengths of the rows that a pattern stands for: "8x14" is [14] * 8, "8x14u" [13, 13, 13, 13, 21, 13, 13, 13]."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(u?)", text)
+    if not found:
+        raise UserError(f"--patterns: found {text!r}; expected such as 8x14 or 8x14u")
+    count, length = int(found[1]), int(found[2])
+    if not found[3] or count == 1:
+        return [length] * count
+    longest = round(1.5 * length)
+    share, more = divmod(count * length - longest, count - 1)
+    rows = [share + (i < more) for i in range(count - 1)]
+    return [*rows[: count // 2], longest, *rows[count // 2 :]]
+
+
+def whole_numbers(flag: str, text: str) -> list[int]:
+    """Of a list with commas."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise UserError(f"{flag}: found {text!r}; expected whole numbers with commas")
+    return [int(x) for x in text.split(",")]
+
+
+def summary(pattern: str, system: System, batch: Rows, runs: list[Run]) -> dict[str, Any]:
+    """Medians of one system."""
+    return {
+        "pattern": pattern,
+        "system": system.name,
+        "batch": len(batch),
+        "steps": system.steps(batch),
+        "decode_s": statistics.median(r.decode_s for r in runs),
+        "encode_s": statistics.median(r.encode_s for r in runs),
+    }
+
+
+def table(pattern: str, systems: Sequence[System], batch: Rows, runs: dict[str, list[Run]]) -> list[str]:
+    """Lines for people."""
+    own = runs[systems[0].name]
+    lines = [
+        f"{pattern}, {len(batch)} x {len(batch[0])} rows; {systems[0].name} is so many times as fast:",
+        f"{'system':<28}{'steps':>6}{'ms/step':>9}{'encode s':>10}{'decode s':>10}{'decoding':>10}{'with encoder':>14}",
+    ]
+    for system in systems:
+        mine, steps = runs[system.name], system.steps(batch)
+        decode, encode = (statistics.median(getattr(r, x) for r in mine) for x in ("decode_s", "encode_s"))
+        lines.append(
+            f"{system.name:<28}{steps:>6}{1e3 * decode / steps:>9.2f}{encode:>10.3f}{decode:>10.3f}"
+            f"{paired(own, mine, whole=False):>9.2f}x{paired(own, mine, whole=True):>13.2f}x"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    cli.run(main, sys.argv[1:])

@@ -1,0 +1,161 @@
+"""Decodes a file of real documents end to end beside Hugging Face's generate, on the same random weights.
+
+    python -m benchmarks.documents msqa_test.jsonl --tokenizer t5_tokenizer --model base --json OUT
+
+Lines are {"source", "targets"}: every answer is forced to the rows of its targets, in number and in length. Time runs
+from the text of the source to the text of the answer. The systems take turns document by document, or batch by batch;
+batches are of similar length. Compilation comes before.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.decode import OURS
+from benchmarks.systems import (
+    SIZES,
+    HuggingFace,
+    Pipejax,
+    build,
+    check_lengths,
+    machine,
+    random_params,
+    save,
+    use_threads,
+    write,
+)
+from pipejax import cli, program_cache
+from pipejax.data.core import bucket, cut_source, pad
+from pipejax.data.lines import read_objects, text_of
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.errors import UserError
+from pipejax.grid import sequential_steps
+from pipejax.progress import Progress
+from pipejax.tokenizer import Tokenizer
+
+Batch = tuple[list[str], list[list[int]]]  # sources, and the lengths of the rows of each
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints a table, writes JSON."""
+    parser = cli.Parser(prog="python -m benchmarks.documents", description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="JSON lines with source and targets")
+    parser.add_argument("--tokenizer", required=True, metavar="DIR")
+    parser.add_argument("--model", choices=SIZES, default="base")
+    parser.add_argument("--batch", type=int, default=1, metavar="B")
+    parser.add_argument("--limit", type=int, default=0, metavar="N", help="only the first N documents")
+    parser.add_argument("--max-source", type=int, default=2048, metavar="L", help="longer sources are cut (2048)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
+    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    flags = parser.parse_args(argv)
+    use_threads(flags.threads)
+    program_cache.use(log=cli.note)
+    tokenizer = Tokenizer.load(Path(flags.tokenizer))
+    documents = read(flags.file, tokenizer)[: flags.limit or None]
+    if not documents:
+        raise UserError(f"{flags.file}: found no lines; expected at least one document")
+    documents.sort(key=lambda d: len(d[0]))
+    batches = [documents[i : i + flags.batch] for i in range(0, len(documents), flags.batch)]
+    most_rows = max(len(rows) for _, rows in documents) + 1
+    longest = max(max([i + n for i, n in enumerate(rows)], default=0) for _, rows in documents) + most_rows
+    sequence = max(sequential_steps(rows) for _, rows in documents)
+
+    config = SIZES[flags.model]
+    params = random_params(config)
+    strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, max(longest, 50), max(most_rows, 20))}
+    strategies[OURS[1]] = Sequential(max(sequence, 512))
+    systems: dict[str, Callable[[Batch], None]] = {}
+    for each in build(config, params, "float32", strategies=strategies):
+        systems[each.name] = ours(each, tokenizer, flags.max_source)
+    with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
+        theirs = HuggingFace(write(config, params, Path(scratch)), threads=flags.threads)
+    systems["hf"] = lambda batch: hugging_face(theirs, tokenizer, flags.max_source, batch)
+    del params
+
+    seconds = dict.fromkeys(systems, 0.0)
+    shapes: set[int] = set()
+    progress = Progress("decoding", len(documents), unit="document")
+    for number, part in enumerate(batches):
+        full = [*part, *[part[-1]] * (flags.batch - len(part))]
+        batch = [text for text, _ in full], [rows for _, rows in full]
+        shape = bucket(max(len(tokenizer.encode(text)) + 1 for text in batch[0]))
+        order = list(systems)[number % len(systems) :] + list(systems)[: number % len(systems)]
+        if shape not in shapes:  # warm-up, of Hugging Face too
+            shapes.add(shape)
+            for system in systems.values():
+                system(batch)
+        for name in order:
+            begun = time.perf_counter()
+            systems[name](batch)
+            seconds[name] += time.perf_counter() - begun
+        progress.add(len(part))
+    progress.close()
+
+    count, own = len(documents), seconds[OURS[0]]
+    pipelined = strategies[OURS[0]]
+    assert isinstance(pipelined, Pipelined)
+    print(f"{count} documents, batch {flags.batch}, {flags.model}, {flags.threads} threads; compilation left out")
+    print(f"{'system':<22}{'seconds':>9}{'documents/s':>13}{'pipelined is faster by':>24}")
+    for name, value in seconds.items():
+        print(f"{name:<22}{value:>9.1f}{count / value:>13.2f}{value / own:>23.2f}x")
+    if flags.json:
+        results = [{"system": name, "seconds": value, "documents": count} for name, value in seconds.items()]
+        command = "python -m benchmarks.documents " + " ".join(argv)
+        save(flags.json, {"results": results, "machine": machine(flags.threads), "command": command})
+    return 0
+
+
+def read(file: str, tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
+    """Each document's source, and the lengths of its targets in tokens (empty ones left out)."""
+    documents = []
+    with open(file, "rb") as lines:
+        for place, value in read_objects(lines, file):
+            targets = value.get("targets")
+            if not isinstance(targets, list):
+                raise UserError(f"{place}: found no list of targets; expected one")
+            rows = [len(tokenizer.encode(target)) for target in targets]
+            documents.append((text_of(value, "source", place), [n for n in rows if n]))
+    return documents
+
+
+def tokens_of(tokenizer: Tokenizer, most: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Sources i32 [B, L], padded to a bucket, and their lengths i32 [B]."""
+    ids = [cut_source([*tokenizer.encode(text), 1], most) for text in texts]
+    lengths = np.asarray([len(x) for x in ids], np.int32)
+    return pad([np.asarray(x, np.int32) for x in ids], bucket(int(lengths.max()))), lengths
+
+
+def ours(system: Pipejax, tokenizer: Tokenizer, most: int) -> Callable[[Batch], None]:
+    """From texts to texts with pipejax."""
+
+    def run(batch: Batch) -> None:
+        memory = system.decoder.encode(*tokens_of(tokenizer, most, batch[0]))
+        decoded = system.decoder.decode(memory, batch[1])
+        for rows, lengths in zip(decoded.tokens, decoded.lengths, strict=True):
+            for row, n in zip(rows, lengths, strict=True):
+                tokenizer.decode(row[:n].tolist())
+
+    return run
+
+
+def hugging_face(system: HuggingFace, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
+    """From texts to texts with transformers; sources are padded to the longest only."""
+    source, lengths = tokens_of(tokenizer, most, batch[0])
+    source = source[:, : lengths.max()]
+    torch: Any = system.torch
+    mask = torch.tensor(np.arange(source.shape[1]) < lengths[:, None]).long()
+    steps = [sequential_steps(rows) for rows in batch[1]]
+    with torch.inference_mode():
+        found = system.generate(steps, input_ids=torch.tensor(source).long(), attention_mask=mask)
+    check_lengths(found, steps)
+    for row in found:
+        tokenizer.decode(row[:-1])
+
+
+if __name__ == "__main__":
+    cli.run(main, sys.argv[1:])

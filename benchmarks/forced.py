@@ -1,0 +1,117 @@
+"""Decoding whose lengths are given: every system then does the same work, whatever its weights say."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax import decoding, generate, packed
+from pipejax.decoding import Decoded, Pipelined, Query, Sequential
+from pipejax.grid import pipelined_steps, sequential_steps
+from pipejax.t5 import T5, Memory
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class State:
+    """That of the forced strategy, and the lengths."""
+
+    inner: Any
+    lengths: Array  # i32 [B, S], tokens of each row without its eos; 0 for the empty row and those after it
+
+
+@dataclasses.dataclass(frozen=True)
+class Forced:
+    """A strategy that takes the model's choices, except that each row ends when its length says so."""
+
+    inner: Pipelined | Sequential
+
+    @property
+    def rows(self) -> int:
+        """As many as the inner strategy has."""
+        return self.inner.rows
+
+    @property
+    def slots(self) -> int:
+        """As many as the inner strategy has."""
+        return self.inner.slots
+
+    def start(self, lengths: Array) -> State:
+        """The state before the first step."""
+        return State(self.inner.init(lengths.shape[0]), lengths)
+
+    def init(self, batch: int) -> State:
+        """Empty rows; see `start`."""
+        return self.start(jnp.zeros((batch, self.rows), jnp.int32))
+
+    def query(self, state: State) -> tuple[State, Query]:
+        """That of the inner strategy."""
+        inner, query = self.inner.query(state.inner)
+        return State(inner, state.lengths), query
+
+    def advance(self, state: State, next_tokens: Array) -> State:
+        """Puts eos where a row is to end, and another token where the model would end it."""
+        if isinstance(self.inner, Pipelined):
+            position = state.inner.time - jnp.arange(self.rows) * self.inner.delay
+        else:
+            position = state.inner.step
+        other = jnp.where(next_tokens == self.inner.eos, self.inner.eos + 1, next_tokens)
+        forced = jnp.where(position >= state.lengths, self.inner.eos, other)
+        return State(self.inner.advance(state.inner, forced), state.lengths)
+
+    def done(self, state: State) -> Array:
+        """That of the inner strategy."""
+        return self.inner.done(state.inner)
+
+    def result(self, state: State) -> Decoded:
+        """That of the inner strategy."""
+        return self.inner.result(state.inner)
+
+    def wanted(self, rows: Sequence[int]) -> list[int]:
+        """The lengths [S] of one example whose answer has these rows."""
+        if isinstance(self.inner, Sequential):
+            return [sequential_steps(rows) - 1]
+        return [*rows, *[0] * (self.rows - len(rows))]
+
+    def steps(self, rows: Sequence[int]) -> int:
+        """Decoder steps that such an answer takes."""
+        if isinstance(self.inner, Sequential):
+            return sequential_steps(rows)
+        grid = {"delay": self.inner.delay, "sub_max": self.inner.sub_max, "time_max": self.inner.time_max}
+        return pipelined_steps(rows, **grid)
+
+
+class Decoder:
+    """Encodes and decodes with one forced strategy; compiles on the first use of a shape."""
+
+    def __init__(self, model: T5, ready: generate.Ready, strategy: Forced) -> None:
+        """Nothing compiles yet."""
+        self.model, self.ready, self.strategy = model, ready, strategy
+        self._encode, self._decode = jax.jit(partial(generate.encode_batch, model)), jax.jit(self._decode_batch)
+
+    def _decode_batch(self, weights: packed.Weights, memory: Memory, lengths: Array) -> tuple[Decoded, Array]:
+        decoder = packed.PackedDecoder(self.model.config, weights, memory, self.model.dtype)
+        sizes = generate.schedule(self.strategy, lengths.shape[0])
+        return decoding.run(self.strategy, decoder, self.strategy.start(lengths), schedule=sizes)
+
+    def encode(self, source: np.ndarray, lengths: np.ndarray) -> Memory:
+        """The memory of padded sources i32 [B, L], once it is there."""
+        return jax.block_until_ready(self._encode(self.ready.encoding, source, lengths))
+
+    def decode(self, memory: Memory, rows: Sequence[Sequence[int]]) -> Decoded:
+        """Answers with rows of these lengths, one list an example.
+
+        Raises:
+          AssertionError: it decoded something else.
+        """
+        lengths = np.asarray([self.strategy.wanted(r) for r in rows], np.int32)
+        decoded: Decoded = jax.device_get(self._decode(self.ready.decoding, memory, lengths))[0]
+        assert decoded.steps.tolist() == [self.strategy.steps(r) for r in rows], "steps are not those of the rows"
+        assert (decoded.lengths == lengths).all(), "rows have not the lengths that were asked for"
+        return decoded

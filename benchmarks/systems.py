@@ -1,0 +1,292 @@
+"""The systems that are compared: one T5 with random weights, in each system's own format.
+
+All offer `encode(source)` and `decode(encoded, rows)`, raise if what they decoded has not the lengths asked for, and
+use the same number of threads.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.forced import Decoder, Forced
+from pipejax.config import T5Config
+from pipejax.convert import write_hf
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.generate import Ready, prepare
+from pipejax.grid import sequential_steps
+from pipejax.t5 import T5, init_params
+
+SIZES = {
+    "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
+    "small": T5Config(32128, d_model=512, d_kv=64, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6),
+    "base": T5Config(32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12),
+    "large": T5Config(32128, d_model=1024, d_kv=64, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24),
+}
+PEERS = ("hf", "ct2-fp32", "ct2-int8")
+Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
+
+
+class Run(NamedTuple):
+    """One measurement, in seconds."""
+
+    encode_s: float
+    decode_s: float
+
+
+class System(Protocol):
+    """What is measured."""
+
+    name: str
+
+    def run(self, source: np.ndarray, rows: Rows) -> Run:
+        """Encodes full-length sources i32 [B, L] and decodes rows of these lengths.
+
+        Raises:
+          AssertionError: it decoded something else.
+        """
+
+    def steps(self, rows: Rows) -> int:
+        """Decoder steps of that batch."""
+
+
+def use_threads(count: int) -> None:
+    """Binds the process to `count` processors; call it before any library starts its threads."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    os.environ["NPROC"] = os.environ["OMP_NUM_THREADS"] = str(count)
+
+
+def random_params(config: T5Config, seed: int = 0) -> Any:
+    """Parameters of Hugging Face's initial scales, from NumPy's generator."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+
+    def draw(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name.endswith("scale"):
+            return np.ones(x.shape, np.float32)
+        std = 1.0 if name.startswith("shared") else x.shape[0] ** -0.5
+        if name.endswith("query/kernel"):
+            std *= config.d_kv**-0.5
+        return rng.standard_normal(x.shape, np.float32) * np.float32(std)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def write(config: T5Config, params: Any, directory: Path) -> Path:
+    """Writes DIR/hf with a vocabulary of made-up words: id i is "t<i>"."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    target = directory / "hf"
+    write_hf(config, params, target, None)
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {f"t{i}": i for i in range(3, config.vocab_size)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(target)
+    return target
+
+
+class Pipejax:
+    """Ours, pipelined or sequential."""
+
+    def __init__(self, name: str, model: T5, ready: Ready, strategy: Pipelined | Sequential) -> None:
+        """Nothing compiles yet."""
+        self.name, self.decoder = name, Decoder(model, ready, Forced(strategy))
+
+    def run(self, source: np.ndarray, rows: Rows) -> Run:
+        """See `System`."""
+        begun = time.perf_counter()
+        memory = self.decoder.encode(source, np.full(len(source), source.shape[1], np.int32))
+        middle = time.perf_counter()
+        self.decoder.decode(memory, rows)
+        return Run(middle - begun, time.perf_counter() - middle)
+
+    def steps(self, rows: Rows) -> int:
+        """The most of any example."""
+        return max(self.decoder.strategy.steps(r) for r in rows)
+
+
+class HuggingFace:
+    """`generate` of transformers, eager PyTorch in float32."""
+
+    def __init__(self, directory: Path, *, threads: int) -> None:
+        """Loads the model."""
+        import torch
+        from transformers import T5ForConditionalGeneration
+
+        torch.set_num_threads(threads)
+        self.name, self.torch = "hf", torch
+        self.model = T5ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def run(self, source: np.ndarray, rows: Rows) -> Run:
+        """See `System`."""
+        lengths = [sequential_steps(r) for r in rows]
+        with self.torch.inference_mode():
+            begun = time.perf_counter()
+            ids = self.torch.tensor(source, dtype=self.torch.long)
+            mask = self.torch.ones_like(ids)
+            encoded = self.model.encoder(input_ids=ids, attention_mask=mask)
+            middle = time.perf_counter()
+            found = self.generate(lengths, encoder_outputs=encoded, attention_mask=mask)
+            after = time.perf_counter()
+        check_lengths(found, lengths)
+        return Run(middle - begun, after - middle)
+
+    def generate(self, lengths: Sequence[int], **inputs: Any) -> list[list[int]]:
+        """Greedy answers of exactly these lengths, eos included."""
+        from transformers import LogitsProcessor, LogitsProcessorList
+
+        ends = self.torch.tensor(lengths)
+
+        class Force(LogitsProcessor):  # type: ignore[misc]
+            def __call__(self, ids: Any, scores: Any) -> Any:
+                scores[:, 1] = float("-inf")
+                scores[ids.shape[1] >= ends, 1] = float("inf")
+                return scores
+
+        found = self.model.generate(
+            **inputs,
+            max_new_tokens=max(lengths),
+            do_sample=False,
+            num_beams=1,
+            logits_processor=LogitsProcessorList([Force()]),
+        )
+        return [row[1 : 1 + n] for row, n in zip(found.tolist(), lengths, strict=True)]
+
+    def steps(self, rows: Rows) -> int:
+        """The most of any example."""
+        return max(map(sequential_steps, rows))
+
+
+class CTranslate2:
+    """CTranslate2, greedy, float32 or int8 weights.
+
+    It encodes and decodes in one call, so the encoder's share is that of an answer of one token, less a step.
+    """
+
+    def __init__(self, name: str, directory: Path, *, threads: int) -> None:
+        """Converts what `write` wrote, once, and loads it."""
+        import ctranslate2
+
+        kind = {"ct2-fp32": "float32", "ct2-int8": "int8"}[name]
+        target = directory.parent / name
+        if not target.is_dir():
+            ctranslate2.converters.TransformersConverter(str(directory)).convert(str(target), quantization=kind)
+        self.name, options = name, {"compute_type": kind, "inter_threads": 1, "intra_threads": threads}
+        self.translator = ctranslate2.Translator(str(target), device="cpu", **options)
+
+    def run(self, source: np.ndarray, rows: Rows) -> Run:
+        """See `System`."""
+        lengths = {sequential_steps(r) for r in rows}
+        if len(lengths) > 1:
+            raise ValueError(f"rows: found answers of {sorted(lengths)} tokens; expected one length for CTranslate2")
+        (length,) = lengths
+        words = [[f"t{i}" for i in ids] for ids in source.tolist()]
+        one, whole = self._timed(words, 1), self._timed(words, length)
+        step = (whole - one) / (length - 1)
+        return Run(one - step, whole - one + step)
+
+    def _timed(self, words: list[list[str]], length: int) -> float:
+        begun = time.perf_counter()
+        found = self.translator.translate_batch(
+            words, beam_size=1, min_decoding_length=length, max_decoding_length=length, max_input_length=0
+        )
+        after = time.perf_counter()
+        check_lengths([r.hypotheses[0] for r in found], [length] * len(words))
+        return after - begun
+
+    def steps(self, rows: Rows) -> int:
+        """The most of any example."""
+        return max(map(sequential_steps, rows))
+
+
+def check_lengths(found: Sequence[Sequence[Any]], wanted: Sequence[int]) -> None:
+    """Raises an AssertionError if an answer has another length."""
+    assert [len(x) for x in found] == list(wanted), f"answers of {[len(x) for x in found]} tokens, not {list(wanted)}"
+
+
+def bandwidth(threads: int, size: int = 2**27) -> float:
+    """Bytes a second that so many threads read: sums of 512 MiB, the best of several."""
+    parts = np.split(np.ones(size, np.float32), threads)
+    times = []
+    with ThreadPoolExecutor(threads) as pool:
+        for reduce in (np.sum, np.max) * 4:
+            begun = time.perf_counter()
+            list(pool.map(reduce, parts))
+            times.append(time.perf_counter() - begun)
+    return 4 * size / min(times)
+
+
+def step_bytes(config: T5Config, *, source: int, slots: int, itemsize: int) -> int:
+    """Bytes that one decoder step of one example reads: weights, memory, the cache of that many slots."""
+    inner = config.num_heads * config.d_kv
+    feed = (3 if config.feed_forward != "relu" else 2) * config.d_model * config.d_ff
+    layer = 6 * config.d_model * inner + feed + 2 * inner * (source + slots)
+    return itemsize * (config.num_decoder_layers * layer + config.d_model * config.vocab_size)
+
+
+def interleaved(
+    systems: Sequence[System], source: np.ndarray, rows: Rows, rounds: int, tick: Callable[[], None]
+) -> dict[str, list[Run]]:
+    """All systems in turn, `rounds` times, each round in another order; one round more before that does not count."""
+    found: dict[str, list[Run]] = {system.name: [] for system in systems}
+    for number in range(rounds + 1):
+        shift = number % len(systems)
+        for system in (*systems[shift:], *systems[:shift]):
+            run = system.run(source, rows)
+            if number:
+                found[system.name].append(run)
+            tick()
+    return found
+
+
+def paired(own: Sequence[Run], other: Sequence[Run], *, whole: bool) -> float:
+    """Median over the rounds of other / own; `whole`: the encoder included."""
+    pairs = zip(own, other, strict=True)
+    return statistics.median((b.decode_s + whole * b.encode_s) / (a.decode_s + whole * a.encode_s) for a, b in pairs)
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What the figures were measured on."""
+    import importlib.metadata
+    import platform
+
+    model = platform.processor()
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    versions = {}
+    for name in ("jax", "torch", "transformers", "ctranslate2"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    device = jax.devices()[0]
+    return {
+        "processor": model,
+        "threads": threads,
+        "device": f"{device.platform} {device.device_kind}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def save(path: str, value: Any) -> None:
+    """Writes JSON."""
+    Path(path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
+    """Ours, on shared weights."""
+    model = T5(config, dtype=jnp.dtype(dtype))
+    ready = jax.jit(lambda p: prepare(model, p))(params)
+    return [Pipejax(name, model, ready, strategy) for name, strategy in strategies.items()]

@@ -1,0 +1,88 @@
+"""Prepares published data sets, and says what a task's data is like.
+
+    python -m pipejax.data prepare TASK --manual-dir DIR [--data-dir DIR]
+    python -m pipejax.data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
+
+`prepare` reads what the publisher gives (DIR) and writes what training reads (--data-dir, by itself that of TFDS:
+~/tensorflow_datasets). A TASK without its files says which ones it needs. `stats` takes the bounds of the task, or
+those that --set gives; without a tokenizer it counts words only.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from pipejax import cli
+from pipejax import config as config_lib
+from pipejax.config import Config, DataConfig
+from pipejax.data import PUBLISHED, TASKS, make_task
+from pipejax.data.statistics import measure, table
+from pipejax.errors import UserError
+from pipejax.progress import Progress
+from pipejax.tokenizer import Tokenizer
+
+SPLITS = ("train", "dev", "test")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m pipejax.data", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=cli.Parser)
+    prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")
+    prepare.add_argument("task", metavar="TASK", help=", ".join(PUBLISHED))
+    prepare.add_argument("--manual-dir", default="", metavar="DIR", help="the publisher's files")
+    prepare.add_argument("--data-dir", default="", metavar="DIR", help="where to write")
+    stats = commands.add_parser("stats", help="sizes, words and tokens of a task's splits, and what the bounds cut")
+    stats.add_argument("task", metavar="TASK", help=", ".join(TASKS))
+    stats.add_argument("--data-dir", default="", metavar="DIR", help="where it was prepared")
+    stats.add_argument("--tokenizer", default="", metavar="DIR", help="directory or hub id; without it words only")
+    stats.add_argument("--split", choices=SPLITS, help="only this one")
+    stats.add_argument("--json", action="store_true", help="one JSON object")
+    stats.add_overrides("override a setting, such as grid.time_max=50 or data.train=train.jsonl (repeatable)")
+    flags = parser.parse_args(argv)
+    return _prepare(flags) if flags.command == "prepare" else _stats(flags)
+
+
+def _prepare(flags: argparse.Namespace) -> int:
+    if flags.task not in PUBLISHED:
+        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(PUBLISHED)}")
+    from pipejax.data import builders  # imports TFDS
+
+    published = PUBLISHED[flags.task]
+    print(builders.prepare(published, manual_dir=flags.manual_dir, data_dir=flags.data_dir, log=cli.note))
+    return 0
+
+
+def _stats(flags: argparse.Namespace) -> int:
+    if flags.task not in TASKS:
+        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(TASKS)}")
+    config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))
+    if published := PUBLISHED.get(flags.task):
+        data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)
+        config = dataclasses.replace(config, data=data, grid=published.grid)
+    config = config_lib.override(config, flags.overrides)
+    task = make_task(config.data)
+    examples = {split: task.examples(split) for split in ([flags.split] if flags.split else SPLITS)}
+    examples = {split: found for split, found in examples.items() if len(found)}
+    if not examples:
+        wanted = f"split {flags.split!r}" if flags.split else "split"
+        raise UserError(f"data.task: found no {wanted} of {flags.task} with an example in it; expected one")
+    tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else task.tokenizer()
+    if tokenizer is None:
+        cli.note("no --tokenizer: words only")
+    result = {}
+    for split, found in examples.items():
+        progress = Progress(f"reading {split}", len(found), unit="example")
+        result[split] = measure(found, tokenizer, config.data, config.grid, tick=progress.add)
+        progress.close()
+    if flags.json:
+        bounds = {key: getattr(config.grid, key) for key in ("delay", "time_max", "sub_max")}
+        print(json.dumps({"task": flags.task, **bounds, "splits": result}, indent=2))
+    else:
+        print("\n".join(table(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

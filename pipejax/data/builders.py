@@ -1,0 +1,152 @@
+"""Preparing published data sets with TensorFlow Datasets, and without TensorFlow wherever that can be.
+
+The builders of data sets that TFDS lacks are registered with it by being imported.
+"""
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tensorflow_datasets as tfds
+from tensorflow_datasets.datasets.scientific_papers import scientific_papers_dataset_builder as scientific_papers
+from tensorflow_datasets.summarization.cnn_dailymail import CnnDailymail
+from tensorflow_datasets.summarization.wikihow import Wikihow
+
+from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
+from pipejax.data.manual import Manual
+from pipejax.data.published import Published, Record, Records, data_root
+from pipejax.errors import UserError
+from pipejax.progress import Progress
+
+_FEATURES: dict[Any, Any] = {str: tfds.features.Text, list: lambda: tfds.features.Sequence(tfds.features.Text())}
+_VERSION = tfds.core.Version("1.0.0")
+
+
+class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[misc, call-arg]
+    """What the builders share; each adds its data set, and instructions where TFDS looks for them."""
+
+    published: ClassVar[Published]
+
+    def _info(self) -> Any:
+        features = {key: _FEATURES[kind]() for key, kind in self.published.fields.items()}
+        return tfds.core.DatasetInfo(
+            builder=self, disable_shuffling=True, features=tfds.features.FeaturesDict(features)
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[str, Record]]]:
+        return generators(self.published, Manual(dl_manager.manual_dir, expected=self.published.files))
+
+    def _generate_examples(self) -> Any:
+        raise NotImplementedError("the generators are made with the splits")
+
+
+class Msqa(Builder):
+    """MultiSpanQA."""
+
+    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, msqa.TASK.files, msqa.TASK
+
+
+class Kp20k(Builder):
+    """KP20k."""
+
+    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, kp20k.TASK.files, kp20k.TASK
+
+
+class Kptimes(Builder):
+    """KPTimes."""
+
+    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, kptimes.TASK.files, kptimes.TASK
+
+
+class Wikihowqa(Builder):
+    """WikiHowQA."""
+
+    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, wikihowqa.TASK.files, wikihowqa.TASK
+
+
+class Sumpubmed(Builder):
+    """SumPubMed."""
+
+    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, sumpubmed.TASK.files, sumpubmed.TASK
+
+
+# By the data set's name in TFDS. The last three are TFDS's own; only these can it fetch by itself.
+BUILDERS = {
+    "msqa": Msqa,
+    "kp20k": Kp20k,
+    "kptimes": Kptimes,
+    "wikihowqa": Wikihowqa,
+    "sumpubmed": Sumpubmed,
+    "cnn_dailymail": CnnDailymail,
+    "scientific_papers": scientific_papers.Builder,
+    "wikihow": Wikihow,
+}
+_FETCHED = ("cnn_dailymail", "scientific_papers")
+
+
+def prepare(
+    published: Published, *, manual_dir: str, data_dir: str, log: Callable[[str], None] = lambda line: None
+) -> Path:
+    """Writes a data set in the form that `PublishedTask` reads; one that is there already is left as it is.
+
+    Args:
+      published: the data set.
+      manual_dir: the publisher's files; "": TFDS downloads them, where it can.
+      data_dir: where to write; "": TFDS's own directory.
+      log: called with each line worth saying.
+
+    Returns:
+      The directory of the data set, within the data directory.
+
+    Raises:
+      UserError: files are absent or malformed, or TFDS needs TensorFlow or a network that is not there.
+    """
+    root = data_root(data_dir)
+    directory = root / published.directory
+    if (directory / "dataset_info.json").is_file():
+        log(f"{directory}: prepared before; nothing to do (remove it to prepare it again)")
+        return directory
+    name, *config, _ = published.directory.split("/")
+    options = {"config": config[0]} if config else {}
+    with contextlib.redirect_stdout(None if manual_dir else sys.stderr):  # TFDS tells sizes that it does not know
+        builder = BUILDERS[name](data_dir=str(root), file_format="array_record", **options)
+        if manual_dir:
+            splits = generators(published, Manual(manual_dir, expected=published.files, log=log))
+            builder._split_generators = lambda dl_manager: splits
+        elif name not in _FETCHED:
+            raise UserError(f"--manual-dir: found none; expected a directory with {published.files}")
+        elif importlib.util.find_spec("tensorflow") is None:
+            raise UserError(
+                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected it (pip install "
+                f"-r requirements-prepare.txt), or --manual-dir with {published.files}"
+            )
+        if manual_dir:
+            tfds.disable_progress_bar()  # there is one of ours
+        download = tfds.download.DownloadConfig(manual_dir=manual_dir or None, try_download_gcs=False)
+        try:
+            builder.download_and_prepare(download_config=download)
+        except OSError as error:
+            raise UserError(f"{directory}: cannot be prepared ({error})") from error
+    return directory
+
+
+def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:
+    """(key, record) of each split, read from a publisher's files."""
+    return {split: _checked(split, records) for split, records in published.read(manual).items()}
+
+
+def _checked(split: str, records: Records) -> Iterator[tuple[str, Record]]:
+    """Raises a UserError for a key that comes twice, or where there is nothing."""
+    seen: dict[str, str] = {}
+    with contextlib.closing(Progress(f"preparing {split}", None, unit="record")) as progress:
+        for place, key, record in records:
+            if key in seen:
+                raise UserError(f'{place}: "id": found {key!r} again; it was used in {seen[key]}')
+            seen[key] = place
+            yield key, record
+            progress.add(1)
+    if not seen:
+        raise UserError(f"split {split!r}: found no records; expected at least one")

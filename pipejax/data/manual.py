@@ -1,0 +1,114 @@
+"""The files of a publisher, fetched by hand into one directory: as they are, in folders, or still inside a zip."""
+
+import functools
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple, NoReturn, cast
+
+from pipejax.data.lines import open_file
+from pipejax.errors import UserError
+
+
+class File(NamedTuple):
+    """A file, or a member of a zip, opened only when it is read."""
+
+    path: Path
+    member: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.member}" if self.member else str(self.path)
+
+    @property
+    def name(self) -> str:
+        """Without the folders."""
+        return PurePosixPath(self.member).name if self.member else self.path.name
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder that it lies in."""
+        return PurePosixPath(self.member).parent.name if self.member else self.path.parent.name
+
+    def open(self) -> BinaryIO:
+        """Raises a UserError if it cannot be read."""
+        if not self.member:
+            return open_file(self.path, "a publisher's file")
+        return cast(BinaryIO, _archive(self.path).open(self.member))
+
+    def read(self) -> bytes:
+        """All of it."""
+        with self.open() as file:
+            return file.read()
+
+
+class Manual:
+    """A directory of publishers' files."""
+
+    def __init__(self, directory: str | Path, *, expected: str, log: Callable[[str], None] = lambda line: None) -> None:
+        """Lists the directory and its zips; `expected` tells in errors what should lie there.
+
+        Raises:
+          UserError: no such directory, or a zip that is none.
+        """
+        self.directory, self.expected, self.log = Path(directory), expected, log
+        if not self.directory.is_dir():
+            found = "found a file" if self.directory.exists() else "no such directory"
+            raise UserError(f"--manual-dir {directory}: {found}; expected {expected}")
+        self.files = sorted(self._list(), key=lambda file: (len(Path(str(file)).parts), str(file)))
+
+    def _list(self) -> Iterator[File]:
+        for path in self.directory.rglob("*"):
+            if path.suffix == ".zip" and path.is_file():
+                names = (name for name in _archive(path).namelist() if not name.endswith("/"))
+                yield from (File(path, name) for name in names if not name.startswith("__MACOSX/"))
+            elif path.is_file():
+                yield File(path)
+
+    def find(self, *names: str) -> File | None:
+        """The file of one of these names that lies least deep; None if there is none.
+
+        Raises:
+          UserError: two files of one name lie equally deep.
+        """
+        for name in names:
+            found = [file for file in self.files if file.name == name]
+            depth = [len(Path(str(file)).parts) for file in found]
+            if len(found) > 1 and depth[0] == depth[1]:
+                raise UserError(f"--manual-dir {self.directory}: found {found[0]} and {found[1]}; expected one {name}")
+            if found:
+                return found[0]
+        return None
+
+    def need(self, *names: str) -> File:
+        """The same, if there must be one."""
+        return self.find(*names) or self.missing(names[0])
+
+    def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:
+        """The files of the splits that are there; a split without one is told to `log`.
+
+        Raises:
+          UserError: there is none at all.
+        """
+        found = {split: file for split, options in names.items() if (file := self.find(*options))}
+        if not found:
+            self.missing(" or ".join(options[0] for options in names.values()))
+        for split in [split for split in names if split not in found]:
+            self.log(f"no {' or '.join(names[split])} in {self.directory}: there will be no split {split!r}")
+        return found
+
+    def inside(self, folder: str) -> dict[str, File]:
+        """The files in folders of that name, by their own names; there must be some."""
+        found = {file.name: file for file in reversed(self.files) if file.folder == folder}
+        return found or self.missing(f"{folder}/")
+
+    def missing(self, what: str) -> NoReturn:
+        """Raises the UserError that it is not there."""
+        raise UserError(f"--manual-dir {self.directory}: found no {what}; expected {self.expected}")
+
+
+@functools.lru_cache(maxsize=4)  # to list a zip of 60,000 files takes longer than to read one of them
+def _archive(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: cannot be read ({error}); expected a zip") from error

@@ -1,0 +1,54 @@
+"""PubMed abstracts of articles (Cohan et al. 2018), as TFDS's own scientific_papers/pubmed 1.1.1 has them.
+
+TFDS prepares it itself, with TensorFlow; from the publisher's files it is prepared here without. Its sizes are those of
+the paper's PubMed, whose citation names another set (see `sumpubmed`).
+"""
+
+from collections.abc import Mapping
+
+from pipejax.config import GridConfig
+from pipejax.data.lines import kind, read_objects, text_of, value_of
+from pipejax.data.manual import File, Manual
+from pipejax.data.published import Published, Record, Records
+from pipejax.data.text import lines
+from pipejax.errors import UserError
+
+
+def _read(manual: Manual) -> Mapping[str, Records]:
+    names = {"train": ["train.txt"], "validation": ["val.txt"], "test": ["test.txt"]}
+    return {split: _records(file) for split, file in manual.splits(names).items()}
+
+
+def _records(file: File) -> Records:
+    with file.open() as objects:
+        for place, value in read_objects(objects, str(file)):
+            record = {
+                "article": _joined(value, "article_text", place),
+                "abstract": _joined(value, "abstract_text", place).replace("<S>", "").replace("</S>", ""),
+                "section_names": _joined(value, "section_names", place),
+            }
+            yield place, text_of(value, "article_id", place), record
+
+
+def _joined(value: Record, key: str, place: str) -> str:
+    texts = value_of(value, key, place)
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise UserError(f'{place}: "{key}": found {kind(texts)}; expected a list of texts')
+    return "\n".join(texts)
+
+
+TASK = Published(
+    name="pubmed",
+    directory="scientific_papers/pubmed/1.1.1",
+    files="train.txt, val.txt and test.txt of pubmed-dataset (https://github.com/armancohan/long-summarization), "
+    "unpacked or in their zip",
+    read=_read,
+    splits={"train": "train", "dev": "validation", "test": "test"},
+    source=lambda record: f"summarize: {record['article']}",
+    targets=lambda record: lines(record["abstract"]),
+    metric="rouge",
+    separator=" ",
+    grid=GridConfig(delay=1, time_max=256, sub_max=24),
+    max_target=1024,
+    max_length=1024,
+)

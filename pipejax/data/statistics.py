@@ -1,0 +1,124 @@
+"""What a split is like: its size and words (Table 1 of the paper), and in tokens what lengths and bounds do to it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipejax import grid
+from pipejax.config import DataConfig, GridConfig
+from pipejax.data.core import Example
+from pipejax.grid import pipelined_steps, sequential_steps
+from pipejax.tokenizer import Tokenizer
+
+_UNBOUNDED = 2**30
+
+
+@dataclasses.dataclass
+class _Lengths:
+    """Lists with an entry for each example, or for each row."""
+
+    source: list[int] = dataclasses.field(default_factory=list)
+    row: list[int] = dataclasses.field(default_factory=list)
+    pipelined: list[int] = dataclasses.field(default_factory=list)
+    sequential: list[int] = dataclasses.field(default_factory=list)
+    cuts: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(("max_source", "max_target", "time_max", "sub_max", "either"), 0)
+    )
+
+
+def measure(
+    examples: Sequence[Example],
+    tokenizer: Tokenizer | None,
+    data: DataConfig,
+    bounds: GridConfig,
+    *,
+    tick: Callable[[int], None] = lambda count: None,
+) -> dict[str, Any]:
+    """Statistics of a split; those in tokens only with a tokenizer.
+
+    Words are what stands between spaces. Tokens leave bos and eos out, save in `source` and the steps. Steps are those
+    of Algorithm 1 without bounds, and of an ordinary decoder; `step_ratio` is that of their means.
+
+    Returns:
+      examples and without_target (counts); words_per_target, rows_per_target, words_per_row (means); `tokens`: of
+      source, rows, row, pipelined_steps and sequential_steps the median, the 95th percentile and the most; step_ratio;
+      `cut_percent`: of the examples, by each of max_source, max_target (pipelined), time_max, sub_max, and either of
+      the last two.
+    """
+    lengths, words, rows = _Lengths(), 0, [len(example.targets) for example in examples]
+    for example in examples:
+        words += sum(len(row.split()) for row in example.targets)
+        if tokenizer is not None:
+            _count(example, tokenizer, data, bounds, lengths)
+        tick(1)
+    size, row_count = max(len(rows), 1), sum(rows)
+    result: dict[str, Any] = {
+        "examples": len(rows),
+        "without_target": rows.count(0),
+        "words_per_target": words / size,
+        "rows_per_target": row_count / size,
+        "words_per_row": words / max(row_count, 1),
+    }
+    if tokenizer is not None:
+        result["tokens"] = {
+            "source": _spread(lengths.source),
+            "rows": _spread(rows),
+            "row": _spread(lengths.row),
+            "pipelined_steps": _spread(lengths.pipelined),
+            "sequential_steps": _spread(lengths.sequential),
+        }
+        result["step_ratio"] = sum(lengths.sequential) / max(sum(lengths.pipelined), 1)
+        result["cut_percent"] = {name: 100 * count / size for name, count in lengths.cuts.items()}
+    return result
+
+
+def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: GridConfig, lengths: _Lengths) -> None:
+    source = len(tokenizer.encode(example.source)) + 1
+    rows = [len(tokenizer.encode(row)) for row in example.targets]
+    lengths.source.append(source)
+    lengths.row += rows
+    lengths.sequential.append(sequential_steps(rows))
+    free = pipelined_steps(rows, delay=bounds.delay, sub_max=_UNBOUNDED, time_max=_UNBOUNDED)
+    lengths.pipelined.append(free)
+    # The first sub_max rows must have ended in time, eos included.
+    ends = [grid.start(i, bounds.delay) + length + 1 for i, length in enumerate(rows[: bounds.sub_max])]
+    late, many = max(ends, default=1) > bounds.time_max, len(rows) > bounds.sub_max
+    cuts = lengths.cuts
+    cuts["max_source"] += source > data.max_source
+    cuts["max_target"] += sum(rows) + len(rows) + 1 > data.max_target
+    cuts["time_max"] += late
+    cuts["sub_max"] += many
+    cuts["either"] += late or many
+
+
+def _spread(values: Sequence[int]) -> dict[str, float]:
+    if not values:
+        return {"median": 0.0, "percentile_95": 0.0, "most": 0.0}
+    median, high = np.percentile(values, (50, 95))
+    return {"median": float(median), "percentile_95": float(high), "most": float(max(values))}
+
+
+def table(splits: dict[str, dict[str, Any]]) -> list[str]:
+    """The statistics of splits for people, a line each."""
+    lines = [f"{'split':8}{'examples':>10}{'words/target':>14}{'rows':>7}{'words/row':>11}{'no target':>11}"]
+    for name, s in splits.items():
+        lines.append(
+            f"{name:8}{s['examples']:>10,}{s['words_per_target']:>14.1f}{s['rows_per_target']:>7.2f}"
+            f"{s['words_per_row']:>11.2f}{s['without_target']:>11,}"
+        )
+    measured = {name: s for name, s in splits.items() if "tokens" in s}
+    if not measured:
+        return lines
+    columns = ("source", "rows", "row", "pipelined_steps", "sequential_steps")
+    heads = ("source", "rows", "row length", "pipelined steps", "sequential steps")
+    lines += ["", "tokens: median / 95 % / most", f"{'split':8}" + "".join(f"{h:>20}" for h in heads) + f"{'ratio':>8}"]
+    for name, s in measured.items():
+        cells = (s["tokens"][c] for c in columns)
+        spreads = (f"{c['median']:.0f} / {c['percentile_95']:.0f} / {c['most']:.0f}" for c in cells)
+        lines.append(f"{name:8}" + "".join(f"{spread:>20}" for spread in spreads) + f"{s['step_ratio']:>8.2f}")
+    lines += ["", "examples cut, in %", f"{'split':8}" + "".join(f"{n:>14}" for n in _Lengths().cuts)]
+    for name, s in measured.items():
+        lines.append(f"{name:8}" + "".join(f"{percent:>14.1f}" for percent in s["cut_percent"].values()))
+    return lines

@@ -1,0 +1,62 @@
+"""SumPubMed (Gupta et al. 2021): summaries of biomedical articles. The paper cites it but reports on `pubmed`.
+
+There is no official split: an article belongs to dev or test, a twentieth each, where the BLAKE2b digest of its number
+says so, and to train otherwise.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+from pipejax.config import GridConfig
+from pipejax.data.lines import decode_lines
+from pipejax.data.manual import File, Manual
+from pipejax.data.published import Published, Records
+from pipejax.data.text import lines
+from pipejax.errors import UserError
+
+_SHARES = 20
+
+
+def _read(manual: Manual) -> Mapping[str, Records]:
+    articles, summaries = manual.inside("line_text"), manual.inside("shorter_abstract")
+    numbers: dict[str, list[str]] = {"train": [], "dev": [], "test": []}
+    for name in sorted(summaries):
+        number = name.removeprefix("abst_").removesuffix(".txt")
+        if f"text_{number}.txt" not in articles:
+            raise UserError(f"{summaries[name]}: found no line_text/text_{number}.txt; expected its article")
+        numbers[_split(number)].append(number)
+    return {split: _records(split, part, articles, summaries) for split, part in numbers.items()}
+
+
+def _split(number: str) -> str:
+    share = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest()) % _SHARES
+    return {0: "dev", 1: "test"}.get(share, "train")
+
+
+def _records(split: str, numbers: list[str], articles: Mapping[str, File], summaries: Mapping[str, File]) -> Records:
+    for number in numbers:
+        article, summary = articles[f"text_{number}.txt"], summaries[f"abst_{number}.txt"]
+        record = {"id": number, "article": _text(article), "summary": _text(summary)}
+        yield str(summary), number, record
+
+
+def _text(file: File) -> str:
+    return "\n".join(line for _, line in decode_lines(file.read().splitlines(), str(file)))
+
+
+TASK = Published(
+    name="sumpubmed",
+    directory="sumpubmed/1.0.0",
+    files="the folders line_text and shorter_abstract of SumPubMed (https://github.com/vgupta123/sumpubmed), "
+    "or the repository's zip",
+    read=_read,
+    fields={"id": str, "article": str, "summary": str},
+    source=lambda record: f"summarize: {record['article']}",
+    targets=lambda record: lines(record["summary"]),
+    metric="rouge",
+    separator=" ",
+    grid=GridConfig(delay=1, time_max=256, sub_max=24),
+    max_target=1024,
+    max_length=1024,
+    placeholders=(("<dig>", "#"), ("<cit>", "[cit]")),
+)

@@ -1,0 +1,50 @@
+"""wikiHow (Koupaee and Wang 2018) as TFDS's own wikihow/all 1.2.0 has it: articles, and the first lines of their steps.
+
+It is read from the publisher's CSV file and lists of titles, without TensorFlow and network.
+"""
+
+import re
+from collections.abc import Mapping
+
+from pipejax.config import GridConfig
+from pipejax.data.lines import decode_lines, read_table, value_of
+from pipejax.data.manual import File, Manual
+from pipejax.data.published import Published, Records
+from pipejax.data.text import split
+
+_COLUMNS = ("headline", "title", "text")
+_MOST = 0.75  # a headline as long as that of its text is no summary
+
+
+def _read(manual: Manual) -> Mapping[str, Records]:
+    lists = manual.splits({"train": ["all_train.txt"], "validation": ["all_val.txt"], "test": ["all_test.txt"]})
+    table = manual.need("wikihowAll.csv")
+    return {name: _records(table, titles) for name, titles in lists.items()}
+
+
+def _records(table: File, titles: File) -> Records:
+    with titles.open() as file:
+        wanted = {line.strip() for _, line in decode_lines(file, str(titles))}
+    with table.open() as file:
+        for number, (place, row) in enumerate(read_table(file, str(table))):
+            headline, title, text = (value_of(row, column, place).strip() for column in _COLUMNS)
+            if headline and len(headline) < _MOST * len(text) and title.replace(" ", "") in wanted:
+                text = re.sub(r"\.+\n+,", ".\n", text)  # a step's end and the comma that follows it in the file
+                yield place, str(number), {"text": text, "headline": headline.replace(".,", "."), "title": title}
+
+
+TASK = Published(
+    name="wikihow",
+    directory="wikihow/all/1.2.0",
+    files="wikihowAll.csv, all_train.txt, all_val.txt and all_test.txt of WikiHow "
+    "(https://github.com/mahnazkoupaee/WikiHow-Dataset)",
+    read=_read,
+    splits={"train": "train", "dev": "validation", "test": "test"},
+    source=lambda record: f"Question: {record['title']} Context: {record['text']}",
+    targets=lambda record: [row.removesuffix(",") for row in split(record["headline"], "\n")],
+    metric="rouge",
+    separator=" ",
+    grid=GridConfig(delay=1, time_max=128, sub_max=40),
+    max_target=1024,
+    max_length=768,
+)

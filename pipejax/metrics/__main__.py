@@ -1,0 +1,82 @@
+"""Scores a file of predictions.
+
+    python -m pipejax.metrics spans|keyphrases|rouge FILE.jsonl
+
+Lines are `{"id", "source", "gold": [row, ...], "pred": [row, ...]}`; `source` is read by keyphrases alone, and `id` may
+be left out. Prints one JSON object of scores in percent, not rounded, and nothing else on standard output.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipejax import cli, metrics
+from pipejax.data.lines import id_of, kind, read_file
+from pipejax.errors import UserError
+from pipejax.progress import Progress
+
+
+class Documents(NamedTuple):
+    """The columns of a file, a document each."""
+
+    sources: list[str]
+    gold: list[list[str]]
+    predicted: list[list[str]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Reads, checks, scores, prints."""
+    parser = cli.Parser(prog="python -m pipejax.metrics", description=__doc__)
+    parser.add_argument("metric", choices=list(metrics.HEADLINES), help="the family of scores")
+    parser.add_argument("file", metavar="FILE.jsonl", help="documents with their gold and predicted rows")
+    flags = parser.parse_args(argv)
+    documents = read_documents(flags.file, with_sources=flags.metric == "keyphrases")
+    progress = Progress("scoring", len(documents.gold), unit="document")
+    scores = metrics.score(flags.metric, *documents, tick=progress.add)
+    progress.close()
+    print(json.dumps(scores))
+    return 0
+
+
+def read_documents(path: str, *, with_sources: bool) -> Documents:
+    """Raises a UserError naming file and line for anything that cannot be scored, a repeated id or an empty file."""
+    documents, seen = Documents([], [], []), dict[str, str]()
+    for place, value in read_file(path):
+        name = str(id_of(value, place))
+        if name in seen:
+            raise UserError(f'{place}: "id": found {name!r} again; it was used in line {seen[name].rpartition(":")[2]}')
+        seen[name] = place
+        documents.gold.append(_rows(value, "gold", place))
+        documents.predicted.append(_rows(value, "pred", place))
+        documents.sources.append(_text(value, "source", place) if with_sources else "")
+    if not documents.gold:
+        raise UserError(f"{path}: found no lines; expected at least one document")
+    return documents
+
+
+def _rows(value: dict[str, Any], key: str, place: str) -> list[str]:
+    """A list of texts. It may be empty, and so may they: that there is no answer is an answer."""
+    rows = _present(value, key, place)
+    if not isinstance(rows, list):
+        raise UserError(f'{place}: "{key}": found {kind(rows)}; expected a list of texts')
+    for i, row in enumerate(rows):
+        if not isinstance(row, str):
+            raise UserError(f'{place}: "{key}[{i}]": found {kind(row)}; expected text')
+    return rows
+
+
+def _text(value: dict[str, Any], key: str, place: str) -> str:
+    text = _present(value, key, place)
+    if not isinstance(text, str):
+        raise UserError(f'{place}: "{key}": found {kind(text)}; expected text')
+    return text
+
+
+def _present(value: dict[str, Any], key: str, place: str) -> Any:
+    if key not in value:
+        raise UserError(f'{place}: found no "{key}"; expected one (keys: {", ".join(value) or "none"})')
+    return value[key]
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,111 @@
+"""F1 of predicted keyphrases, present in their document and absent from it (Meng et al. 2017, Chan et al. 2019)."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from nltk.stem.porter import PorterStemmer
+
+MOST_PREDICTIONS = 200  # of one document; those after them do not count
+CUTS = {"@5": 5, "@M": None}  # the first five predictions of a kind, however few there are; or all of them
+KINDS = ("present", "absent")
+
+_SEPARATOR = "<peos>"  # stands between present and absent phrases in some data; no phrase of its own
+_INVALID = {"<unk>", ",", "."}  # a prediction with such a word does not count
+
+Phrase = tuple[str, ...]  # stems
+_stem: Callable[[str], str] = functools.lru_cache(maxsize=1 << 20)(PorterStemmer().stem)
+
+
+class _Scores(NamedTuple):
+    """Of one document and kind, at one cut."""
+
+    precision: float
+    recall: float
+    f1: float
+
+
+def score(
+    sources: Sequence[str],
+    gold: Sequence[Sequence[str]],
+    predicted: Sequence[Sequence[str]],
+    *,
+    tick: Callable[[int], None] = lambda count: None,
+) -> dict[str, float]:
+    """F1@5 and F1@M in percent of present and absent keyphrases, macro-averaged, not rounded.
+
+    Two averages are in use. "present_f1@M" and its like are the F1 of the mean precision and the mean recall; with the
+    suffix "_mean_doc" they are the mean of the documents' F1. Documents without a gold phrase of a kind count as 0.
+
+    Args:
+      sources: title and text of each document; words are what stands between spaces.
+      gold: its keyphrases; an empty one is absent.
+      predicted: its predicted keyphrases, the best first.
+      tick: called with 1 for each document.
+
+    Raises:
+      ValueError: the numbers of documents differ.
+    """
+    if not len(sources) == len(gold) == len(predicted):
+        raise ValueError(
+            "expected a source and a prediction for each document; "
+            f"got {len(gold)} documents, {len(sources)} sources and {len(predicted)} predictions"
+        )
+    found = {(kind, cut): list[_Scores]() for kind in KINDS for cut in CUTS}
+    for source, golds, guesses in zip(sources, gold, predicted, strict=True):
+        text = " ".join(stems_of(source))
+        wanted, offered = _part(_distinct(golds), text), _part(_valid(guesses), text)
+        for (kind, cut), scores in found.items():
+            scores.append(_compare(wanted[kind], offered[kind], CUTS[cut]))
+        tick(1)
+    result: dict[str, float] = {}
+    for (kind, cut), scores in found.items():
+        precision, recall = _mean([s.precision for s in scores]), _mean([s.recall for s in scores])
+        result[f"{kind}_f1{cut}"] = 100 * _harmonic_mean(precision, recall)
+        result[f"{kind}_f1{cut}_mean_doc"] = 100 * _mean([s.f1 for s in scores])
+    return result
+
+
+def stems_of(text: str) -> Phrase:
+    """A text's words in lower case, stemmed (Porter); punctuation stays attached to its word."""
+    return tuple(_stem(word) for word in text.lower().split())
+
+
+def _distinct(phrases: Iterable[str]) -> list[Phrase]:
+    """Each once by its stems, in order; '' is a phrase of no words, the separator is none at all."""
+    every: dict[Phrase, None] = {}
+    for phrase in map(stems_of, phrases):
+        kept = tuple(stem for stem in phrase if stem != _SEPARATOR)
+        if kept or not phrase:
+            every[kept] = None
+    return list(every)
+
+
+def _valid(phrases: Sequence[str]) -> list[Phrase]:
+    return [phrase for phrase in _distinct(phrases[:MOST_PREDICTIONS]) if not _INVALID & {*phrase}]
+
+
+def _part(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:
+    """By kind: present are those whose stems follow one another somewhere in the document."""
+    parts: dict[str, list[Phrase]] = {kind: [] for kind in KINDS}
+    for phrase in phrases:
+        present = bool(phrase) and f" {' '.join(phrase)} " in f" {text} "
+        parts["present" if present else "absent"].append(phrase)
+    return parts
+
+
+def _compare(wanted: list[Phrase], offered: list[Phrase], cut: int | None) -> _Scores:
+    """Precision at 5 is out of 5, even where fewer were predicted."""
+    most = len(offered) if cut is None else cut
+    right = len({*wanted} & {*offered[:most]})
+    precision = right / most if most else 0.0
+    recall = right / len(wanted) if wanted else 0.0
+    return _Scores(precision, recall, _harmonic_mean(precision, recall))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _harmonic_mean(precision: float, recall: float) -> float:
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0

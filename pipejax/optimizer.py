@@ -1,0 +1,55 @@
+"""What turns gradients into updates: schedules, AdamW and Adafactor, clipping, and what is left as it is."""
+
+from typing import Any
+
+import jax
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from pipejax.config import TrainConfig
+from pipejax.t5 import VECTORS
+
+FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # how the paths of parameters begin that are not trained
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Linear warm-up to `learning_rate`, then constant, or down to 0 at `steps` in a line or half a cosine."""
+    warmup, peak = max(config.warmup_steps, 1), config.learning_rate
+    rest = max(config.steps - warmup, 1)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+    }[config.schedule]
+    # Step 1 is count 0: it already learns, and step `warmup` is the first at the full rate.
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), after], [warmup])
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW or Adafactor after clipping by global norm; norms and relative biases do not decay."""
+
+    def decays(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, _: not jax.tree_util.keystr(keys, simple=True, separator="/").endswith(VECTORS), params
+        )
+
+    rate, decay = learning_rate(config), config.weight_decay
+    if config.optimizer == "adafactor":
+        # Rates are relative to a parameter's own size here (Shazeer and Stern 2018); 1e-3 is usual for T5.
+        update = optax.adafactor(rate, weight_decay_rate=decay or None, weight_decay_mask=decays)
+    else:
+        update = optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
+
+
+def split(params: Any, freeze: str) -> tuple[Any, Any]:
+    """The trees of parameters that are trained and that are not."""
+    flat = flatten_dict(params, sep="/")
+    fixed = {path: x for path, x in flat.items() if path.startswith(FROZEN[freeze])}
+    trained = {path: x for path, x in flat.items() if path not in fixed}
+    return unflatten_dict(trained, sep="/"), unflatten_dict(fixed, sep="/")
+
+
+def merge(trained: Any, fixed: Any) -> Any:
+    """What `split` took apart."""
+    return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

@@ -1,0 +1,188 @@
+"""The T5 decoder as decoding needs it: one step of packed queries, on weights laid out for it once.
+
+The same function of the same parameters as `t5.Decoder` without dropout, and tests hold the two together. What
+differs is the cost. A step reads every weight for a few tokens, so weights lie in rows as they are read, projections
+of the same input are one, and activations are columns: [D, N], a column a query. Whatever depends on positions alone
+is computed once a step and shared by the layers.
+
+Shapes as in `decoding.core`: B batch, N queries of a step, Q queries of one example, C cache slots, L source length,
+D width, H heads, K head width, I = H * K, F feed-forward width, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pipejax.config import T5Config
+from pipejax.decoding.core import Step
+from pipejax.t5 import MASKED, Memory, buckets
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Layer:
+    """Weights of a decoder layer, in the compute dtype; norm scales are float32."""
+
+    self_norm: Array  # [D]
+    self_inwards: Array  # [3 I, D]: query, key, value
+    self_outwards: Array  # [D, I]
+    cross_norm: Array  # [D]
+    cross_query: Array  # [I, D]
+    cross_outwards: Array  # [D, I]
+    norm: Array  # [D]
+    inwards: Array  # [F, D], or gate and value [2 F, D]
+    outwards: Array  # [D, F]
+
+
+@flax.struct.dataclass
+class Weights:
+    """What a decoder step reads, except for the source."""
+
+    embedding: Array  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: Array  # [D]
+    head: Array | None  # [V, D]; None: the embedding
+    bias: Array  # f32 [H, distances], the last for all that is farther
+
+
+@flax.struct.dataclass
+class Stretch:
+    """Keys and values of some cache slots, a layer each; both as the products of attention read them fastest."""
+
+    keys: tuple[Array, ...]  # [B, H, K, C]
+    values: tuple[Array, ...]  # [B, H, C, K]
+
+
+def lay_out(config: T5Config, params: Any, dtype: DTypeLike) -> Weights:
+    """The decoder's weights from a T5's parameters."""
+    decoder = params["decoder"]
+
+    def rows(*layers: Any) -> Array:
+        return jnp.concatenate([x["kernel"].T for x in layers]).astype(dtype)
+
+    layers = []
+    for i in range(config.num_decoder_layers):
+        layer = decoder[f"layers_{i}"]
+        own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
+        inwards = [feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed]
+        layers.append(
+            Layer(
+                self_norm=own["norm"]["scale"],
+                self_inwards=rows(own["query"], own["key"], own["value"]),
+                self_outwards=rows(own["output"]),
+                cross_norm=cross["norm"]["scale"],
+                cross_query=rows(cross["query"]),
+                cross_outwards=rows(cross["output"]),
+                norm=feed["norm"]["scale"],
+                inwards=rows(*inwards),
+                outwards=rows(feed["wo"]),
+            )
+        )
+    longest = config.relative_attention_max_distance
+    of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
+    return Weights(
+        embedding=params["shared"]["embedding"].astype(dtype),
+        layers=tuple(layers),
+        norm=decoder["norm"]["scale"],
+        head=None if config.tied_head else rows(params["lm_head"]),
+        bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedDecoder:
+    """A `decoding.Model`: the decoder over one batch of encoded sources."""
+
+    config: T5Config
+    weights: Weights
+    memory: Memory
+    dtype: DTypeLike
+
+    def stretch(self, slots: int) -> Stretch:
+        """Zeroed slots."""
+        c, batch = self.config, self.memory.mask.shape[0]
+        keys = jnp.zeros((batch, c.num_heads, c.d_kv, slots), self.dtype)
+        values = jnp.zeros((batch, c.num_heads, slots, c.d_kv), self.dtype)
+        return Stretch((keys,) * c.num_decoder_layers, (values,) * c.num_decoder_layers)
+
+    def __call__(self, step: Step, past: tuple[Stretch, ...], current: Stretch) -> tuple[Array, Stretch]:
+        """Logits f32 [V, N], and the current stretch with the step's keys and values."""
+        w, memory = self.weights, self.memory
+        bias = self._bias(step)
+        memory_bias = jnp.where(memory.mask[:, None, None], 0.0, MASKED)
+        x = w.embedding[step.tokens].T
+        keys, values = [], []
+        for i, layer in enumerate(w.layers):
+            projected = self._at_places(layer.self_inwards @ self._normed(x, layer.self_norm), step)
+            query, key, value = jnp.split(projected, 3, axis=1)
+            k = jax.lax.dynamic_update_slice_in_dim(current.keys[i], key, step.start, axis=3)
+            v = jax.lax.dynamic_update_slice_in_dim(current.values[i], value.swapaxes(2, 3), step.start, axis=2)
+            keys.append(k)
+            values.append(v)
+            reach = [*((p.keys[i], p.values[i]) for p in past), (k, v)]
+            found = self._packed(attend(query.swapaxes(2, 3), reach, bias), step)
+            x = x + layer.self_outwards @ found
+
+            query = self._at_places(layer.cross_query @ self._normed(x, layer.cross_norm), step).swapaxes(2, 3)
+            found = self._packed(attend(query, [(memory.keys[i], memory.values[i])], memory_bias), step)
+            x = x + layer.cross_outwards @ found
+            x = x + layer.outwards @ self._activated(layer.inwards @ self._normed(x, layer.norm))
+        hidden = self._normed(x, w.norm)
+        if self.config.scale_head:
+            hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
+        head = w.embedding if w.head is None else w.head
+        return jnp.matmul(head, hidden, preferred_element_type=jnp.float32), Stretch(tuple(keys), tuple(values))
+
+    def _normed(self, x: Array, scale: Array) -> Array:
+        """The root-mean-square norm of each column, in float32."""
+        wide = x.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
+        return (wide * factor * scale[:, None]).astype(self.dtype)
+
+    def _activated(self, hidden: Array) -> Array:
+        if self.config.feed_forward == "relu":
+            return jax.nn.relu(hidden)
+        gate, value = jnp.split(hidden, 2)
+        activation = (
+            jax.nn.silu
+            if self.config.feed_forward == "gated-silu"
+            else functools.partial(jax.nn.gelu, approximate=True)
+        )
+        return activation(gate) * value
+
+    def _bias(self, step: Step) -> Array:
+        """f32 [B, H, Q, C] for self-attention."""
+        table = self.weights.bias
+        bias = jnp.take(table, jnp.clip(step.distance, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
+        return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
+
+    def _at_places(self, x: Array, step: Step) -> Array:
+        """[M I, N] -> [B, M H, K, Q]: the queries of each example side by side."""
+        heads = x.reshape(-1, self.config.d_kv, x.shape[1])
+        if step.places is None:
+            return heads[None]
+        found = jnp.take(heads, step.places, axis=2, mode="clip")  # fillers get any query
+        return jnp.moveaxis(found, 2, 0)
+
+    def _packed(self, found: Array, step: Step) -> Array:
+        """[B, H, Q, K] -> [I, N]."""
+        if step.home is None:
+            return found[0].swapaxes(1, 2).reshape(-1, found.shape[2])
+        columns = found.transpose(1, 3, 0, 2).reshape(-1, found.shape[0] * found.shape[2])
+        return jnp.take(columns, step.home, axis=1, mode="clip")
+
+
+def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
+    """What queries [B, H, Q, K] find in stretches of keys [B, H, K, C] and values [B, H, C, K]; bias [B, .., C]."""
+    scores = [jnp.einsum("bhqk,bhkc->bhqc", query, keys, preferred_element_type=jnp.float32) for keys, _ in reach]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=3) + bias, axis=3).astype(query.dtype)
+    parts = jnp.split(weights, np.cumsum([s.shape[3] for s in scores])[:-1], axis=3)
+    found = [jnp.einsum("bhqc,bhck->bhqk", w, values) for w, (_, values) in zip(parts, reach, strict=True)]
+    return functools.reduce(jnp.add, found)

@@ -1,0 +1,259 @@
+"""How much memory a training step needs on each device, before anything is bought or started.
+
+    python -m pipejax.plan --config FILE [--model base] [--set KEY=VALUE ...] [--compile | --measure]
+
+An estimate by arithmetic for the longest batch that the config allows: every source and target as long as it may be.
+With --compile, beside it, what XLA sets aside for the step compiled for this machine's CPU (as many devices as the mesh
+wants are pretended); it counts bfloat16 as float32. With --measure, one real step on this machine's accelerators, and
+the peak that they report.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipejax import cli
+from pipejax import config as config_lib
+from pipejax.config import Config
+from pipejax.errors import UserError
+
+GIB = 2**30
+
+
+def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int) -> Any:
+    """Bytes on each device by term; `shapes` are one device's share of one part of a batch.
+
+    Args:
+      config: resolved.
+      shapes: of the arrays of a batch, [B, L] of "source" and [G, N] of "inputs" are looked at.
+      state: bytes of parameters and moments on a device.
+      gradients: bytes of the gradient on a device, float32.
+      layers: parameters on a device that belong to layers, counted.
+    """
+    model, train = config.model, config.train
+    assert model is not None
+    (batch, length), (groups, slots) = shapes["source"], shapes["inputs"]
+    wide = 2 if train.dtype == "bfloat16" else 4
+    heads = math.ceil(model.num_heads / config.mesh.tensor)
+    inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
+    gates = 1 if model.feed_forward == "relu" else 2
+    dropout = 1 if train.dropout else 0  # a byte for each element that may be dropped
+
+    def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
+        scores = rows * heads * queries * keys
+        return {
+            "dots": rows * queries * (inner + model.d_model) * wide,
+            "rest": scores * (4 + wide + dropout),
+            # Random bits and numbers, before they are a mask, and what they leave of the weights.
+            "noise": scores * 14 * dropout,
+        }
+
+    def stream(tokens: int) -> float:
+        return tokens * model.d_model * wide
+
+    def feed_forward(tokens: int) -> dict[str, float]:
+        return {
+            "dots": tokens * (gates * hidden + model.d_model) * wide,
+            "rest": tokens * (hidden * (wide + dropout) + model.d_model * (wide + 4)),
+            "noise": 0.0,
+        }
+
+    tokens, flat = batch * length, groups * slots
+    memory = tokens // groups
+    encoder = [attention(length, length, batch), feed_forward(tokens)]
+    encoder[0]["dots"] += 2 * tokens * inner * wide
+    decoder = [attention(slots, slots, groups), attention(slots, memory, groups), feed_forward(flat)]
+    decoder[0]["dots"] += 2 * flat * inner * wide
+    decoder[1]["dots"] += 2 * tokens * inner * wide
+    terms: dict[str, float] = {"parameters and moments": state, "gradient": gradients}
+    if train.accumulate > 1:
+        terms["sum of the parts' gradients"] = gradients
+    if train.remat != "none":
+        terms["stacked layers and their gradient"] = 2 * layers * wide
+    layered = ((encoder, model.num_layers, tokens, "encoder"), (decoder, model.num_decoder_layers, flat, "decoder"))
+    for costs, depth, count, name in layered:
+        dots, rest, noise = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest", "noise"))
+        kept = {"none": dots + rest, "dots": dots, "layers": 0.0}[train.remat] + stream(count)
+        terms[f"kept of {depth} {name} layers"] = depth * kept
+        # In the backward pass of a layer everything is there, and the gradient of most of it.
+        terms[f"one {name} layer at work"] = (0 if train.remat == "none" else dots + rest) + dots + rest + noise
+    terms["position biases and their gradient"] = 2 * 4 * heads * (length**2 + groups * slots**2)
+    parts = max(-(-flat * model.vocab_size // 2**25), 1)
+    terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
+    terms["encoded source and its gradient"] = 2 * stream(tokens)
+    table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
+    terms["gradients of the table, by use"] = 2 * 4 * table  # both lookups and the head, until they are added up
+    # The two stacks are at work one after the other.
+    smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
+    del terms[smaller]
+    return terms
+
+
+def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the arrays of a batch whose sources and targets are all as long as they may be."""
+    from pipejax.data.core import length_step, pack_size
+
+    pack, size = pack_size(config.train), config.train.batch_size
+    source, slots = length_step(config.data.max_source), length_step(config.data.max_target * pack)
+    flat = dict.fromkeys(("inputs", "targets", "row", "time", "example", "weights"), (size // pack, slots))
+    return {"source": (size, source), "source_length": (size,), "slots": (size // pack,), **flat}
+
+
+def plan(config: Config) -> tuple[Any, dict[str, float]]:
+    """The trainer, which has compiled nothing yet, and the estimate in bytes by term."""
+    import jax
+
+    from pipejax.trainer import Trainer
+
+    trainer = Trainer(config)
+
+    def held(tree: Any, shardings: Any) -> int:
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+        return sum(math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize for x, where in pairs)
+
+    shards = trainer.mesh.shape["data"] * trainer.mesh.shape["fsdp"] * config.train.accumulate
+    part = {name: (shape[0] // shards, *shape[1:]) for name, shape in longest_batch(config).items()}
+    params, where = trainer.abstract.params, trainer.shardings.params
+    stacks = [{name: tree[name] for name in ("encoder", "decoder")} for tree in (params, where)]
+    trained = [trainer.trained(tree) for tree in (params, where)]
+    terms = estimate(
+        config,
+        part,
+        state=held(trainer.abstract, trainer.shardings),
+        gradients=held(*trained),
+        layers=held(*stacks) // 4,
+    )
+    return trainer, terms
+
+
+def compiled_bytes(trainer: Any, config: Config) -> float:
+    """What XLA sets aside on each device for the compiled step, everything included."""
+    import jax
+
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            shape, np.float32 if name == "weights" else np.int32, sharding=trainer.batch_sharding
+        )
+        for name, shape in longest_batch(config).items()
+    }
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), trainer.abstract, trainer.shardings
+    )
+    analysis = trainer.program(placed, batch).memory_analysis()
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+
+
+def measured_bytes(trainer: Any, config: Config, *, steps: int = 3) -> tuple[float | None, float]:
+    """The peak on the fullest device after a few real steps on random tokens, and the seconds of the last one."""
+    import jax
+
+    from pipejax.sharding import put_batch
+
+    assert config.model is not None
+    rng, shapes = np.random.default_rng(0), longest_batch(config)
+    arrays = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+    for name in ("source", "inputs", "targets"):
+        arrays[name] = rng.integers(2, config.model.vocab_size, shapes[name], dtype=np.int32)
+    arrays["source_length"][:] = shapes["source"][1]
+    arrays["slots"][:] = shapes["inputs"][1]
+    arrays["time"][:] = np.arange(shapes["inputs"][1])
+    arrays["weights"] = np.ones(shapes["weights"], np.float32)
+    state, batch = trainer.fresh(), put_batch(arrays, trainer.mesh)
+    program, seconds = trainer.program(state, batch), 0.0
+    for step in range(1, steps + 1):
+        begun = time.perf_counter()
+        state, values = program(state, batch, trainer.dropout_key(step))
+        jax.block_until_ready((state, values))
+        seconds = time.perf_counter() - begun
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in trainer.mesh.devices.flat]
+    return (max(p for p in peaks if p) if all(peaks) else None), seconds
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m pipejax.plan", description=__doc__)
+    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
+    parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices to plan for (default: what the mesh names)")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="say whether it fits in this much on each device")
+    parser.add_argument("--compile", action="store_true", help="compile the step for the CPU and show XLA's figure")
+    parser.add_argument("--measure", action="store_true", help="make real steps on this machine's accelerators")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_overrides("override a setting of the config (repeatable)")
+    flags = parser.parse_args(argv)
+    config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
+
+    import jax
+
+    mesh = config.mesh
+    if not flags.measure:  # plan for any machine on any machine
+        devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
+    if config.train.dtype == "auto":  # what it would be on a GPU or TPU
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
+    trainer, terms = plan(config)
+    total = sum(terms.values())
+    found: dict[str, Any] = {
+        "devices": trainer.mesh.size,
+        "dtype": config.train.dtype,
+        "estimate_bytes": {name: int(size) for name, size in terms.items()},
+        "estimate_total_bytes": int(total),
+    }
+    if flags.compile:
+        cli.note("compiling for the CPU (a minute or more for the larger models)")
+        found["compiled_total_bytes"] = int(compiled_bytes(trainer, config))
+    if flags.measure:
+        peak, seconds = measured_bytes(trainer, config)
+        tokens = math.prod(longest_batch(config)["source"]) + math.prod(longest_batch(config)["inputs"])
+        found |= {"measured_peak_bytes": peak, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
+    if flags.memory is not None:
+        found["fits"] = total <= flags.memory * GIB
+    print(json.dumps(found) if flags.json else "\n".join(_lines(found, flags.memory)))
+    return 0
+
+
+def _resolve(config: Config, name: str | None) -> Config:
+    from pipejax.architectures import architecture
+
+    if name is not None:
+        return dataclasses.replace(config, model=architecture(name))
+    if config.model is None and config.train.init_from:
+        from pipejax.checkpoint import open_run
+
+        return dataclasses.replace(config, model=open_run(config.train.init_from, log=cli.note).config.model)
+    if config.model is None:
+        raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
+    return config
+
+
+def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
+    def line(name: str, size: float) -> str:
+        return f"  {name:<40}{size / GIB:8.2f} GiB"
+
+    lines = [f"on each of {found['devices']} devices, {found['dtype']}, by arithmetic:"]
+    lines += [line(name, size) for name, size in found["estimate_bytes"].items()]
+    lines += [line("in all (estimated)", found["estimate_total_bytes"])]
+    if "compiled_total_bytes" in found:
+        lines += [line("in all (XLA for the CPU, bfloat16 as float32)", found["compiled_total_bytes"])]
+    if "step_seconds" in found:
+        peak = found["measured_peak_bytes"]
+        lines += [line("peak (measured)", peak) if peak else "  peak: the device reports none"]
+        lines += [f"  {found['step_seconds']:.2f} s a step, {found['tokens_per_second']:.0f} tokens/s"]
+    if memory is not None:
+        lines += [f"the estimate {'fits' if found['fits'] else 'does not fit'} in {memory:g} GiB"]
+    return lines
+
+
+if __name__ == "__main__":
+    cli.run(main)

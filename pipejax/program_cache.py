@@ -1,0 +1,47 @@
+"""Compiled programs on disk, so that only the first run of a command waits for the compiler."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
+SIZE = 4 * 2**30  # bytes; beyond it JAX drops what was used longest ago
+
+
+def directory() -> Path | None:
+    """Where programs are kept: $PIPEJAX_CACHE, else pipejax/ in the user's cache directory; None: nowhere."""
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "pipejax"
+
+
+def use(*, log: Callable[[str], None]) -> Path | None:
+    """Switches the cache on, unless the user said "off" or configured JAX's own; returns its directory.
+
+    What lies in there is executed, so nobody else may write to it: a new directory has mode 700, and one that others
+    may write to is left alone. A cache that cannot be had is worth a line, no more.
+    """
+    if own := jax.config.values["jax_compilation_cache_dir"]:
+        return Path(own)
+    path = directory()
+    if path is None:
+        return None
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        log(f"compiled programs are not kept: {path}: {error.strerror}")
+        return None
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        log(f"compiled programs are not kept: {path} is open to others; chmod 700 it, or name another in {VARIABLE}")
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_compilation_cache_max_size", SIZE)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return path

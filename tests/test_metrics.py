@@ -1,0 +1,197 @@
+"""The door to the metrics: the command on files, and the metric that evaluation and training take."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipejax import checkpoint, config, metrics
+from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
+from pipejax.data import make_task
+from pipejax.data.core import Example
+from pipejax.errors import UserError
+from pipejax.evaluation import evaluate
+from pipejax.generate import Report
+from pipejax.metrics import __main__ as command
+from pipejax.metrics import keyphrases, rouge, spans
+from pipejax.training import fit
+
+DOCUMENTS: list[dict[str, Any]] = [
+    {"id": "a", "source": "graphs of cats", "gold": ["graphs", "a dog"], "pred": ["graph", "the dog"]},
+    {"id": 2, "source": "nothing", "gold": [], "pred": [""]},
+    {"source": "no id", "gold": ["cats sat\non mats"], "pred": []},
+]
+SOURCES = [d["source"] for d in DOCUMENTS]
+GOLD = [d["gold"] for d in DOCUMENTS]
+PREDICTED = [d["pred"] for d in DOCUMENTS]
+
+
+def write(path: Path, lines: Sequence[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("spans", spans.score(GOLD, PREDICTED)),
+        ("keyphrases", keyphrases.score(SOURCES, GOLD, PREDICTED)),
+        ("rouge", rouge.score(GOLD, PREDICTED)),
+    ],
+)
+def test_prints_one_object_and_nothing_else(tmp_path, capfd, name, expected) -> None:
+    assert command.main([name, str(write(tmp_path / "f.jsonl", DOCUMENTS))]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out) == expected  # to the last digit
+    assert printed.err == ""
+
+
+def test_as_a_process(tmp_path) -> None:
+    # Warnings are errors: a library that prints, or wants a download, when it is imported would show here.
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "pipejax.metrics", "rouge", write(tmp_path / "f.jsonl", DOCUMENTS)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == rouge.score(GOLD, PREDICTED)
+    refused = subprocess.run(
+        [sys.executable, "-m", "pipejax.metrics", "rouge", tmp_path / "absent.jsonl"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"error: {tmp_path / 'absent.jsonl'}: no such file; expected a file of JSON lines\n"
+
+
+def test_only_keyphrases_read_the_source(tmp_path) -> None:
+    path = str(write(tmp_path / "f.jsonl", [{"gold": ["x"], "pred": ["x"]}, {"source": 3, "gold": [], "pred": []}]))
+    for name in ("spans", "rouge"):
+        assert command.main([name, path]) == 0
+    with pytest.raises(UserError, match=r':1: found no "source"; expected one \(keys: gold, pred\)$'):
+        command.main(["keyphrases", path])
+
+
+GOOD = {"id": "x", "source": "", "gold": [], "pred": []}
+
+
+@pytest.mark.parametrize(
+    "lines, place, words",
+    [
+        ([GOOD, {**GOOD, "id": "y", "gold": "graphs"}], ":2:", '"gold": found text; expected a list of texts'),
+        ([{**GOOD, "pred": None}], ":1:", '"pred": found null; expected a list of texts'),
+        ([{**GOOD, "pred": ["a", ["b"]]}], ":1:", '"pred[1]": found a list; expected text'),
+        ([{**GOOD, "gold": [7]}], ":1:", '"gold[0]": found the number 7; expected text'),
+        ([{"id": "x", "source": "s", "pred": []}], ":1:", 'found no "gold"; expected one (keys: id, source, pred)'),
+        ([{"id": "x", "source": "s", "gold": []}], ":1:", 'found no "pred"; expected one (keys: id, source, gold)'),
+        ([{**GOOD, "source": ["s"]}], ":1:", '"source": found a list; expected text'),
+        ([{**GOOD, "id": 1.5}], ":1:", '"id": found the number 1.5; expected text or a whole number'),
+        ([GOOD, "", GOOD], ":3:", "\"id\": found 'x' again; it was used in line 1"),
+        ([GOOD, '{"id": "y", "gold"'], ":2:", "not JSON"),
+        (["[]"], ":1:", "found a list; expected an object"),
+        (["", ""], ":", "found no lines; expected at least one document"),
+        ([], ":", "found no lines; expected at least one document"),
+    ],
+)
+def test_bad_lines(tmp_path, capfd, lines, place, words) -> None:
+    path = write(tmp_path / "f.jsonl", lines)
+    with pytest.raises(UserError) as error:
+        command.main(["keyphrases", str(path)])
+    assert str(error.value).startswith(f"{path}{place}") and words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().out == ""
+
+
+def test_bad_bytes(tmp_path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(b'{"gold": [], "pred": ["caf\xe9"]}\n')
+    with pytest.raises(UserError, match=r"f\.jsonl:1: found byte 0xe9 at column 27; expected UTF-8"):
+        command.main(["spans", str(path)])
+
+
+def test_unknown_metric(tmp_path) -> None:
+    with pytest.raises(UserError, match="argument metric: invalid choice: 'bleu'"):
+        command.main(["bleu", str(tmp_path)])
+    with pytest.raises(ValueError, match="expected one of spans, keyphrases, rouge; got 'bleu'"):
+        metrics.score("bleu", [], [], [])
+
+
+# Evaluation and training.
+
+
+def test_every_metric_of_the_config_has_a_headline_among_its_scores() -> None:
+    assert tuple(metrics.HEADLINES) == config.METRICS
+    done: list[int] = []
+    for name, headline in metrics.HEADLINES.items():
+        assert headline in metrics.score(name, SOURCES, GOLD, PREDICTED, tick=done.append)
+    assert sum(done) == 3 * len(DOCUMENTS)
+
+
+def test_a_task_names_its_metric() -> None:
+    assert make_task(DataConfig(task="demo")).metric == "spans"
+    assert make_task(DataConfig(task="jsonl", metric="rouge")).metric == "rouge"
+    with pytest.raises(UserError, match=r"data\.metric: found 'rogue'; expected one of spans, keyphrases, rouge \(did"):
+        config.override(Config(), ["data.metric=rogue"])
+
+
+class Canned:
+    """A generator that knows its answers."""
+
+    default_strategy = "pipelined"
+
+    def __init__(self, data: DataConfig, rows: list[list[str]]) -> None:
+        self.config, self.rows = SimpleNamespace(data=data), rows
+
+    def stream(self, sources: Sequence[Any], *, report: Report, **rest: Any):
+        report.examples += len(self.rows)
+        return [{"rows": rows, "steps": 1} for rows in self.rows]
+
+
+EXAMPLES = [Example(str(i), d["source"], tuple(d["gold"])) for i, d in enumerate(DOCUMENTS)]
+
+
+@pytest.mark.parametrize("name", list(metrics.HEADLINES))
+def test_evaluation_scores_by_the_metric(name) -> None:
+    expected = metrics.score(name, SOURCES, GOLD, PREDICTED)
+    by_config: Any = Canned(DataConfig(task="demo", metric=name), PREDICTED)
+    by_argument: Any = Canned(DataConfig(task="demo"), PREDICTED)
+    for result, _ in (
+        evaluate(by_config, EXAMPLES),
+        evaluate(by_argument, EXAMPLES, metric=name),
+    ):
+        assert result["metric"] == name
+        assert {key: result[key] for key in expected} == expected
+
+
+def test_the_headline_picks_the_best(tmp_path, monkeypatch) -> None:
+    """Of a training run: its second evaluation has the highest ROUGE-Lsum, and the lowest of all else."""
+    headlines = iter([10.0, 30.0, 20.0])
+
+    def scripted(name: str, *rest: Any) -> dict[str, float]:
+        value = next(headlines)
+        return {"rouge1": 100 - value, "em_f1": 100 - value, metrics.HEADLINES[name]: value}
+
+    monkeypatch.setattr(metrics, "score", scripted)
+    sizes: Any = dict.fromkeys(("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers"), 1)
+    tiny = Config(
+        model=T5Config(vocab_size=64, **sizes),
+        grid=GridConfig(time_max=4, sub_max=2),
+        data=DataConfig(task="demo", metric="rouge"),
+        train=TrainConfig(steps=3, batch_size=8, evaluate_every=1, evaluate_examples=2, learning_rate=1e-9),
+    )
+    said: list[str] = []
+    assert fit(tiny, tmp_path, log=said.append) == 0
+    best = checkpoint.open_run(tmp_path, best=True, log=said.append)
+    assert (best.step, best.metadata["score"][0]) == (2, 30.0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rougeLsum"] for line in lines if line["event"] == "evaluation"] == [10.0, 30.0, 20.0]

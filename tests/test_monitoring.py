@@ -1,0 +1,149 @@
+"""What is seen of a training run: clocks, log lines, steps that are left out, curves elsewhere."""
+
+import json
+import struct
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from test_training import CONFIG, change, metrics, quiet
+
+from pipejax import checkpoint, costs, training
+from pipejax.data import core
+from pipejax.errors import UserError
+from pipejax.monitoring import Clock
+from pipejax.training import fit
+
+
+def poisoned(monkeypatch, numbers):
+    """From here on the batches of these numbers (from 0) hold a NaN."""
+    draw = core.TrainingBatches.__getitem__
+
+    def get(self, index):
+        batch = draw(self, index)
+        if index not in numbers:
+            return batch
+        weights = batch.arrays["weights"].copy()
+        weights[0, 0] = np.nan
+        return batch._replace(arrays=batch.arrays | {"weights": weights})
+
+    monkeypatch.setattr(core.TrainingBatches, "__getitem__", get)
+
+
+def test_laps_add_up():
+    clock, begun = Clock(), time.perf_counter()
+    for _ in range(2):
+        with clock("data"):
+            time.sleep(0.02)
+        time.sleep(0.01)
+    lap = clock.lap()
+    assert lap["data"] >= 0.04 and lap["step"] >= 0.02 and lap["compile"] == 0
+    assert sum(lap.values()) <= time.perf_counter() - begun
+    assert clock.lap()["data"] == 0 and clock.totals["data"] == lap["data"]
+
+
+def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
+    poisoned(monkeypatch, {1, 4})
+    assert fit(CONFIG, tmp_path / "run", log=quiet) == 0
+    lines = metrics(tmp_path / "run")
+    left_out = [line for line in lines if line["event"] == "left_out"]
+    assert [line["step"] for line in left_out] == [2, 5] and all(len(line["ids"]) == 8 for line in left_out)
+    steps = [line for line in lines if line["event"] == "train"]
+    assert [line["bad_steps"] for line in steps] == [0, 1, 0, 0, 1, 0]
+    assert [line["loss"] is None for line in steps] == [False, True, False, False, True, False]
+    assert "step 2: loss nan" in capsys.readouterr().err
+    for leaf in checkpoint.open_run(tmp_path / "run", log=quiet).items["params"]["shared"].values():
+        assert np.isfinite(leaf).all()
+
+
+def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
+    poisoned(monkeypatch, {2, 3, 4, 5})
+    config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})
+    with pytest.raises(
+        UserError, match=r"step 5: found loss nan, .* for the 3th step in a row \(the last examples: .*\)"
+    ):
+        fit(config, tmp_path / "run", log=quiet)
+    good = checkpoint.open_run(tmp_path / "run", log=quiet)
+    assert all(np.isfinite(leaf).all() for leaf in good.items["params"]["shared"].values())
+    ids = next(line["ids"] for line in metrics(tmp_path / "run") if line["step"] == 5 and line["event"] == "left_out")
+    assert len(ids) == 8
+
+
+def test_every_line_is_json_without_nan(tmp_path, monkeypatch):
+    poisoned(monkeypatch, {0})
+    fit(change(CONFIG, train={"steps": 2}), tmp_path / "run", log=quiet)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+
+
+def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
+    asked = training.Stop.asked
+
+    def after_two(self):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 3:
+            self.signal = 15
+        return asked(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Stop, "asked", after_two)
+        assert fit(CONFIG, tmp_path / "run", log=quiet) == 143
+    last = metrics(tmp_path / "run")[-1]
+    assert last["event"] == "stopped" and last["step"] == 2 and len(last["params_fp"]) == 16
+    assert fit(CONFIG, tmp_path / "run", log=quiet) == 0
+    lines = metrics(tmp_path / "run")
+    assert [line["event"] for line in lines].count("stopped") == 0
+    assert lines[-1]["event"] == "end" and set(lines[-1]["seconds"]) >= {"compile", "data", "step", "checkpoint"}
+
+
+def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    fit(change(CONFIG, train={"steps": 3, "tensorboard": True}), tmp_path / "run", log=quiet)
+    found = {}
+    for file in (tmp_path / "run/tensorboard").iterdir():
+        data = file.read_bytes()
+        while data:  # a record: length, its checksum, content, its checksum
+            size = struct.unpack("<Q", data[:8])[0]
+            event = Event.FromString(data[12 : 12 + size])
+            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            data = data[16 + size :]
+    losses = {line["step"]: line["loss"] for line in metrics(tmp_path / "run") if line["event"] == "train"}
+    assert len(losses) == 3
+    for step, loss in losses.items():
+        assert abs(found["train/loss", step] - loss) < 1e-5 * loss
+
+
+def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
+    logged, opened = [], []
+    run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)))
+    fake = types.SimpleNamespace(init=lambda **options: opened.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    fit(change(CONFIG, train={"steps": 2, "wandb": "ours"}), tmp_path / "run", log=quiet)
+    assert opened[0]["project"] == "ours" and opened[0]["resume"] == "allow"
+    assert [(step, "train/loss" in values) for step, values in logged if "train/loss" in values] == [
+        (1, True),
+        (2, True),
+    ]
+
+
+@pytest.mark.parametrize("key, value, library", [("tensorboard", True, "tensorboardX"), ("wandb", "ours", "wandb")])
+def test_an_absent_library_is_one_line(tmp_path, monkeypatch, key, value, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UserError, match=rf"train\.{key}: found no {library}; expected it installed"):
+        fit(change(CONFIG, train={key: value}), tmp_path / "run", log=quiet)
+
+
+def test_peaks_are_known_by_the_name_of_the_device():
+    def device(kind):
+        return types.SimpleNamespace(device_kind=kind)
+
+    assert costs.peak(device("NVIDIA H200")) == 989e12
+    assert costs.peak(device("NVIDIA L40S")) == 362e12 and costs.peak(device("NVIDIA L4")) == 121e12
+    assert costs.peak(device("NVIDIA H100 PCIe")) is None and costs.peak(device("cpu")) is None

@@ -1,0 +1,192 @@
+"""The packed decoder: equal to the full grid, whatever the sizes it runs through, and without copies of the cache."""
+
+import re
+from functools import partial
+
+import full_grid
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from one_program import compiled
+
+from pipejax import generate, grid, t5
+from pipejax.config import T5Config
+from pipejax.decoding import TRUNCATIONS, Pipelined, Schedule, Sequential
+from pipejax.decoding.core import NOWHERE, Filled, Query, pack
+from pipejax.packed import PackedDecoder
+
+CONFIG = T5Config(
+    vocab_size=40,
+    d_model=24,
+    d_kv=8,
+    d_ff=40,
+    num_heads=3,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+    feed_forward="gated-gelu",
+    tied_head=False,
+)
+ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max, literal, batch, queries, prefixes",
+    [
+        (1, 20, 9, False, 5, (3, 11), (16, 30)),
+        (2, 17, 20, False, 1, (2,), ()),
+        (3, 19, 4, True, 6, (), (10,)),
+    ],
+)
+def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, batch, queries, prefixes):
+    strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
+    model, sizes = t5.T5(CONFIG), Schedule.fit(strategy, batch, queries=queries, prefixes=prefixes)
+    program = compiled(CONFIG, strategy, sizes)
+    rng = np.random.default_rng(delay)
+    for seed in range(4):
+        weights = oracle.random_params(CONFIG, np.random.default_rng([seed, delay]), eos_scale=1.2)
+        params = jax.tree.map(jnp.asarray, weights)
+        source = rng.integers(0, CONFIG.vocab_size, (batch, 12)).astype(np.int32)
+        length = rng.integers(1, 13, batch).astype(np.int32)
+        expected = full_grid.decode(model, params, strategy, source, length)
+        found = jax.device_get(program(params, source, length))
+        for b in range(batch):
+            rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]
+            assert [row for row in rows if row] == [row for row in expected["rows"][b] if row]
+            assert found.steps[b] == expected["steps"][b]
+            assert TRUNCATIONS[found.truncated[b]] == expected["truncated"][b]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("delay", [1, 2, 5])
+def test_cached_decoding_equals_teacher_forcing(delay, batch):
+    """Step by step through two stretches of cache, forced to ROWS (rotated by example): logits against one pass."""
+    params = jax.tree.map(jnp.asarray, oracle.random_params(CONFIG, np.random.default_rng(3)))
+    source = np.random.default_rng(0).integers(0, 40, (batch, 6))
+    lengths = np.asarray([6, 4, 5][:batch], np.int32)
+    model = t5.T5(CONFIG)
+    ready = generate.prepare(model, params)
+    decoder = PackedDecoder(
+        CONFIG, ready.decoding, generate.encode_batch(model, ready.encoding, source, lengths), jnp.float32
+    )
+    all_rows = [[*ROWS[b:], *ROWS[:b]] for b in range(batch)]
+    forced, at = [], []
+    for b, rows in enumerate(all_rows):
+        flat = grid.flatten(rows, delay=delay, bos=0, eos=1)
+        pairs = flat.row[:, None], flat.time[:, None], flat.row[None, :], flat.time[None, :]
+        seen, distance = grid.visible(*pairs)[None], grid.distance(*pairs)[None]
+        mask = (np.arange(6) < lengths[b])[None]
+        forced.append(model.apply({"params": params}, source[b : b + 1], mask, flat.inputs[None], seen, distance)[0])
+        at.append({(int(r), int(t)): i for i, (r, t) in enumerate(zip(flat.row, flat.time, strict=True))})
+
+    strategy = Pipelined(delay=delay, time_max=30, sub_max=6)
+    state, past, compared, calls = strategy.init(batch), [], 0, 0
+    width, queries = 6, 6 * batch
+    nothing = jnp.full((batch, 16), NOWHERE)
+    cache, filled, used = decoder.stretch(16), Filled(nothing, nothing), 0
+    packed_step = jax.jit(lambda query, past, filled, used: pack(query, past, filled, used, queries, width))
+    ask = jax.jit(decoder.__call__)
+    while not bool(strategy.done(state).all()):
+        state, query = strategy.query(state)
+        if used + width > 16:
+            past, cache, filled, used = [*past, (cache, filled)], decoder.stretch(16), Filled(nothing, nothing), 0
+        step, number, filled = packed_step(query, [f for _, f in past], filled, used)
+        logits, cache = ask(step, tuple(c for c, _ in past), cache)
+        used, calls = used + int(query.live.sum(axis=1).max()), calls + 1
+        assert query.live.any()
+        now, answers = int(state.time), np.ones((batch, 6), np.int32)
+        for b, rows in enumerate(all_rows):
+            for row, tokens in enumerate([*rows, []]):
+                position = now - row * delay
+                if 0 <= position <= len(tokens):
+                    assert query.live[b, row]
+                    np.testing.assert_allclose(logits[:, number[b, row]], forced[b][at[b][row, now]], atol=1e-5)
+                    answers[b, row] = [*tokens, 1][position]
+                    compared += 1
+        state = strategy.advance(state, jnp.asarray(answers))
+    assert compared == batch * (sum(len(row) + 1 for row in ROWS) + 1)
+    assert past  # more than one stretch was used
+    script = oracle.scripted_next_tokens(ROWS)
+    expected = oracle.algorithm1(script, delay=delay, time_max=30, sub_max=6, stop="empty_row")
+    if batch == 1:
+        assert (int(state.steps[0]), calls) == (expected.steps, expected.calls)
+
+
+def test_pack_puts_each_live_query_in_one_place():
+    live = np.asarray([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], bool)
+    tokens = np.arange(10, 22).reshape(3, 4)
+    query = Query(tokens=jnp.asarray(tokens), row=jnp.arange(4)[None], time=jnp.full((3, 4), 7), live=jnp.asarray(live))
+    before = Filled(jnp.asarray([[0, 2], [0, 1], [1, NOWHERE]]), jnp.full((3, 2), 6))
+    empty = Filled(jnp.full((3, 8), NOWHERE), jnp.full((3, 8), NOWHERE))
+    step, number, filled = pack(query, [before], empty, jnp.int32(2), 5, 3)
+    assert step.tokens[:4].tolist() == [10, 12, 13, 19]
+    assert [number[0, 0], number[0, 2], number[0, 3], number[2, 1]] == [0, 1, 2, 3]
+    assert step.places.tolist() == [[0, 1, 2], [5, 5, 5], [3, 5, 5]]
+    assert step.home.tolist() == [0, 1, 2, 6, 9]
+    assert filled.row.tolist() == [
+        [NOWHERE] * 2 + [0, 2, 3] + [NOWHERE] * 3,
+        [NOWHERE] * 8,
+        [NOWHERE] * 2 + [1] + [NOWHERE] * 5,
+    ]
+    # Example 0: rows 0, 2 and 3 ask; keys are rows 0 and 2 of before, then their own.
+    assert step.mask[0, :, :7].astype(int).tolist() == [
+        [1, 0, 0, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0],
+        [1, 1, 0, 0, 1, 1, 1],
+    ]
+    assert step.mask[2, 0].nonzero()[0].tolist() == [0, 4]
+    assert step.distance[0, 1, [0, 1, 4, 5]].tolist() == [3, 1, 2, 0]
+
+
+def test_schedule_holds_every_decode():
+    strategy = Pipelined(delay=2, time_max=9, sub_max=20)
+    assert (strategy.rows, strategy.slots) == (5, 9 + 7 + 5 + 3 + 1)
+    sizes = Schedule.fit(strategy, 3, queries=(4, 8, 40), prefixes=(3, 12, 64))
+    assert sizes.queries == (4, 8, 15)
+    assert sizes.stretches == (12, 25 - 12 + 2 * 5)
+    assert Schedule.fit(Sequential(max_length=7), 1, queries=(4, 8), prefixes=(128,)) == Schedule((1,), (8,))
+    with pytest.raises(ValueError, match="steps of at least 5"):
+        Schedule.fit(strategy, 1, prefixes=(6, 8))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_step_copies_the_cache(batch):
+    """In the compiled program no computation that a loop's body calls copies a stretch, the memory or a weight."""
+    model, strategy = t5.T5(CONFIG), Pipelined(delay=1, time_max=23, sub_max=10)
+    sizes = Schedule.fit(strategy, batch, queries=(4 * batch,), prefixes=(31, 78))
+    ready = jax.eval_shape(lambda k: generate.prepare(model, t5.init_params(CONFIG, k)), jax.random.key(0))
+    source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    memory = jax.eval_shape(partial(generate.encode_batch, model), ready.encoding, source, length)
+    program = jax.jit(partial(generate.decode_batch, model, strategy, sizes=sizes))
+    text = program.lower(ready.decoding, memory).compile().as_text()
+
+    computations: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if head := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            inside = computations.setdefault(head[1], [])
+        elif " = " in line:
+            inside.append(line)
+    loops = [line for lines in computations.values() for line in lines if " while(" in line]
+    assert len(loops) == len(sizes.stretches) * (len(sizes.queries) + 1)
+    waiting, bodies = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in loops], set()
+    while waiting:
+        if (name := waiting.pop()) not in bodies:
+            bodies.add(name)
+            for line in computations[name]:
+                called = r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)"
+                waiting += re.findall(called, line)
+    heads, keys = f"{batch},3", [*sizes.stretches, 64]
+    large = {f"f32[{heads},{k},8]" for k in keys} | {f"f32[{heads},8,{k}]" for k in keys}
+    large |= {f"f32[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(ready) if len(x.shape) == 2}
+    written, copied = set(), []
+    for name in bodies:
+        for line in computations[name]:
+            if found := re.search(r"= (\w+\[[\d,]*\])\S* ([\w\-]+)\(", line):
+                copied += [line] if found[1] in large and found[2] in ("copy", "copy-start", "transpose") else []
+                written |= {found[1]} if found[2] == "dynamic-update-slice" else set()
+    assert not copied
+    for stretch in sizes.stretches:  # the names that are looked for are those that occur
+        assert {f"f32[{heads},{stretch},8]", f"f32[{heads},8,{stretch}]"} <= written

@@ -1,0 +1,94 @@
+"""The memory plan: its arithmetic against the compiler's figure, and the command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipejax import plan
+from pipejax.architectures import ARCHITECTURES
+from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.trainer import Trainer
+
+ROOT = Path(__file__).parents[1]
+MODEL = T5Config(vocab_size=2048, d_model=128, d_kv=32, d_ff=512, num_heads=4, num_layers=4, num_decoder_layers=4)
+
+
+def config(source, mesh, **train):
+    return Config(
+        model=MODEL,
+        data=DataConfig(max_source=source, max_target=64),
+        train=TrainConfig(batch_size=8, pack=1, dtype="float32", **train),
+        mesh=MeshConfig(**mesh),
+    )
+
+
+@pytest.mark.parametrize(
+    "source, mesh, train",
+    [
+        (512, {"data": 1}, {"remat": "layers"}),
+        (512, {"data": 1}, {"remat": "layers", "accumulate": 4, "dropout": 0.0}),
+        (512, {"data": 1}, {"remat": "dots", "dropout": 0.0}),
+        (256, {"data": 1, "fsdp": 2}, {"remat": "layers"}),
+    ],
+    ids=str,
+)
+def test_the_estimate_is_near_what_the_compiler_sets_aside(source, mesh, train):
+    chosen = config(source, mesh, **train)
+    trainer, terms = plan.plan(chosen)
+    compiled = plan.compiled_bytes(trainer, chosen)
+    assert 0.75 * compiled < sum(terms.values()) < 1.35 * compiled
+
+
+def test_the_state_is_counted_exactly():
+    chosen = config(64, {"data": 1, "fsdp": 2, "tensor": 2})
+    _, terms = plan.plan(chosen)
+    trainer = Trainer(chosen)
+    state = trainer.fresh()
+    device = trainer.mesh.devices.flat[0]
+    leaves = [leaf for tree in (state.params, state.optimizer) for leaf in _leaves(tree)]
+    held = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards if s.device == device)
+    assert terms["parameters and moments"] == held
+
+
+def _leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def test_a_measured_step_is_a_step():
+    chosen = config(32, {"data": 1})
+    peak, seconds = plan.measured_bytes(Trainer(chosen), chosen, steps=1)
+    assert peak is None and seconds > 0  # a CPU reports no peak
+
+
+def test_published_sizes():
+    """Parameters of T5 v1.0 in millions (Raffel et al. 2020, section 3.1.2 names 220 and 770; counted: 223, 738)."""
+    for name, millions in (("small", 60.5), ("base", 222.9), ("large", 737.7)):
+        model = ARCHITECTURES[name]
+        layer = 4 * model.d_model * model.num_heads * model.d_kv
+        encoder, decoder = (n * layer + 2 * model.d_model * model.d_ff for n in (1, 2))
+        matrices = model.num_layers * encoder + model.num_decoder_layers * decoder + model.vocab_size * model.d_model
+        assert abs(matrices / 1e6 - millions) < 0.2
+
+
+@pytest.mark.parametrize("remat, fits", [("layers", True), ("none", False)])
+def test_the_command(remat, fits, tmp_path):
+    command = [sys.executable, "-m", "pipejax.plan", "--config", "configs/jsonl.py", "--model", "large", "--json"]
+    settings = {"train.remat": remat, "train.accumulate": 4, "mesh.fsdp": 2, "mesh.data": 1}
+    command += [f"--set={key}={value}" for key, value in settings.items()]
+    done = subprocess.run([*command, "--memory", "24"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["devices"] == 2 and found["dtype"] == "bfloat16" and found["fits"] is fits
+    assert found["estimate_total_bytes"] == pytest.approx(sum(found["estimate_bytes"].values()), abs=20)
+
+
+def test_a_config_without_an_architecture_is_refused():
+    command = [sys.executable, "-m", "pipejax.plan", "--config", "configs/jsonl.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --model: found none")
+    assert not done.stdout

@@ -1,0 +1,142 @@
+"""ROUGE: cases worked out by hand, and agreement with a second implementation."""
+
+import functools
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from nltk.stem.porter import PorterStemmer
+
+from pipejax.metrics.rouge import TYPES, score
+
+
+@pytest.mark.parametrize(
+    "gold, predicted, expected",
+    [
+        # rouge1, rouge2, rougeL, rougeLsum of one document, by hand
+        (["the cat sat"], ["the cat sat"], (100, 100, 100, 100)),
+        (["the cat sat"], ["The CAT, sat!"], (100, 100, 100, 100)),  # ASCII letters and digits, in lower case
+        # 3 of 3 words shared, no pair of them; "the sat" or "cat" ... the longest common subsequence has one word
+        (["the cat sat"], ["sat cat the"], (100, 0, 100 / 3, 100 / 3)),
+        # stems of words of more than three letters: "cats" is "cat", but "its" stays "its"
+        (["cats running"], ["cat runs"], (100, 100, 100, 100)),
+        (["it does"], ["its does"], (50, 0, 50, 50)),
+        # a repeated word counts as often as in the other text: P 1/3, R 1/1
+        (["cat"], ["cat cat cat"], (50, 0, 50, 50)),
+        # other letters part words, as any sign does: "naïve" is "na" and "ve"
+        (["naïve"], ["na ve"], (100, 100, 100, 100)),
+        # the order of sentences matters to L, not to Lsum: R-L finds "c d" or "a b" in 4 words
+        (["a b", "c d"], ["c d", "a b"], (100, 200 / 3, 50, 100)),
+        # Lin's example: w1..w5 against "w1 w2 w6 w7 w8" and "w1 w3 w8 w9 w5"; the union holds w1 w2 w3 w5:
+        # R 4/5, P 4/10, F1 8/15; L over the joined text "w1 w2 w3 w5" too; shared pairs: w1 w2 of 4 and 9
+        (
+            ["w1 w2 w3 w4 w5"],
+            ["w1 w2 w6 w7 w8", "w1 w3 w8 w9 w5"],
+            (800 / 15, 200 / 13, 800 / 15, 800 / 15),
+        ),
+        # nothing on one side, or on both, is 0
+        ([], ["cat"], (0, 0, 0, 0)),
+        (["cat"], [], (0, 0, 0, 0)),
+        ([], [], (0, 0, 0, 0)),
+        ([""], [""], (0, 0, 0, 0)),
+        (["…"], ["…"], (0, 0, 0, 0)),
+        # an empty sentence is none
+        (["", "cat"], ["cat", ""], (100, 0, 100, 100)),
+    ],
+)
+def test_one_document(gold: list[str], predicted: list[str], expected: tuple[float, ...]) -> None:
+    result = score([gold], [predicted])
+    assert tuple(result) == TYPES
+    assert list(result.values()) == pytest.approx(list(expected))
+
+
+def test_the_mean_is_over_documents() -> None:
+    result = score([["cat"], ["dog", "cow"], []], [["cat"], ["dog"], []])
+    assert result["rouge1"] == pytest.approx(100 * (1 + 2 / 3 + 0) / 3)
+
+
+def test_shapes() -> None:
+    with pytest.raises(ValueError, match="1 documents and 0 predictions"):
+        score([["x"]], [])
+    assert score([], []) == dict.fromkeys(TYPES, 0.0)
+
+
+WORDS = [
+    "the",
+    "cat",
+    "cats",
+    "sat",
+    "sitting",
+    "mats'",
+    "on",
+    "ON",
+    "An",
+    "3",
+    "3rd",
+    "d'or",
+    "naïve",
+    "—",
+    "being",
+    "x",
+]
+
+
+def test_agrees_with_a_second_implementation() -> None:
+    rng = random.Random(0)
+
+    def sentences() -> list[str]:
+        return [" ".join(rng.choices(WORDS, k=rng.randint(0, 9))) for _ in range(rng.choice([0, 1, 1, 2, 3, 4]))]
+
+    for _ in range(300):
+        documents = rng.randint(1, 3)
+        gold, predicted = [sentences() for _ in range(documents)], [sentences() for _ in range(documents)]
+        assert score(gold, predicted) == pytest.approx(naive_score(gold, predicted))
+
+
+def naive_score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The definition, written down once more, with subsequences found by recursion."""
+    totals = dict.fromkeys(("rouge1", "rouge2", "rougeL", "rougeLsum"), 0.0)
+    for golds, guesses in zip(gold, predicted, strict=True):
+        whole, guess = words(" ".join(golds)), words(" ".join(guesses))
+        for n in (1, 2):
+            left, right = grams(whole, n), grams(guess, n)
+            totals[f"rouge{n}"] += f1(sum((left & right).values()), sum(right.values()), sum(left.values()))
+        totals["rougeL"] += f1(len(common(tuple(whole), tuple(guess))), len(guess), len(whole))
+        hits = 0
+        left_over = Counter(whole), Counter(guess)
+        for sentence in golds:
+            mine = tuple(words(sentence))
+            found = set[int]().union(*(common(mine, tuple(words(other))) for other in guesses))
+            for place in found:  # a word counts as often as either side has it
+                if all(counts[mine[place]] > 0 for counts in left_over):
+                    hits += 1
+                    for counts in left_over:
+                        counts[mine[place]] -= 1
+        totals["rougeLsum"] += f1(hits, len(guess), len(whole))
+    return {name: 100 * total / len(gold) for name, total in totals.items()}
+
+
+def words(text: str) -> list[str]:
+    stemmer = PorterStemmer(mode=PorterStemmer.NLTK_EXTENSIONS)
+    return [stemmer.stem(word) if len(word) > 3 else word for word in re.findall("[a-z0-9]+", text.lower())]
+
+
+def grams(every: list[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(every[i : i + n]) for i in range(len(every)) if i + n <= len(every))
+
+
+@functools.cache
+def common(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[int, ...]:
+    """Places in `left` of one longest common subsequence: of two, that which leaves out the end of `left`."""
+    if not left or not right:
+        return ()
+    if left[-1] == right[-1]:
+        return (*common(left[:-1], right[:-1]), len(left) - 1)
+    shorter_left, shorter_right = common(left[:-1], right), common(left, right[:-1])
+    return shorter_right if len(shorter_right) > len(shorter_left) else shorter_left
+
+
+def f1(hits: int, predicted: int, gold: int) -> float:
+    return 2 * hits / (predicted + gold) if hits else 0.0

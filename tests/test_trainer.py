@@ -1,0 +1,353 @@
+"""The training step: its loss, its gradient and its update against independent ones, on one device and on many."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from pipejax import losses, optimizer, sharding, t5
+from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.costs import training_flops
+from pipejax.data import demo
+from pipejax.data.core import (
+    Example,
+    TrainingBatches,
+    bucket,
+    collate,
+    deal,
+    encode,
+    fixed_batches,
+    length_step,
+    pack_size,
+)
+from pipejax.errors import UserError
+from pipejax.trainer import Trainer, batch_loss, take_apart
+
+MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
+DEEP = dataclasses.replace(MODEL, num_layers=2, num_decoder_layers=3)
+CONFIG = Config(
+    name="tiny",
+    model=MODEL,
+    grid=GridConfig(delay=2, time_max=12, sub_max=4),
+    data=DataConfig(task="demo"),
+    train=TrainConfig(batch_size=24, length_group=2, learning_rate=1e-3, warmup_steps=2, dropout=0.0),
+    mesh=MeshConfig(data=1),
+)
+
+
+def change(config, **sections):
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return demo.DemoTask().tokenizer()
+
+
+@pytest.fixture(scope="module")
+def batches(tokenizer):
+    return TrainingBatches(demo.examples("train"), tokenizer, CONFIG, MODEL)
+
+
+def train(config, arrays, *, steps=3):
+    """The final state and the metrics of each step, on the same batches."""
+    trainer = Trainer(config)
+    state, seen = trainer.fresh(), []
+    for step in range(1, steps + 1):
+        placed = sharding.put_batch(arrays[step - 1], trainer.mesh)
+        state, values = trainer.step(state, placed, trainer.dropout_key(step))
+        seen.append(jax.device_get(values))
+    return jax.device_get(state), seen
+
+
+def leaf(tree, path):
+    for name in path.split("/"):
+        tree = tree[name]
+    return np.asarray(tree)
+
+
+def close(a, b, **tolerance):
+    for one, other in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_allclose(one, other, **tolerance)
+
+
+def same_bits(a, b):
+    for one, other in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("pack", [1, 2, 7])
+@pytest.mark.parametrize("delay", [1, 2, 4])
+def test_pipelined_loss_is_the_definition(tokenizer, delay, pack):
+    config = change(CONFIG, grid={"delay": delay})
+    params = oracle.random_params(MODEL, np.random.default_rng(delay))
+    examples = demo.examples("train")[:13]
+    examples.append(Example("none", "the baker smiled .", ()))
+    encoded = [encode(e, tokenizer, config, MODEL) for e in examples]
+    total, count = batch_loss(t5.T5(MODEL), params, collate(encoded, pack).arrays, None)
+    expected, tokens = 0.0, 0
+    for example in examples:
+        rows = [tokenizer.encode(row) for row in example.targets]
+        n = sum(len(row) + 1 for row in rows) + 1
+        mean = oracle.teacher_forced_loss(params, MODEL, [*tokenizer.encode(example.source), 1], rows, delay)
+        expected, tokens = expected + n * mean, tokens + n
+    assert int(count) == tokens
+    assert abs(float(total) - expected) < 1e-5 * expected
+
+
+def test_a_loss_in_parts_is_the_loss(monkeypatch):
+    rng = np.random.default_rng(0)
+    hidden, table = rng.normal(size=(3, 24, 8)).astype(np.float32), rng.normal(size=(8, 50)).astype(np.float32)
+    targets, weights = rng.integers(0, 50, (3, 24)), rng.integers(0, 2, (3, 24)).astype(np.float32)
+
+    def loss(hidden, table):
+        return losses.cross_entropy_in_parts(lambda h: h @ table, hidden, targets, weights, vocabulary=50)
+
+    whole = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, table)
+    monkeypatch.setattr(losses, "LOGITS", 3 * 50 * 5)  # five slots at once do not divide 24: six parts of four
+    parts = jax.make_jaxpr(loss)(hidden, table)
+    assert "length=6" in str(parts)
+    close(jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, table), whole, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("remat", ["dots", "layers"])
+def test_rematerialisation_changes_no_gradient(batches, remat, dropout):
+    params = oracle.random_params(DEEP, np.random.default_rng(3))
+    key = jax.random.key(0) if dropout else None
+
+    def gradient(**options):
+        model = t5.T5(DEEP, dropout=dropout, **options)
+        return jax.value_and_grad(lambda p: batch_loss(model, p, batches[0].arrays, key)[0])(params)
+
+    if dropout:  # the masks are drawn in another way: the loss is another sample of the same
+        (a, _), (b, _), (c, _) = gradient(), gradient(remat=remat), gradient(remat=remat)
+        assert b == c != a and abs(a - b) < 0.1 * a
+    else:
+        close(gradient(remat=remat), gradient(), rtol=1e-4, atol=1e-4)
+
+
+# Batches.
+
+
+def test_packed_rows_hold_every_example_and_little_else(batches):
+    for number in range(4):
+        arrays = batches[number].arrays
+        assert pack_size(CONFIG.train) == 3 and arrays["inputs"].shape[0] == 8 and arrays["source"].shape[0] == 24
+        for row in range(8):
+            real = arrays["example"][row, : arrays["slots"][row]]
+            assert set(real) == {0, 1, 2} and (np.diff(real) >= 0).all()
+            assert not arrays["weights"][row, arrays["slots"][row] :].any()
+        used, width = arrays["slots"].sum(), arrays["inputs"].shape[1]
+        assert used <= 8 * width < 1.2 * used + 8 * 16  # a row is rounded up to a multiple of 16
+
+
+def test_dealt_runs_are_even():
+    lengths = [9, 1, 1, 8, 2, 7, 3, 5]
+    order = deal(lengths, 2)
+    assert sorted(order) == list(range(8))
+    assert [sum(lengths[i] for i in order[r : r + 2]) for r in (0, 2, 4, 6)] == [10, 9, 9, 8]
+
+
+@pytest.mark.parametrize("size, pack", [(24, 3), (32, 4), (16, 2), (8, 1), (12, 3), (10, 1), (1, 1), (64, 4)])
+def test_pack_follows_the_batch_size(size, pack):
+    assert pack_size(TrainConfig(batch_size=size)) == pack
+    assert pack_size(TrainConfig(batch_size=size, pack=5)) == 5
+
+
+def test_fixed_batches_hold_everything_once(tokenizer):
+    encoded = [encode(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:31]]
+    batches = list(fixed_batches(encoded, CONFIG.train))
+    assert sum(b.arrays["weights"].sum() for b in batches) == sum(e.target.weights.sum() for e in encoded)
+
+
+def test_padded_lengths_are_few_and_tight():
+    sizes = sorted({bucket(n) for n in range(1, 2049)})
+    assert sizes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+    assert all(n <= bucket(n) < max(17, 2 * n) for n in range(1, 2049))
+    sizes = sorted({length_step(n) for n in range(1, 513)})
+    assert sizes[:6] == [16, 32, 48, 64, 80, 96] and sizes[-5:] == [256, 320, 384, 448, 512]
+    assert all(n <= length_step(n) < max(n + 16, 1.25 * n) for n in range(1, 2049))
+
+
+# The step.
+
+
+def test_accumulation_equals_the_full_batch(batches):
+    """Lengths are uneven, so the mean of the parts' means would be another loss."""
+    arrays = [batches[0].arrays] * 3
+    counts = take_apart(arrays[0], 4)["weights"].sum((1, 2))
+    assert len(set(counts)) > 1 and counts.sum() == arrays[0]["weights"].sum()
+    whole, losses_whole = train(CONFIG, arrays)
+    for accumulate in (2, 8):
+        parts, losses_parts = train(change(CONFIG, train={"accumulate": accumulate}), arrays)
+        close(losses_parts, losses_whole, rtol=2e-6)
+        close(parts.params, whole.params, atol=1e-6)
+
+
+def test_parts_keep_rows_with_their_sources(batches):
+    arrays = batches[0].arrays
+    parts = take_apart(arrays, 4)
+    seen = set()
+    for part in range(4):
+        for row in range(2):
+            original = next(r for r in range(8) if np.array_equal(parts["inputs"][part, row], arrays["inputs"][r]))
+            np.testing.assert_array_equal(
+                parts["source"][part, 3 * row : 3 * row + 3], arrays["source"][3 * original : 3 * original + 3]
+            )
+            seen.add(original)
+    assert len(seen) == 8
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
+    config = change(CONFIG, train={"optimizer": name, "accumulate": 2})
+    trainer, arrays = Trainer(config), dict(batches[0].arrays)
+    state = trainer.fresh()
+    state, values = trainer.step(state, arrays, trainer.dropout_key(1))
+    assert values["good"]
+    before = jax.device_get(state)
+    weights = arrays["weights"].copy()
+    weights[5, 0] = poison
+    state, values = trainer.step(state, arrays | {"weights": weights}, trainer.dropout_key(2))
+    assert not values["good"]
+    same_bits(before, jax.device_get(state))
+    state, values = trainer.step(state, arrays, trainer.dropout_key(3))
+    assert values["good"] and not np.array_equal(
+        state.params["shared"]["embedding"], before.params["shared"]["embedding"]
+    )
+
+
+def test_a_frozen_encoder_keeps_its_bits_and_has_no_moments(batches):
+    config = change(CONFIG, train={"freeze": "encoder"})
+    born = jax.device_get(Trainer(config).fresh())
+    state, _ = train(config, [batches[i].arrays for i in range(3)])
+    for name in ("encoder", "shared"):
+        same_bits(born.params[name], state.params[name])
+    decoders = map(jax.tree.leaves, (born.params["decoder"], state.params["decoder"]))
+    assert all((a != b).any() for a, b in zip(*decoders, strict=True))
+    trained = sum(x.size for x in jax.tree.leaves(state.params["decoder"]))
+    assert sum(x.size for x in jax.tree.leaves(state.optimizer) if x.ndim) == 2 * trained
+
+
+def test_one_step_of_adamw_by_hand(batches):
+    """Update number 1: clip to norm 1, both moments corrected, so every weight moves by the rate against its sign."""
+    config = change(CONFIG, train={"weight_decay": 0.1, "warmup_steps": 1})
+    params = jax.device_get(Trainer(config).fresh().params)
+    gradient = jax.grad(lambda p: jnp.divide(*batch_loss(t5.T5(MODEL), p, batches[0].arrays, None)))(params)
+    norm = math.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradient)))
+    state, seen = train(config, [batches[0].arrays], steps=1)
+    assert abs(seen[0]["grad_norm"] - norm) < 1e-4 * norm
+    scale = min(1.0, 1.0 / norm)
+    for keys, old in jax.tree_util.tree_flatten_with_path(params)[0]:
+        path = sharding.path_of(keys)
+        g = leaf(gradient, path) * scale
+        decay = 0.0 if path.endswith(("norm/scale", "relative_bias/embedding")) else 0.1
+        expected = old - 1e-3 * (g / (np.abs(g) + 1e-8) + decay * old)
+        np.testing.assert_allclose(leaf(state.params, path), expected, atol=2e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules(schedule):
+    rate = optimizer.learning_rate(TrainConfig(steps=110, warmup_steps=10, learning_rate=2.0, schedule=schedule))
+    assert [round(float(rate(step - 1)), 6) for step in (1, 5, 10)] == [0.2, 1.0, 2.0]
+    halfway, late = {"constant": (2, 2), "linear": (1, 0.5), "cosine": (1, 1 + math.cos(0.75 * math.pi))}[schedule]
+    np.testing.assert_allclose([rate(60), rate(85)], [halfway, late], rtol=1e-5)
+
+
+# Many devices.
+
+MESHES = [
+    {"data": 1},
+    {"data": 8},
+    {"data": 1, "fsdp": 8},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 2, "tensor": 4},
+    {"data": 4, "fsdp": 1, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1},
+        {"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2},
+        {"optimizer": "adafactor", "freeze": "encoder"},
+    ],
+    ids=str,
+)
+def test_meshes_agree(tokenizer, options, capfd):
+    config = change(CONFIG, train=options)
+    arrays = [TrainingBatches(demo.examples("train"), tokenizer, config, MODEL)[0].arrays] * 3
+    births, seen = [], []
+    for mesh in MESHES if len(options) == 1 else MESHES[::2]:
+        chosen = change(config, mesh=mesh)
+        births.append(jax.device_get(Trainer(chosen).fresh().params))
+        seen.append([float(values["loss"]) for values in train(chosen, arrays)[1]])
+    for other in births[1:]:
+        same_bits(births[0], other)
+    for losses_ in seen[1:]:
+        np.testing.assert_allclose(losses_, seen[0], atol=2e-6)
+    assert len(set(seen[0])) == 3
+    assert "rematerialization" not in capfd.readouterr().err  # XLA would copy a whole table at every step
+
+
+def test_every_parameter_matches_exactly_one_rule():
+    gated = dataclasses.replace(MODEL, feed_forward="gated-gelu", tied_head=False)
+    for model in (MODEL, gated):
+        shapes = jax.eval_shape(lambda key, model=model: t5.init_params(model, key), jax.random.key(0))
+        for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]:
+            path = sharding.path_of(keys)
+            assert sum(bool(re.fullmatch(rule, path)) for rule, _ in sharding.RULES) == 1, path
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"train": {"accumulate": 5}}, r"train\.batch_size: found 24; expected a multiple of 5"),
+        ({"train": {"accumulate": 6}}, r"train\.pack: found 3 \(chosen .*\); expected a divisor of 4,"),
+        ({"train": {"pack": 5}}, r"train\.pack: found 5; expected a divisor of 24"),
+        ({"mesh": {"data": 4, "fsdp": 2}, "train": {"pack": 2}}, r"train\.pack: found 2; .* of 3, .* such as 3"),
+    ],
+)
+def test_batches_that_do_not_come_out_even(sections, message):
+    with pytest.raises(UserError, match=message):
+        Trainer(change(CONFIG, **sections))
+
+
+# Costs.
+
+
+def test_training_operations_are_those_of_the_matrices():
+    """Against XLA's count of the forward pass: one example without padding, the attention as counted by hand."""
+    source, slots = 64, 32
+    model = dataclasses.replace(MODEL, d_model=256, d_kv=64, d_ff=512)
+    params = oracle.random_params(model, np.random.default_rng(0))
+    flat = np.zeros((1, slots), np.int32)
+    seen = np.ones((1, source), np.int32), np.ones((1, source), bool), flat, np.ones((1, slots, slots), bool)
+    forward = jax.jit(lambda p: t5.T5(model).apply({"params": p}, *seen, np.zeros((1, slots, slots), np.int32)))
+    counted = forward.lower(params).compile().cost_analysis()["flops"]
+    ours = training_flops(model, np.asarray([[source, slots]])) / 3
+    assert 0.97 * counted < ours <= counted  # XLA counts norms and softmax, too
+
+
+def test_a_row_more_costs_what_one_example_costs():
+    lengths = np.asarray([[100, 20], [300, 5]])
+    both = training_flops(MODEL, lengths)
+    assert both == training_flops(MODEL, lengths[:1]) + training_flops(MODEL, lengths[1:])
+
+
+def test_an_example_without_rows_still_teaches_to_stop(tokenizer):
+    encoded = encode(Example("none", "the baker smiled .", ()), tokenizer, CONFIG, MODEL)
+    assert collate([encoded]).arrays["weights"].sum() == 1
