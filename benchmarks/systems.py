@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.forced import Decoder, Forced
+from pipejax import cli, native
 from pipejax.config import T5Config
 from pipejax.convert import write_hf
 from pipejax.decoding import Pipelined, Sequential
@@ -288,5 +289,6 @@ def save(path: str, value: Any) -> None:
 def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
     """Ours, on shared weights."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    ready = jax.jit(lambda p: prepare(model, p))(params)
+    own = native.use(log=cli.note)
+    ready = jax.jit(lambda p: prepare(model, p, in_panels=own))(params)
     return [Pipejax(name, model, ready, strategy) for name, strategy in strategies.items()]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import checkpoint, decoding, grid, packed
+from pipejax import checkpoint, decoding, grid, native, packed
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.data.core import bucket, cut_source, pad
@@ -119,10 +119,10 @@ class Ready:
     decoding: packed.Weights
 
 
-def prepare(model: T5, params: Any) -> Ready:
-    """Casts the parameters to the model's dtype and lays the decoder's out. Jit-able."""
+def prepare(model: T5, params: Any, *, in_panels: bool = False) -> Ready:
+    """Casts the parameters to the model's dtype and lays the decoder's out; see `packed.lay_out`. Jit-able."""
     params = cast_params(params, model.dtype)
-    weights = packed.lay_out(model.config, params, model.dtype)
+    weights = packed.lay_out(model.config, params, model.dtype, in_panels=in_panels)
     projections = {
         name: {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
         for name, layer in params["decoder"].items()
@@ -181,13 +181,13 @@ def decode_batch(
 class Generator:
     """Parameters, tokenizer and settings, ready to decode. One compiled program a strategy and shape."""
 
-    def __init__(self, config: Config, params: Any, tokenizer: Tokenizer | None) -> None:
-        """`config.model` must be set; `params` are float32."""
+    def __init__(self, config: Config, params: Any, tokenizer: Tokenizer | None, *, own_kernel: bool = False) -> None:
+        """`config.model` must be set; `params` are float32; `own_kernel`: what `native.use` said."""
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self.model = T5(config.model, dtype=compute_dtype(config.decode.dtype))
-        self._prepare = jax.jit(partial(prepare, self.model))
+        self._prepare = jax.jit(partial(prepare, self.model, in_panels=own_kernel))
         self.set_params(params)
         self._programs: dict[tuple[Strategy | Literal["encoder"], tuple[int, int]], Any] = {}
         self.log: Callable[[str], None] = lambda line: None  # is told what compiles
@@ -382,4 +382,4 @@ def load(
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = Path(path) / "tokenizer"
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files.is_dir() else None
-    return Generator(config, restored.items["params"], tokenizer)
+    return Generator(config, restored.items["params"], tokenizer, own_kernel=native.use(log=log))

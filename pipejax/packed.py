@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pipejax import native
 from pipejax.config import T5Config
 from pipejax.decoding.core import Step
 from pipejax.t5 import MASKED, Memory, buckets
@@ -28,7 +29,10 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Layer:
-    """Weights of a decoder layer, in the compute dtype; norm scales are float32."""
+    """Weights of a decoder layer, in the compute dtype; norm scales are float32.
+
+    A matrix is [outputs, inputs] or, for our own kernel, in panels [outputs / 16, inputs, 16].
+    """
 
     self_norm: Array  # [D]
     self_inwards: Array  # [3 I, D]: query, key, value
@@ -48,7 +52,7 @@ class Weights:
     embedding: Array  # [V, D]
     layers: tuple[Layer, ...]
     norm: Array  # [D]
-    head: Array | None  # [V, D]; None: the embedding
+    head: Array  # [V, D], the embedding itself if tied
     bias: Array  # f32 [H, distances], the last for all that is farther
 
 
@@ -60,12 +64,16 @@ class Stretch:
     values: tuple[Array, ...]  # [B, H, C, K]
 
 
-def lay_out(config: T5Config, params: Any, dtype: DTypeLike) -> Weights:
-    """The decoder's weights from a T5's parameters."""
+def lay_out(config: T5Config, params: Any, dtype: DTypeLike, *, in_panels: bool) -> Weights:
+    """The decoder's weights from a T5's parameters; `in_panels`: for our own kernel, where it can have them."""
     decoder = params["decoder"]
 
+    def laid(matrix: Array) -> Array:
+        fits = in_panels and dtype == jnp.float32 and matrix.shape[0] % native.LANES == 0
+        return native.panels(matrix) if fits else matrix
+
     def rows(*layers: Any) -> Array:
-        return jnp.concatenate([x["kernel"].T for x in layers]).astype(dtype)
+        return laid(jnp.concatenate([x["kernel"].T for x in layers]).astype(dtype))
 
     layers = []
     for i in range(config.num_decoder_layers):
@@ -85,13 +93,14 @@ def lay_out(config: T5Config, params: Any, dtype: DTypeLike) -> Weights:
                 outwards=rows(feed["wo"]),
             )
         )
+    embedding = params["shared"]["embedding"].astype(dtype)
     longest = config.relative_attention_max_distance
     of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
     return Weights(
-        embedding=params["shared"]["embedding"].astype(dtype),
+        embedding=embedding,
         layers=tuple(layers),
         norm=decoder["norm"]["scale"],
-        head=None if config.tied_head else rows(params["lm_head"]),
+        head=laid(embedding) if config.tied_head else rows(params["lm_head"]),
         bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
     )
 
@@ -120,7 +129,7 @@ class PackedDecoder:
         x = w.embedding[step.tokens].T
         keys, values = [], []
         for i, layer in enumerate(w.layers):
-            projected = self._at_places(layer.self_inwards @ self._normed(x, layer.self_norm), step)
+            projected = self._at_places(product(layer.self_inwards, self._normed(x, layer.self_norm)), step)
             query, key, value = jnp.split(projected, 3, axis=1)
             k = jax.lax.dynamic_update_slice_in_dim(current.keys[i], key, step.start, axis=3)
             v = jax.lax.dynamic_update_slice_in_dim(current.values[i], value.swapaxes(2, 3), step.start, axis=2)
@@ -128,17 +137,16 @@ class PackedDecoder:
             values.append(v)
             reach = [*((p.keys[i], p.values[i]) for p in past), (k, v)]
             found = self._packed(attend(query.swapaxes(2, 3), reach, bias), step)
-            x = x + layer.self_outwards @ found
+            x = x + product(layer.self_outwards, found)
 
-            query = self._at_places(layer.cross_query @ self._normed(x, layer.cross_norm), step).swapaxes(2, 3)
+            query = self._at_places(product(layer.cross_query, self._normed(x, layer.cross_norm)), step).swapaxes(2, 3)
             found = self._packed(attend(query, [(memory.keys[i], memory.values[i])], memory_bias), step)
-            x = x + layer.cross_outwards @ found
-            x = x + layer.outwards @ self._activated(layer.inwards @ self._normed(x, layer.norm))
+            x = x + product(layer.cross_outwards, found)
+            x = x + product(layer.outwards, self._activated(product(layer.inwards, self._normed(x, layer.norm))))
         hidden = self._normed(x, w.norm)
         if self.config.scale_head:
             hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
-        head = w.embedding if w.head is None else w.head
-        return jnp.matmul(head, hidden, preferred_element_type=jnp.float32), Stretch(tuple(keys), tuple(values))
+        return product(w.head, hidden, jnp.float32), Stretch(tuple(keys), tuple(values))
 
     def _normed(self, x: Array, scale: Array) -> Array:
         """The root-mean-square norm of each column, in float32."""
@@ -177,6 +185,13 @@ class PackedDecoder:
             return found[0].swapaxes(1, 2).reshape(-1, found.shape[2])
         columns = found.transpose(1, 3, 0, 2).reshape(-1, found.shape[0] * found.shape[2])
         return jnp.take(columns, step.home, axis=1, mode="clip")
+
+
+def product(matrix: Array, columns: Array, dtype: DTypeLike | None = None) -> Array:
+    """[O, N] in that dtype (None: the columns'), the matrix [O, I] or in panels times columns [I, N]."""
+    if matrix.ndim == 3:
+        return native.product(matrix, columns)
+    return jnp.matmul(matrix, columns, preferred_element_type=dtype)
 
 
 def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:

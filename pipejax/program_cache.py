@@ -21,14 +21,12 @@ def directory() -> Path | None:
     return Path(home) / "pipejax"
 
 
-def use(*, log: Callable[[str], None]) -> Path | None:
-    """Switches the cache on, unless the user said "off" or configured JAX's own; returns its directory.
+def safe_directory(*, log: Callable[[str], None]) -> Path | None:
+    """That directory, made if need be; None if it is off, cannot be had, or is open to others.
 
-    What lies in there is executed, so nobody else may write to it: a new directory has mode 700, and one that others
-    may write to is left alone. A cache that cannot be had is worth a line, no more.
+    What lies in there is executed, so nobody else may write to it: a new one has mode 700. A cache that cannot be had
+    is worth a line, no more.
     """
-    if own := jax.config.values["jax_compilation_cache_dir"]:
-        return Path(own)
     path = directory()
     if path is None:
         return None
@@ -41,7 +39,16 @@ def use(*, log: Callable[[str], None]) -> Path | None:
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         log(f"compiled programs are not kept: {path} is open to others; chmod 700 it, or name another in {VARIABLE}")
         return None
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_compilation_cache_max_size", SIZE)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return path
+
+
+def use(*, log: Callable[[str], None]) -> Path | None:
+    """Lets JAX keep its programs there, unless the user configured a cache of JAX's own; returns its directory."""
+    if own := jax.config.values["jax_compilation_cache_dir"]:
+        return Path(own)
+    path = safe_directory(log=log)
+    if path is not None:
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        jax.config.update("jax_compilation_cache_max_size", SIZE)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path

@@ -39,7 +39,7 @@ LAYERS = (
         "metrics",
         "metrics.[!_]*",
     ),
-    ("t5", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
+    ("t5", "native", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
     ("checkpoint", "checkpoint.*", "architectures", "costs"),
     ("convert", "recipes", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page", "packed"),
     ("generate",),

@@ -1,0 +1,108 @@
+"""Our own kernel: products equal NumPy's, decodes equal those without it, and its absence costs no more than a line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from pipejax import generate, native, program_cache, t5
+from pipejax.config import T5Config
+from pipejax.decoding import Pipelined
+
+CONFIG = T5Config(
+    vocab_size=48,
+    d_model=24,
+    d_kv=16,
+    d_ff=40,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """The kernel, compiled into a cache of its own."""
+    directory, said = tmp_path_factory.mktemp("cache"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(program_cache.VARIABLE, str(directory))
+        if not native.use(log=said.append):
+            pytest.skip(f"no kernel here: {said}")
+    assert len(said) == 1 and said[0].startswith("compiling a kernel")
+    return directory
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 12, 20, 33])
+@pytest.mark.parametrize("batch, outputs, inputs", [((), 96, 40), ((), 16, 1), ((), 1200, 768), ((2, 3), 48, 17)])
+def test_products_equal_numpys(kernel, batch, outputs, inputs, columns):
+    rng = np.random.default_rng(columns)
+    matrix = rng.standard_normal((*batch, outputs, inputs)).astype(np.float32)
+    x = rng.standard_normal((*batch, inputs, columns)).astype(np.float32)
+    found = jax.jit(lambda m, x: native.product(native.panels(m), x))(matrix, x)
+    np.testing.assert_allclose(found, matrix.astype(np.float64) @ x, rtol=1e-5, atol=1e-4)
+
+
+def test_decodes_are_those_without_it(kernel):
+    model, strategy = t5.T5(CONFIG), Pipelined(delay=1, time_max=15, sub_max=10)
+
+    def program(in_panels):
+        def whole(params, source, length):
+            ready = generate.prepare(model, params, in_panels=in_panels)
+            memory = generate.encode_batch(model, ready.encoding, source, length)
+            return generate.decode_batch(model, strategy, ready.decoding, memory)
+
+        return jax.jit(whole)
+
+    with_it, without = program(True), program(False)
+    source, length = np.arange(40).reshape(4, 10), np.asarray([10, 3, 7, 5], np.int32)
+    rows = 0
+    for seed in range(4):
+        params = jax.tree.map(jnp.asarray, oracle.random_params(CONFIG, np.random.default_rng(seed)))
+        assert "pipejax_columns" in with_it.lower(params, source, length).as_text()
+        a, b = (jax.device_get(f(params, source, length)) for f in (with_it, without))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_array_equal(x, y)
+        rows += int((a.lengths > 0).sum())
+    assert rows > 20
+
+
+def test_it_is_compiled_once(kernel, monkeypatch):
+    monkeypatch.setenv(program_cache.VARIABLE, str(kernel))
+    native._load.cache_clear()
+    said: list[str] = []
+    assert native.use(log=said.append) and not said
+    assert len(list(kernel.glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize(
+    "variables, says",
+    [
+        ({native.VARIABLE: "off"}, ""),
+        ({program_cache.VARIABLE: "off"}, ""),
+        ({"CXX": "/bin/false"}, "without its own kernel"),
+        ({"CXX": "no-such-compiler"}, "without its own kernel"),
+    ],
+)
+def test_without_it(tmp_path, monkeypatch, variables, says):
+    for name, value in ({program_cache.VARIABLE: str(tmp_path)} | variables).items():
+        monkeypatch.setenv(name, value)
+    native._load.cache_clear()
+    said: list[str] = []
+    assert not native.use(log=said.append)
+    assert says in "\n".join(said) and len(said) <= 2
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "cache"))
+    said: list[str] = []
+    assert program_cache.safe_directory(log=said.append) is None
+    assert "open to others" in said[0]
+    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "new"))
+    assert program_cache.safe_directory(log=said.append) == tmp_path / "new"
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
