@@ -14,7 +14,7 @@ from pipejax import cli, picture
 from pipejax.config import STRATEGIES, Config, load
 from pipejax.data import make_task
 from pipejax.data.core import Example
-from pipejax.evaluation import evaluate
+from pipejax.evaluate import evaluate
 from pipejax.generate import Generator, Record
 from pipejax.generate import load as open_run
 from pipejax.progress import Progress

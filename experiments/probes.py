@@ -24,7 +24,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Confi
 from pipejax.data import demo
 from pipejax.data.core import Example
 from pipejax.errors import UserError
-from pipejax.evaluation import evaluate
+from pipejax.evaluate import evaluate
 from pipejax.generate import Record
 from pipejax.generate import load as open_run
 from pipejax.training import fit

@@ -19,7 +19,7 @@ from pipejax.config import Config
 from pipejax.costs import peak, training_flops
 from pipejax.data.core import Batch, Example, encode, fixed_batches
 from pipejax.errors import UserError
-from pipejax.evaluation import evaluate
+from pipejax.evaluate import evaluate
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import Generator
 from pipejax.metrics import HEADLINES

@@ -23,7 +23,7 @@ from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
-# says where a run is computed: neither the data order nor the saved state depends on it.
+# says where a run is computed: neither the data order nor the saved state depends on it. Copies of the log are copies.
 CHANGEABLE = (
     "train.steps",
     "train.log_every",
@@ -31,6 +31,8 @@ CHANGEABLE = (
     "train.evaluate_every",
     "train.keep_checkpoints",
     "train.keep_every",
+    "train.tensorboard",
+    "train.wandb",
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",

@@ -15,7 +15,7 @@ from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.errors import UserError
-from pipejax.evaluation import evaluate
+from pipejax.evaluate import evaluate
 from pipejax.generate import Report
 from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans

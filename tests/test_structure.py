@@ -43,7 +43,7 @@ LAYERS = (
     ("checkpoint", "checkpoint.*", "architectures", "costs"),
     ("convert", "recipes", "run_directory", "optimizer", "decoding", "decoding.*", "picture", "picture_page", "packed"),
     ("generate",),
-    ("evaluation", "records", "metrics.__main__"),
+    ("evaluate", "records", "metrics.__main__"),
     ("trainer", "plan", "training", "monitoring"),
     ("",),  # the package itself: a door to the modules above
 )

@@ -8,6 +8,7 @@ import platform
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,11 @@ def main(argv: Sequence[str]) -> int:
         for name in [name for name in PARTS if name in chosen]:
             cli.note(f"{PARTS[name][0]} ...")
             begun = time.monotonic()
-            result = PARTS[name][1](commands, Path(scratch) / name, flags.short)
+            try:
+                result = PARTS[name][1](commands, Path(scratch) / name, flags.short)
+            except Exception as error:  # one part that breaks costs no other its figures
+                traceback.print_exc()
+                result = {"ok": False, "failures": [f"{type(error).__name__}: {error}"[:500]]}
             results["parts"][name] = {**result, "seconds": round(time.monotonic() - begun)}
             cli.note(f"  {json.dumps({k: v for k, v in results['parts'][name].items() if k not in ('lines',)})}")
             results["made"] = _made(flags.short)

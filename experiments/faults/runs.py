@@ -159,6 +159,7 @@ def _child(name: str, argv: Sequence[str], said: str, devices: int, cold: bool) 
     from pipejax import cli
 
     jax.config.update("jax_num_cpu_devices", devices)
+    os.environ["NPROC"] = str(2 * devices)  # XLA's threads: with one a device, devices that wait for each other starve
     if cold:
         jax.config.update("jax_enable_compilation_cache", False)
     cli.run(importlib.import_module(name).main, list(argv))

@@ -1,0 +1,168 @@
+"""Decodes examples and scores them; the command does it for a split of a task.
+
+    python -m pipejax.evaluate --checkpoint DIR --task msqa --split test --json OUT [--predictions FILE.jsonl]
+
+One document at a time by default, as throughput is reported in the paper; --batch-size for speed. The JSON object
+holds the scores, steps, what was cut, examples a second (generate and detokenise, compilation and tokenisation left
+out), peak memory, and score, steps and seconds by the number of rows in the data.
+"""
+
+import json
+import resource
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pipejax import cli, metrics
+from pipejax import config as config_lib
+from pipejax.data import make_task
+from pipejax.data.core import Example
+from pipejax.errors import UserError
+from pipejax.generate import Generator, Record, Report, Source, load
+from pipejax.progress import Progress
+
+
+def evaluate(
+    generator: Generator,
+    examples: Sequence[Example],
+    *,
+    strategy: str | None = None,
+    metric: str | None = None,
+    batch_size: int = 8,
+    tick: Callable[[int], None] = lambda count: None,
+) -> tuple[dict[str, Any], list[Record]]:
+    """Decodes the examples and compares rows with targets.
+
+    Args:
+      generator: holds the weights and the settings.
+      examples: not empty.
+      strategy: None: the generator's default.
+      metric: one of `metrics.HEADLINES`; None: that of the generator's config.
+      batch_size: examples decoded together.
+      tick: called with the number of examples done since the last call.
+
+    Returns:
+      metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's are the
+      ideal for the same rows), step_ratio, examples_per_second (compilation left out), compile_seconds, truncated and
+      cut_sources (counts); and the records, with their "seconds" if the batch size is 1.
+    """
+    name = strategy or generator.default_strategy
+    report, sources = Report(), [Source(e.id, e.source) for e in examples]
+    decode = partial(generator.stream, strategy=name, batch_size=batch_size, report=report, tick=tick)
+    records: list[Record] = []
+    for part in [sources] if batch_size > 1 else [[source] for source in sources]:  # one by one they can be timed
+        before = report.seconds
+        records += decode(part)
+        if batch_size == 1:
+            records[-1]["seconds"] = report.seconds - before
+    metric = metric or make_task(generator.config.data).metric
+    gold, predicted = [e.targets for e in examples], [record["rows"] for record in records]
+    scores = metrics.score(metric, [e.source for e in examples], gold, predicted)
+    result = {
+        "strategy": name,
+        "examples": len(examples),
+        "metric": metric,
+        **scores,
+        **report.summary(name),
+    }
+    return result, records
+
+
+def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, Any]]:
+    """The chief score, steps and, if known, seconds of the documents with 0, 1, ... rows (paper, Figures 4 and 5)."""
+    groups: dict[int, list[int]] = {}
+    for i, example in enumerate(examples):
+        groups.setdefault(len(example.targets), []).append(i)
+    table = []
+    for rows, members in sorted(groups.items()):
+        part = [examples[i] for i in members]
+        scores = metrics.score(
+            metric, [e.source for e in part], [e.targets for e in part], [records[i]["rows"] for i in members]
+        )
+        headline = metrics.HEADLINES[metric]
+        line = {"rows": rows, "documents": len(members), headline: scores[headline]}
+        for key in ("steps", "seconds"):
+            if key in records[members[0]]:
+                line[key] = sum(records[i][key] for i in members) / len(members)
+        table.append(line)
+    return table
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes: of the fullest device since the process began, where devices tell, else of the process."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    if known := [peak for peak in peaks if peak]:
+        return {"peak_device_bytes": max(known)}
+    return {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m pipejax.evaluate", description=__doc__)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR")
+    parser.add_argument("--task", help="default: the one that it was trained on")
+    parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
+    parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="documents decoded together (1)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first so many documents")
+    parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
+    parser.add_argument(
+        "--predictions", metavar="FILE", help="keep what was decoded: lines id, source, gold, pred, ..."
+    )
+    parser.add_overrides("override a setting of grid, decode or data (repeatable)")
+    flags = parser.parse_args(argv)
+    for flag, value in (("--batch-size", flags.batch_size), ("--limit", flags.limit)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag}: found {value}; expected at least 1")
+    ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
+    others = [a for a in flags.overrides if a not in ours]
+
+    from pipejax import program_cache
+
+    program_cache.use(log=cli.note)
+    generator = load(flags.checkpoint, best=flags.best, overrides=others, log=cli.note)
+    if flags.task:
+        ours.insert(0, f"data.task={flags.task}")
+    generator.config = config_lib.override(generator.config, ours)
+    task = make_task(generator.config.data)
+    examples = task.examples(flags.split)[: flags.limit]
+    if not len(examples):
+        raise UserError(f"--split {flags.split}: found no examples in it; expected some")
+    strategy = flags.strategy or generator.default_strategy
+    progress = Progress("evaluating", len(examples), unit="example")
+    generator.log = progress.line
+    result, records = evaluate(
+        generator, examples, strategy=strategy, batch_size=min(flags.batch_size, len(examples)), tick=progress.add
+    )
+    progress.close()
+    found = {
+        "checkpoint": str(flags.checkpoint),
+        "task": generator.config.data.task,
+        "split": flags.split,
+        "batch_size": flags.batch_size,
+        **result,
+        **peak_memory(),
+        "by_rows": by_rows(examples, records, result["metric"]),
+    }
+    if flags.predictions:
+        with Path(flags.predictions).open("w", encoding="utf-8") as file:
+            for example, record in zip(examples, records, strict=True):
+                line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
+                more = {key: record[key] for key in ("text", "row_ids", "steps", "truncated")}
+                file.write(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
+    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    if flags.json:
+        Path(flags.json).write_text(text, encoding="utf-8")
+        headline = metrics.HEADLINES[result["metric"]]
+        cli.note(f"{headline} {result[headline]:.2f}, {result['steps']:.1f} steps; written to {flags.json}")
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

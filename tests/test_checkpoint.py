@@ -1,0 +1,229 @@
+"""Saving in the background, what stays, what a failed save costs, and what is said about damaged steps."""
+
+import errno
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+import pytest
+
+from experiments.faults import runs
+from pipejax import config as config_lib
+from pipejax.checkpoint import Store, open_run, save_params
+from pipejax.checkpoint.__main__ import main
+from pipejax.config import Config
+from pipejax.errors import UserError
+from pipejax.run_directory import RunDirectory
+from pipejax.training import fit
+
+CONFIG = Config(name="numbers")
+
+
+def quiet(line):
+    pass
+
+
+def tree(value):
+    return {"params": {"a": jnp.full((64, 8), value), "b": {"c": jnp.arange(5.0) + value}}}
+
+
+def save_all(store, *steps):
+    for step in steps:
+        assert store.save(step, tree(float(step)), config=CONFIG, metadata={"score": [step]})
+    assert store.close()
+
+
+class Failing:
+    """A write that ends with an error, as Orbax waits for it in the background."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def result(self, timeout=None):
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def fail_with(number, monkeypatch, *, times=1):
+    """The next items that are saved run into that error while their arrays are written."""
+    handler = orbax.checkpoint.StandardCheckpointHandler
+    original, left = handler.async_save, [times]
+
+    async def async_save(self, *args, **kwargs):
+        writes = await original(self, *args, **kwargs)
+        if left[0] > 0:
+            left[0] -= 1
+            return [*(writes or []), Failing(number)]
+        return writes
+
+    monkeypatch.setattr(handler, "async_save", async_save)
+
+
+def flip(directory):
+    """One bit in the arrays of a step."""
+    path = max((path for path in directory.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_buffers_may_be_donated_while_they_are_saved(tmp_path):
+    step = jax.jit(lambda items: jax.tree.map(lambda x: x * 1.5 + 1, items), donate_argnums=0)
+    items, store, expected = {"params": {"a": jnp.ones((1000, 1000))}}, Store(tmp_path, writable=True), {}
+    for number in range(1, 4):
+        items = step(items)
+        expected[number] = np.array(items["params"]["a"])
+        assert store.save(number, items, config=CONFIG)
+        for _ in range(20):
+            items = step(items)
+    assert store.close()
+    for number, value in expected.items():
+        np.testing.assert_array_equal(Store(tmp_path).restore(number).items["params"]["a"], value)
+
+
+@pytest.mark.parametrize("keep, keep_every, expected", [(2, 0, [5, 4]), (1, 3, [5, 3]), (None, 0, [5, 4, 3, 2, 1])])
+def test_what_stays(tmp_path, keep, keep_every, expected):
+    save_all(Store(tmp_path, keep=keep, keep_every=keep_every, writable=True), 1, 2, 3, 4, 5)
+    assert Store(tmp_path).steps() == expected
+
+
+def test_a_failed_save_costs_one_line_and_no_other_step(tmp_path, monkeypatch):
+    said = []
+    store = Store(tmp_path, keep=3, writable=True, log=said.append)
+    assert store.save(1, tree(1.0), config=CONFIG, wait=True)
+    with monkeypatch.context() as patch:
+        fail_with(errno.ENOSPC, patch)
+        assert not store.save(2, tree(2.0), config=CONFIG, wait=True)
+    assert said == [f"{tmp_path / '2'}: not saved (No space left on device); earlier checkpoints are as they were"]
+    assert store.save(3, tree(3.0), config=CONFIG, wait=True) and store.close()
+    assert len(said) == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+    assert [Store(tmp_path).restore(step).items["params"]["a"][0, 0] for step in (1, 3)] == [1.0, 3.0]
+
+
+def test_metadata_is_read_without_arrays(tmp_path):
+    save_all(Store(tmp_path, writable=True), 1, 2)
+    shutil.rmtree(tmp_path / "2/params")
+    assert Store(tmp_path).newest_metadata(log=quiet) == {"score": [2]}
+    said = []
+    (tmp_path / "2/manifest/metadata").write_text("{}")
+    assert Store(tmp_path).newest_metadata(log=said.append) == {"score": [1]}
+    assert "damaged, manifest does not match its seal; kept aside as corrupt-2" in said[0]
+
+
+def test_verify(tmp_path, capsys):
+    save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
+    save_all(Store(tmp_path / "best", writable=True), 4)
+    assert main(["verify", str(tmp_path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in out] == [
+        ["checkpoints/4", "good"],
+        ["checkpoints/8", "good"],
+        ["best/4", "good"],
+    ]
+    flip(tmp_path / "checkpoints/8")
+    (tmp_path / "checkpoints/99").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["verify", "--json", str(tmp_path)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["damaged"] == 2
+    assert [(step["place"], step["good"]) for step in report["steps"]] == [
+        ("checkpoints/4", True),
+        ("checkpoints/8", False),
+        ("checkpoints/99", False),
+        ("best/4", True),
+    ]
+    good, bad, empty, _ = report["steps"]
+    assert good["items"] == {"params": 2} and good["bytes"] > 1000
+    assert "params" in bad["reason"] and "manifest" in empty["reason"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name, found", [("nowhere", "no such directory"), ("", "found no checkpoints/")])
+def test_verify_of_what_is_no_run(tmp_path, name, found):
+    with pytest.raises(UserError, match=f"{found}; expected a run directory"):
+        main(["verify", str(tmp_path / name)])
+
+
+def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
+    fail_with(errno.ENOSPC, monkeypatch)
+    with pytest.raises(UserError, match=r"new: cannot be written \(.*No space left on device"):
+        save_params(tmp_path / "new", CONFIG, tree(1.0)["params"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch):
+    said = []
+    path = tmp_path / "run/metrics.jsonl"
+    with RunDirectory(tmp_path / "run", said.append) as directory:
+        directory.log_metrics({"step": 1})
+
+        def full(handle):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            directory.log_metrics({"step": 2})
+            directory.log_metrics({"step": 3})
+        assert path.read_text() == '{"step": 1}\n'
+        directory.log_metrics({"step": 4})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert said == [f"{path}: cannot be written (No space left on device); its lines wait for room"]
+
+
+# Whole runs.
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = runs.prepare(tmp_path_factory.mktemp("tiny"))
+    return config_lib.load(path, ["train.steps=8", "train.evaluate_every=8"])
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    assert fit(config, directory, log=quiet) == 0
+    return directory
+
+
+def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_path, monkeypatch):
+    said = []
+    with monkeypatch.context() as patch:
+        fail_with(errno.ENOSPC, patch, times=2)  # params and state of step 4
+        assert fit(config, tmp_path / "a", log=said.append) == 0
+    assert sum("checkpoints/4: not saved (No space left on device)" in line for line in said) == 1
+    assert runs.committed(tmp_path / "a") == [8]
+    assert runs.metrics(tmp_path / "a") == runs.metrics(finished)
+    said.clear()
+    with monkeypatch.context() as patch:
+        fail_with(errno.ENOSPC, patch, times=100)
+        assert fit(config, tmp_path / "b", log=said.append) == 1
+    assert said[-1] == "error: step 8 is not on disk; the same command goes on from the checkpoint before"
+    assert runs.committed(tmp_path / "b") == []
+
+
+def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    for step in (4, 8):
+        flip(tmp_path / f"run/checkpoints/{step}/params")
+    said = []
+    assert fit(config, tmp_path / "run", log=said.append) == 0
+    told = [line for line in said if "no good step" in line]
+    assert len(told) == 1 and "starts again from its beginning" in told[0]
+    assert sum("kept aside as corrupt-" in line for line in said) == 2
+    assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
+    whole, again = (Store(d / "checkpoints").describe(8).arrays for d in (finished, tmp_path / "run"))
+    assert whole == again
+
+
+def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    longer = ["train.steps=9", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
+    assert fit(config_lib.override(config, longer), tmp_path / "run", log=quiet) == 0
+    assert open_run(tmp_path / "run", log=quiet).config.mesh.fsdp == 2
+    lines = runs.metrics(tmp_path / "run")
+    assert lines[:8] == runs.metrics(finished)[:8]
+    assert lines[-2]["step"] == 9 and np.isfinite(lines[-2]["loss"])
