@@ -1,0 +1,118 @@
+"""Benchmarks: every system does the work that was asked for, and the results are written as promised."""
+
+import json
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from benchmarks import decode, plot, systems
+from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.errors import UserError
+
+SOURCE = np.random.default_rng(0).integers(3, 500, (2, 20), np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(SIZES["tiny"])
+
+
+@pytest.fixture(autouse=True)
+def all_processors(monkeypatch):
+    """The suite keeps its threads."""
+    monkeypatch.setattr(decode, "use_threads", lambda count: None)
+
+
+@pytest.mark.parametrize(
+    "text, rows",
+    [("8x14", [14] * 8), ("1x3", [3]), ("8x14u", [13] * 4 + [21] + [13] * 3), ("5x4u", [4, 4, 6, 3, 3]), ("1x3u", [3])],
+)
+def test_patterns(text, rows):
+    assert decode.rows_of(text) == rows
+    assert sum(rows) == sum(decode.rows_of(text.removesuffix("u")))
+
+
+@pytest.mark.parametrize("text", ["", "8", "0x3", "3x0", "8x14v", "-1x2", "8 x 14"])
+def test_no_patterns(text):
+    with pytest.raises(UserError, match="expected such as 8x14"):
+        decode.rows_of(text)
+
+
+def test_ours_decode_what_is_asked_for(params):
+    strategies = {"grid": Pipelined(2, 30, 6), "chain": Sequential(40)}
+    rows = [[3, 1, 5], [7]]
+    grid, chain = build(SIZES["tiny"], params, "float32", strategies=strategies)
+    for system in (grid, chain):
+        memory = system.decoder.encode(SOURCE, np.asarray([20, 11]))
+        decoded = system.decoder.decode(memory, rows)
+        assert not (decoded.tokens[0, 0, : decoded.lengths[0, 0]] == 1).any()
+        assert system.run(SOURCE, rows).decode_s > 0
+    assert grid.steps(rows) == max(oracle.pipelined_steps(r, 2, 6, 30) for r in rows)
+    assert chain.steps(rows) == 3 + 1 + 5 + 2 + 1
+    with pytest.raises(AssertionError, match="lengths"):
+        grid.decoder.decode(memory, [[40], [1]])  # more than 30 steps can hold
+
+
+def test_hugging_face_decodes_what_is_asked_for(params, tmp_path):
+    system = HuggingFace(write(SIZES["tiny"], params, tmp_path), threads=1)
+    rows = [[3, 1], [4]]
+    assert system.steps(rows) == 6 and system.run(SOURCE, rows).encode_s > 0
+    mask = system.torch.ones(2, 20).long()
+    found = system.generate([6, 5], input_ids=system.torch.tensor(SOURCE).long(), attention_mask=mask)
+    assert [row.index(1) for row in found] == [5, 4]
+    with pytest.raises(AssertionError, match="answers of"):
+        check_lengths([[1, 2]], [3])
+
+
+def test_all_take_turns():
+    order = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def run(self, source, rows):
+            order.append(self.name)
+            return Run(1.0, float(len(order)))
+
+    runs = systems.interleaved([Fake("a"), Fake("b"), Fake("c")], SOURCE, [[1]], 2, lambda: None)
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert [r.decode_s for r in runs["a"]] == [6.0, 8.0]  # the first round does not count
+    assert paired([Run(1, 2), Run(1, 4)], [Run(1, 4), Run(1, 20)], whole=False) == 3.5
+    assert paired([Run(1, 2), Run(1, 4)], [Run(2, 4), Run(1, 19)], whole=True) == 3.0
+
+
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "speed.json"
+    flags = ["--model", "tiny", "--patterns", "3x4", "--source", "20", "--rounds", "1", "--sub-max", "9,14"]
+    assert decode.main([*flags, "--json", str(out)]) == 0
+    assert "with encoder" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    names = ["pipejax-pipelined", "pipejax-sequential", "pipejax-pipelined-14-rows"]
+    assert [(r["pattern"], r["system"], r["steps"]) for r in found["results"]] == [
+        ("3x4", name, steps) for name, steps in zip(names, (7, 15, 7), strict=True)
+    ]
+    assert all(r["decode_s"] > 0 and r["encode_s"] > 0 for r in found["results"])
+    assert found["machine"]["threads"] == 2
+    for flags, words in (
+        (["--peers", "hg"], "found hg; expected hf"),
+        (["--patterns", "30x2"], "more than a grid of 20 x 64"),
+        (["--sub-max", "9,x"], "expected whole numbers"),
+    ):
+        with pytest.raises(UserError, match=words):
+            decode.main(["--model", "tiny", *flags])
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(UserError, match=r"not what benchmarks\.decode writes"):
+        plot.main([str(tmp_path / "bad.json"), "--output", str(tmp_path / "x.svg")])
+
+
+def test_bytes_of_a_step_are_those_of_its_arguments(params):
+    config = SIZES["tiny"]
+    (system,) = build(config, params, "float32", strategies={"chain": Sequential(8)})
+    weights = system.decoder.ready.decoding
+    matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.nbytes
+    source = 2 * 2 * 64 * 32 * 4  # keys and values, two layers, 64 tokens, 2 heads of 16
+    assert systems.step_bytes(config, source=64, slots=0, itemsize=4) == matrices + source
