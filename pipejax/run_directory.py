@@ -135,6 +135,16 @@ class RunDirectory:
                 continue
         write_text(path, "".join(kept))
 
+    def finish(self, last: dict[str, Any]) -> None:
+        """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""
+        path = self.path / "metrics.jsonl"
+        if not self.writes:
+            return
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        if not any('"end"' in line and f'"step": {last["step"]},' in line and line.endswith("}") for line in lines):
+            self._cut_metrics(last["step"])
+            self.log_metrics(last)
+
     def log_metrics(self, values: dict[str, Any]) -> None:
         """Appends one object to metrics.jsonl, now or, if the disk does not take it, before the next one."""
         if not self.writes:

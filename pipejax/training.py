@@ -196,6 +196,7 @@ def _fit(
     trainer, state, config = start.trainer, start.state, start.trainer.config
     if start.step >= config.train.steps:
         store.close()
+        directory.finish(_last_line("end", start.step, state, {}))
         log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
         return 0
     boards = Boards(config, directory.path, start.step)
@@ -236,13 +237,14 @@ def _fit(
         if evaluates:
             with clock("evaluation"):
                 examiner.evaluate(step, state.params, progress)
+        # The log before the checkpoint: whoever goes on from that does not write this line again.
+        if last or step % config.train.log_every == 0:
+            values = window.flush()
+            note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
         if saves:
             with clock("checkpoint"):
                 _save(store, step, state, config)
             saved = step
-        if last or step % config.train.log_every == 0:
-            values = window.flush()
-            note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
         progress.add(1, note)
     if window.steps:
         window.flush()
@@ -253,8 +255,7 @@ def _fit(
         store.close()
         examiner.store.close()
     clock.lap()
-    values = {"event": "end" if step == steps else "stopped", "step": step, "seconds": dict(clock.totals)}
-    write({**values, "params_fp": digest(fingerprints(state.params))})
+    write(_last_line("end" if step == steps else "stopped", step, state, clock.totals))
     progress.close()
     if not done:
         log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")
@@ -269,3 +270,8 @@ def _fit(
 
 def _save(store: Store, step: int, state: TrainState, config: Config, *, wait: bool = False) -> bool:
     return store.save(step, {"params": state.params, "state": state.optimizer}, config=config, wait=wait)
+
+
+def _last_line(event: str, step: int, state: TrainState, seconds: dict[str, float]) -> dict[str, Any]:
+    params_fp = digest(fingerprints(state.params))
+    return {"event": event, "step": step, "seconds": dict(seconds), "params_fp": params_fp}

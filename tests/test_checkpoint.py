@@ -219,6 +219,15 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path):
     assert whole == again
 
 
+def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run/metrics.jsonl"
+    path.write_text(path.read_text()[:-30])  # torn
+    for _ in range(2):
+        assert fit(config, tmp_path / "run", log=quiet) == 0
+        assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
+
+
 def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     longer = ["train.steps=9", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
@@ -226,4 +235,6 @@ def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
     assert open_run(tmp_path / "run", log=quiet).config.mesh.fsdp == 2
     lines = runs.metrics(tmp_path / "run")
     assert lines[:8] == runs.metrics(finished)[:8]
-    assert lines[-2]["step"] == 9 and np.isfinite(lines[-2]["loss"])
+    losses = [line["loss"] for line in lines if line["event"] == "train"]
+    assert len(losses) == 9 and np.isfinite(losses[-1])
+    assert lines[-1]["event"] == "end" and lines[-1]["step"] == 9

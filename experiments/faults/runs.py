@@ -4,6 +4,7 @@ All batches have one shape, so that a run compiles once. Commands run in childre
 they need, which halves their cost; a child is a process like any other: it is killed, and ends, on its own.
 """
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -65,9 +66,10 @@ class Command:
         return self.process.is_alive()
 
     def send(self, number: int) -> None:
-        """Sends a signal."""
-        if self.process.pid:
-            os.kill(self.process.pid, number)
+        """Sends a signal, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.is_alive() and self.process.pid:
+                os.kill(self.process.pid, number)
 
     def end(self, timeout: float = 300.0) -> int:
         """Waits for it; its exit code, negative for a signal as in subprocess.
