@@ -71,7 +71,7 @@ class Command:
             if self.process.is_alive() and self.process.pid:
                 os.kill(self.process.pid, number)
 
-    def end(self, timeout: float = 300.0) -> int:
+    def end(self, timeout: float = 1800.0) -> int:
         """Waits for it; its exit code, negative for a signal as in subprocess.
 
         Raises:
