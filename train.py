@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from pipejax import cli
+from pipejax.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
         "--heartbeat", type=int, default=60, metavar="SECONDS", help="silence after which one counts as dead (60)"
     )
     flags = parser.parse_args(argv)
+    if flags.profile < 0:
+        raise UserError(f"--profile: found {flags.profile}; expected a number of steps")
 
     from pipejax import config as config_lib
 

@@ -105,7 +105,7 @@ class TrainConfig:
     objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
     steps: int = setting(1000, least=1)
     batch_size: int = setting(24, least=1)
-    accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other; the result is equal
+    accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
     pack: int = setting(0, least=0)  # examples whose targets share a row of slots, against padding; 0: see data.core
     length_group: int = setting(16, least=1)  # batches drawn together and parted by length, against padding; 1: none
     remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers

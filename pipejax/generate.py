@@ -199,6 +199,10 @@ class Generator:
         """Other weights of the same architecture; nothing compiles again."""
         self.ready: Ready = self._prepare(params)
 
+    def forget_params(self) -> None:
+        """Gives their memory back, until `set_params`; what was compiled stays."""
+        del self.ready
+
     @property
     def default_strategy(self) -> str:
         """The objective the weights were trained with; sequential for converted weights."""

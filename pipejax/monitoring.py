@@ -1,23 +1,21 @@
 """What is seen of a training run: where the time goes, the log's windows of steps, the examination of the dev split."""
 
 import contextlib
-import hashlib
-import importlib
+import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from pipejax import processes
 from pipejax.checkpoint import Store
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
-from pipejax.data.core import Batch, Example, encode, fixed_batches
+from pipejax.data.core import Batch, Example, encode, fixed_batches, pack_size
 from pipejax.errors import UserError
 from pipejax.evaluate import evaluate
 from pipejax.fingerprint import digest, fingerprints
@@ -65,74 +63,25 @@ class Trace:
 
     def __init__(self, directory: Path, *, first: int, steps: int) -> None:
         """Of `steps` steps (0: none) from step `first` on."""
-        self.directory, self.first, self.steps = directory, first, steps
+        self.directory, self.first, self.steps, self._running = directory, first, steps, False
 
     def before(self, step: int) -> None:
         """Begins if it is time to."""
         if self.steps and step == self.first:
             jax.profiler.start_trace(self.directory)
+            self._running = True
 
     def after(self, step: int, results: Any) -> None:
         """Ends with the last step, once the devices are through with it."""
         if self.steps and step == self.first + self.steps - 1:
             jax.block_until_ready(results)
+            self.close()
+
+    def close(self) -> None:
+        """Writes what there is, if a trace is under way."""
+        if self._running:
+            self._running = False
             jax.profiler.stop_trace()
-
-
-class Boards:
-    """Copies of the log's numbers where people look at curves; metrics.jsonl stays the truth."""
-
-    def __init__(self, config: Config, directory: Path, step: int) -> None:
-        """Opens what the config asks for. In one process of several only.
-
-        Raises:
-          UserError: the library is not installed.
-        """
-        self._writers: list[Callable[[int, dict[str, float]], None]] = []
-        if jax.process_index():
-            return
-        if config.train.tensorboard:
-            board = _import("tensorboardX", "train.tensorboard")
-            writer = board.SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
-
-            def scalars(step: int, values: dict[str, float]) -> None:
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
-                writer.flush()
-
-            self._writers.append(scalars)
-        if config.train.wandb:
-            wandb = _import("wandb", "train.wandb")
-            run = wandb.init(
-                project=config.train.wandb,
-                name=directory.name,
-                dir=str(directory),
-                id=_run_id(directory),
-                resume="allow",
-            )
-            self._writers.append(lambda step, values: run.log(values, step=step))
-
-    def write(self, values: dict[str, Any]) -> None:
-        """The numbers of one line of the log."""
-        numbers = {
-            f"{values['event']}/{name}": float(value)
-            for name, value in values.items()
-            if isinstance(value, int | float) and name != "step"
-        }
-        for write in self._writers:
-            write(values["step"], numbers)
-
-
-def _import(library: str, key: str) -> Any:
-    try:
-        return importlib.import_module(library)
-    except ImportError as error:
-        raise UserError(f"{key}: found no {library}; expected it installed (pip install {library})") from error
-
-
-def _run_id(directory: Path) -> str:
-    """The same for the same directory, so that a resumed run goes on in its own curve."""
-    return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
 
 
 class Window:
@@ -143,15 +92,15 @@ class Window:
         config: Config,
         log: Callable[[dict[str, Any]], None],
         progress: Progress,
-        rate: optax.Schedule,
+        devices: Sequence[jax.Device],
         clock: Clock,
     ) -> None:
         """Empty."""
         assert config.model is not None
-        self.train, self.model, self.log, self.progress, self.rate = config.train, config.model, log, progress, rate
+        self.train, self.model, self.log, self.progress = config.train, config.model, log, progress
         self.clock, self.steps, self.bad = clock, list[tuple[int, Batch, dict[str, Array]]](), 0
-        peaks = [peak(device) for device in jax.devices()]
-        known = config.train.dtype != "float32" and all(peaks)
+        peaks = [peak(device) for device in devices]
+        known = config.train.dtype != "float32" and config.train.freeze == "none" and all(peaks)
         self.peak = sum(p for p in peaks if p) if known else None
 
     def add(self, step: int, batch: Batch, metrics: dict[str, Array]) -> None:
@@ -167,8 +116,6 @@ class Window:
         fetched = jax.device_get([metrics for _, _, metrics in self.steps])
         seconds = self.clock.lap()
         batches = [batch for _, batch, _ in self.steps]
-        for (step, batch, _), metrics in zip(self.steps, fetched, strict=True):
-            self._judge(step, batch, metrics)
         good = [metrics for metrics in fetched if metrics["good"]]
         tokens = np.asarray([m["tokens"] for m in good], np.float64)
         step, lengths = self.steps[-1][0], np.concatenate([batch.lengths for batch in batches])
@@ -178,7 +125,7 @@ class Window:
             "step": step,
             "loss": float(np.dot([m["loss"] for m in good], tokens) / max(tokens.sum(), 1)) if good else None,
             "grad_norm": float(good[-1]["grad_norm"]) if good else None,
-            "learning_rate": float(self.rate(step - 1)),
+            "learning_rate": float(fetched[-1]["learning_rate"]),
             "tokens": int(tokens.sum()),
             "source_tokens": int(lengths[:, 0].sum()),
             "bad_steps": len(fetched) - len(good),
@@ -191,8 +138,15 @@ class Window:
         if self.peak is not None:
             values["mfu"] = sum(training_flops(self.model, b.lengths) for b in batches) / active / self.peak
         self.log(values)
-        self.steps = []
+        judged, self.steps = self.steps, []
+        for (step, batch, _), metrics in zip(judged, fetched, strict=True):
+            self._judge(step, batch, metrics)
         return values
+
+    def settle(self) -> None:
+        """Waits until no more than one step is under way: whoever wants to stop need not wait for many."""
+        if len(self.steps) > 1:
+            jax.block_until_ready(self.steps[-2][2])
 
     def _judge(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
         if metrics["good"]:
@@ -235,9 +189,12 @@ class Examiner:
         assert config.model is not None
         self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
-        self.store = Store(directory.path / "best", keep=1, writable=True, log=log)
-        best = self.store.newest_metadata(log=log)
+        self.store = Store(directory.path / "best", keep=1, writable=bool(self.examples), log=log)
+        best = self.store.newest_metadata(log=log) if self.examples else None
         self.best = tuple(best["score"]) if best else (-1.0, -np.inf)
+        # No more at once than a training step has: what fits there fits here.
+        part = config.train.batch_size // config.train.accumulate
+        self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
 
     def evaluate(self, step: int, params: Any, progress: Progress) -> None:
         """Dev loss and quality of greedy decoding with the trained strategy; the best by score, then loss, is kept."""
@@ -247,6 +204,7 @@ class Examiner:
         else:
             self.generator.set_params(weights)
         values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size)
+        self.generator.forget_params()  # training needs the room
         loss = self._dev_loss(params)
         params_fp = digest(fingerprints(params))
         self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
@@ -261,7 +219,7 @@ class Examiner:
             self.best = score
 
     def _dev_loss(self, params: Any) -> float:
-        batches = fixed_batches(self.encoded, self.config.train)
+        batches = fixed_batches(self.encoded, self.parts)
         sums = [self.loss(params, batch.arrays) for batch in batches]
         totals, counts = np.asarray(jax.device_get(sums), np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))

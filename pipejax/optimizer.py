@@ -1,8 +1,10 @@
 """What turns gradients into updates: schedules, AdamW and Adafactor, clipping, and what is left as it is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -35,11 +37,32 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
     rate, decay = learning_rate(config), config.weight_decay
     if config.optimizer == "adafactor":
-        # Rates are relative to a parameter's own size here (Shazeer and Stern 2018); 1e-3 is usual for T5.
-        update = optax.adafactor(rate, weight_decay_rate=decay or None, weight_decay_mask=decays)
+        # Rates are relative to a parameter's own size here (Shazeer and Stern 2018); 1e-3 is usual for T5. optax's own
+        # decay for it knows no rate.
+        update = optax.chain(optax.adafactor(rate), _decay(rate, decay, decays))
     else:
         update = optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
+
+
+def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """Adds -rate x decay x parameter to finished updates, where `decays` says so."""
+
+    def update(updates: Any, state: optax.ScaleByScheduleState, params: Any) -> tuple[Any, Any]:
+        scale = rate(state.count) * decay
+        added = jax.tree.map(lambda u, p, yes: u - scale * p if yes else u, updates, params, decays(params))
+        return added, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(
+        lambda params: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)),
+        update,
+    )
+
+
+def updates_made(state: optax.OptState) -> jax.Array:
+    """The count that the schedule goes by: steps that were left out are not in it."""
+    count: jax.Array = optax.tree.get_all_with_path(state, "count")[0][1]
+    return count
 
 
 def split(params: Any, freeze: str) -> tuple[Any, Any]:

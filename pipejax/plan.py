@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_overrides("override a setting of the config (repeatable)")
     flags = parser.parse_args(argv)
-    config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
+    config = config_lib.load(flags.config, flags.overrides)
 
     import jax
 
@@ -200,6 +201,7 @@ def main(argv: Sequence[str]) -> int:
         devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
+    config = _resolve(config, flags.model)
     if config.train.dtype == "auto":  # what it would be on a GPU or TPU
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
     trainer, terms = plan(config)
@@ -229,9 +231,11 @@ def _resolve(config: Config, name: str | None) -> Config:
     if name is not None:
         return dataclasses.replace(config, model=architecture(name))
     if config.model is None and config.train.init_from:
-        from pipejax.checkpoint import open_run
-
-        return dataclasses.replace(config, model=open_run(config.train.init_from, log=cli.note).config.model)
+        path = Path(config.train.init_from) / "config.json"
+        if path.is_file():
+            found = config_lib.from_json(path.read_text(encoding="utf-8"), where=str(path))
+            return dataclasses.replace(config, model=found.model)
+        raise UserError(f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint")
     if config.model is None:
         raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
     return config

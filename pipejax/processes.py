@@ -36,6 +36,11 @@ _SHARED = "shared_by_all_processes"  # marks an exception
 _MESSAGE = 2048  # bytes of a text that goes from one process to the others
 
 
+def shared(error: BaseException) -> bool:
+    """Whether all processes raise it."""
+    return hasattr(error, _SHARED)
+
+
 def join(
     coordinator: str | None = None,
     processes: int | None = None,
@@ -206,7 +211,7 @@ def alone(explain: Callable[[BaseException], int]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not several() or hasattr(error, _SHARED):
+        if not several() or shared(error):
             raise
         code = explain(error)
         sys.stdout.flush()

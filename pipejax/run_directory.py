@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -94,8 +95,10 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
 
-    def begin(self, config: Config, tokenizer: Tokenizer, step: int) -> None:
+    def begin(self, config: Config, tokenizer: Tokenizer, step: int, log: Callable[[str], None] = print) -> None:
         """Brings config.json, the tokenizer and the log to where training goes on from `step`.
+
+        From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
 
         Raises:
           UserError: they cannot be written.
@@ -105,8 +108,19 @@ class RunDirectory:
                 with _written(self.path):
                     # For people; the one that counts is in each checkpoint's manifest.
                     write_text(self.path / "config.json", config_lib.to_json(config))
+                    if step == 0:
+                        self._set_aside_best(log)
+                        shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
                     self._keep_tokenizer(tokenizer)
                     self._cut_metrics(step)
+
+    def _set_aside_best(self, log: Callable[[str], None]) -> None:
+        best = self.path / "best"
+        if best.is_dir() and any(best.iterdir()):
+            names = (f"best-before{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+            target = next(self.path / name for name in names if not (self.path / name).exists())
+            best.rename(target)
+            log(f"{best}: of a run that is lost; kept aside as {target.name}")
 
     def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Saves the tokenizer with the run, once, whole or not at all."""
@@ -121,15 +135,15 @@ class RunDirectory:
         partial.rename(target)
 
     def _cut_metrics(self, step: int) -> None:
-        """Drops lines of later steps than the one that training resumes at, those of stops, and one torn by a crash."""
+        """Drops lines of later steps than the one that training resumes at, those of ends, and one torn by a crash."""
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 values = json.loads(line)
-                if values["step"] <= step and values.get("event") != "stopped":
+                if values["step"] <= step and values.get("event") not in ("stopped", "end"):
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue
@@ -149,7 +163,7 @@ class RunDirectory:
         """Appends one object to metrics.jsonl, now or, if the disk does not take it, before the next one."""
         if not self.writes:
             return
-        self._waiting.append(json.dumps(values, ensure_ascii=False) + "\n")
+        self._waiting.append(json.dumps(values) + "\n")  # ASCII: an id may hold what is no UTF-8
         path = self.path / "metrics.jsonl"
         text = "".join(self._waiting).encode()
         try:

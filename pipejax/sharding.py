@@ -43,6 +43,11 @@ def make_mesh(config: MeshConfig) -> Mesh:
             f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
             "of this machine"
         )
+    if {device.process_index for device in devices[: data * rest]} != set(range(jax.process_count())):
+        raise UserError(
+            f"mesh: found data x fsdp x tensor = {data * rest}; expected devices of each of the {jax.process_count()} "
+            f"processes, {len(devices)} in all"
+        )
     return jax.make_mesh(
         (data, config.fsdp, config.tensor),
         ("data", "fsdp", "tensor"),

@@ -3,7 +3,6 @@
 Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from pipejax.config import Config, T5Config
 from pipejax.data.core import pack_size
 from pipejax.errors import UserError
 from pipejax.generate import compute_dtype
-from pipejax.optimizer import make_optimizer, merge, split
+from pipejax.optimizer import learning_rate, make_optimizer, merge, split, updates_made
 from pipejax.t5 import T5, init_params
 
 Array = jax.Array
@@ -94,12 +93,14 @@ def train_step(
     accumulate: int = 1,
     freeze: str = "none",
     place: Callable[[Any], Any] = lambda params: params,
+    rate: optax.Schedule = lambda count: 0.0,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update with the mean loss over the real target tokens of the global batch.
 
     The batch is computed in `accumulate` parts. Their loss sums and gradients of sums are added up and divided once,
     by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
-    finite, the state stays as it was, to the bit. `place` says where parameters lie when they are used.
+    finite, the state stays as it was, to the bit. `place` says where parameters lie when they are used;
+    `rate` is only told in the metrics.
     """
     trained, fixed = split(state.params, freeze)
 
@@ -126,7 +127,8 @@ def train_step(
     new = TrainState(merge(optax.apply_updates(trained, updates), fixed), optimizer_state)
     good = jnp.isfinite(total) & jnp.isfinite(norm)
     new = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
-    return new, {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
+    metrics = {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
+    return new, metrics | {"learning_rate": jnp.float32(rate(updates_made(state.optimizer)))}
 
 
 class Trainer:
@@ -150,6 +152,7 @@ class Trainer:
         self.shardings = self._shardings()
         replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
         options: dict[str, Any] = {"accumulate": train.accumulate, "freeze": train.freeze, "place": place}
+        options["rate"] = learning_rate(train)
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
             donate_argnums=0,
@@ -238,9 +241,9 @@ def _check_batch(config: Config, mesh: Mesh) -> None:
             f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']} x train.accumulate {train.accumulate})"
         )
     if train.batch_size % (shards * train.accumulate * pack):
-        most = math.gcd(train.batch_size // (shards * train.accumulate), 12)
+        share = train.batch_size // (shards * train.accumulate)
         raise UserError(
             f"train.pack: found {pack}{'' if train.pack else ' (chosen for the batch size)'}; expected a divisor of "
-            f"{train.batch_size // (shards * train.accumulate)}, the examples that a device gets of a part of the "
-            f"batch, such as {most if most <= 4 else 1}"
+            f"{share}, the examples that a device gets of a part of the batch, such as "
+            f"{next(size for size in (4, 3, 2, 1) if share % size == 0)}"
         )

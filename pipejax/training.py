@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from pipejax import checkpoint, processes, sharding
+from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import make_task
@@ -17,8 +18,7 @@ from pipejax.data.core import TrainingBatches, prefetch
 from pipejax.errors import UserError
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import split_rows
-from pipejax.monitoring import Boards, Clock, Examiner, Trace, Window
-from pipejax.optimizer import learning_rate
+from pipejax.monitoring import Clock, Examiner, Trace, Window
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory, check_resume, resolve_model
 from pipejax.tokenizer import Tokenizer
@@ -43,12 +43,13 @@ def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[
         nonlocal trainer
         wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
         check_resume(saved, wanted, directory.path)
-        if saved.train.steps != wanted.train.steps and wanted.train.schedule == "linear":
-            log(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; the linear schedule now ends there")
+        if saved.train.steps != wanted.train.steps and wanted.train.schedule != "constant" and trainer is None:
+            schedule = f"the {wanted.train.schedule} schedule now ends there"
+            log(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; {schedule}")
         trainer = trainer or Trainer(wanted)
         return trainer.templates()
 
-    had_steps = bool(processes.same(store.steps()))
+    had_steps = processes.same(bool(store.steps()))
     own = store.newest(expect, log=log, set_aside=True)
     if had_steps and own is None:
         log(f"{store.directory}: found no good step; training starts again from its beginning")
@@ -199,8 +200,8 @@ def _fit(
         directory.finish(_last_line("end", start.step, state, {}))
         log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
         return 0
-    boards = Boards(config, directory.path, start.step)
-    directory.begin(config, start.tokenizer, start.step)
+    directory.begin(config, start.tokenizer, start.step, log)
+    boards = Boards(config.train, directory.path, start.step, log)
 
     def write(values: dict[str, Any]) -> None:
         directory.log_metrics(values)
@@ -214,40 +215,51 @@ def _fit(
     log(f"{size:.1f} M parameters, {len(train)} training examples, {trainer.model.dtype} on {where}")
     log("the first steps are slow: each new length compiles once")
     progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=processes.first())
-    window = Window(config, write, progress, learning_rate(config.train), clock)
+    window = Window(config, write, progress, list(trainer.mesh.devices.flat), clock)
     trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
     step, saved, steps = start.step, start.step, config.train.steps
-    while step < steps and not stop.asked():
-        with clock("data"):
-            batch = next(batches)
-            arrays = sharding.put_batch(batch.arrays, trainer.mesh)
-        with clock("compile"):
-            program = trainer.program(state, arrays)
-        trace.before(step + 1)
-        state, metrics = program(state, arrays, trainer.dropout_key(step + 1))
-        step += 1
-        trace.after(step, metrics)
-        window.add(step, batch, metrics)
-        last, note = step == steps, ""
-        evaluates = len(dev) > 0 and (step % config.train.evaluate_every == 0 or last)
-        saves = step % config.train.checkpoint_every == 0 and not last
-        if evaluates or saves:
-            jax.block_until_ready(metrics)  # what is waited for here is the step's time
-        # Evaluation first: whoever is killed in between repeats both, and no evaluation is ever left out.
-        if evaluates:
-            with clock("evaluation"):
-                examiner.evaluate(step, state.params, progress)
-        # The log before the checkpoint: whoever goes on from that does not write this line again.
-        if last or step % config.train.log_every == 0:
-            values = window.flush()
-            note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
-        if saves:
-            with clock("checkpoint"):
-                _save(store, step, state, config)
-            saved = step
-        progress.add(1, note)
-    if window.steps:
-        window.flush()
+    try:
+        while step < steps and not stop.asked():
+            window.settle()
+            with clock("data"):
+                batch = next(batches)
+                arrays = sharding.put_batch(batch.arrays, trainer.mesh)
+            with clock("compile"):
+                program = trainer.program(state, arrays)
+            trace.before(step + 1)
+            state, metrics = program(state, arrays, trainer.dropout_key(step + 1))
+            step += 1
+            trace.after(step, metrics)
+            window.add(step, batch, metrics)
+            last, note = step == steps, ""
+            evaluates = len(dev) > 0 and (step % config.train.evaluate_every == 0 or last)
+            saves = step % config.train.checkpoint_every == 0 and not last
+            if evaluates or saves:
+                jax.block_until_ready(metrics)  # what is waited for here is the step's time
+            # Evaluation first: whoever is killed in between repeats both, and no evaluation is ever left out.
+            if evaluates:
+                with clock("evaluation"):
+                    examiner.evaluate(step, state.params, progress)
+            # The log before the checkpoint: whoever goes on from that does not write this line again.
+            if last or step % config.train.log_every == 0:
+                with processes.together(UserError):
+                    values = window.flush()
+                note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
+            if saves:
+                with clock("checkpoint"):
+                    saved = step if _save(store, step, state, config) else saved
+            progress.add(1, note)
+        if window.steps:
+            with processes.together(UserError):
+                window.flush()
+    except BaseException as error:
+        if not processes.several() or processes.shared(error):  # else the others do not come to the end of the save
+            store.settle()
+        progress.close()
+        trace.close()
+        boards.close()
+        raise
+    trace.close()
     with clock("checkpoint"):
         done = store.settle()
         if saved < step or not done:
@@ -256,6 +268,7 @@ def _fit(
         examiner.store.close()
     clock.lap()
     write(_last_line("end" if step == steps else "stopped", step, state, clock.totals))
+    boards.close()
     progress.close()
     if not done:
         log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")

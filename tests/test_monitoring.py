@@ -1,6 +1,7 @@
 """What is seen of a training run: clocks, log lines, steps that are left out, curves elsewhere."""
 
 import json
+import shutil
 import struct
 import sys
 import time
@@ -122,15 +123,81 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
 
 def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
     logged, opened = [], []
-    run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)))
+    ended = []
+    run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append(1))
     fake = types.SimpleNamespace(init=lambda **options: opened.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     fit(change(CONFIG, train={"steps": 2, "wandb": "ours"}), tmp_path / "run", log=quiet)
     assert opened[0]["project"] == "ours" and opened[0]["resume"] == "allow"
-    assert [(step, "train/loss" in values) for step, values in logged if "train/loss" in values] == [
-        (1, True),
-        (2, True),
+    assert [step for step, values in logged if "train/loss" in values] == [1, 2]
+    assert ended == [1]
+
+
+def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch):
+    def full(values, step):
+        raise OSError(28, "No space left on device")
+
+    run = types.SimpleNamespace(log=full, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
+    said = []
+    assert fit(change(CONFIG, train={"steps": 3, "wandb": "ours"}), tmp_path / "run", log=said.append) == 0
+    assert [line for line in said if line.startswith("W&B")] == [
+        "W&B: OSError: [Errno 28] No space left on device; goes on without it"
     ]
+    assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "train"] == [1, 2, 3]
+
+
+def test_a_board_that_does_not_begin_is_one_line(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise RuntimeError("No API key\nconfigured")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    with pytest.raises(UserError, match=r"train\.wandb: No API key configured; expected W&B to be ready"):
+        fit(change(CONFIG, train={"wandb": "ours"}), tmp_path / "run", log=quiet)
+
+
+def test_the_logged_rate_is_the_one_that_was_used(tmp_path, monkeypatch):
+    """A step that is left out does not advance the schedule."""
+    poisoned(monkeypatch, {1})
+    config = change(CONFIG, train={"schedule": "linear", "warmup_steps": 1, "learning_rate": 1.0, "clip_norm": 1e-9})
+    fit(config, tmp_path / "run", log=quiet)
+    rates = [line["learning_rate"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
+    np.testing.assert_allclose(rates, [1.0, 1.0, 1.0, 0.8, 0.6, 0.4], rtol=1e-5)
+
+
+def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatch):
+    save, asked = checkpoint.Store.save, training.Stop.asked
+    failing = []
+
+    def once(self, step, *args, **kwargs):
+        if step == 3 and not failing:
+            failing.append(step)
+            return False
+        return save(self, step, *args, **kwargs)
+
+    def stop(self):
+        self.signal = 15 if failing else None
+        return asked(self)
+
+    monkeypatch.setattr(checkpoint.Store, "save", once)
+    monkeypatch.setattr(training.Stop, "asked", stop)
+    config = change(CONFIG, train={"evaluate_every": 100})
+    assert fit(config, tmp_path / "run", log=quiet) == 143
+    assert checkpoint.open_run(tmp_path / "run", log=quiet).step == 3
+
+
+def test_what_a_lost_run_left_is_kept_aside(tmp_path):
+    """Without a good checkpoint it is another run: its tokenizer and its best are its own."""
+    fit(CONFIG, tmp_path / "run", log=quiet)
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        shutil.rmtree(path)
+    (tmp_path / "run/tokenizer/tokenizer.json").write_text("of another")
+    said = []
+    other = change(CONFIG, model={"d_ff": 32})
+    assert fit(other, tmp_path / "run", log=said.append) == 0
+    assert any("kept aside as best-before" in line for line in said)
+    assert checkpoint.open_run(tmp_path / "run", best=True, log=quiet).config.model.d_ff == 32
+    assert "of another" not in (tmp_path / "run/tokenizer/tokenizer.json").read_text()
 
 
 @pytest.mark.parametrize("key, value, library", [("tensorboard", True, "tensorboardX"), ("wandb", "ours", "wandb")])

@@ -229,6 +229,17 @@ def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
     )
 
 
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_decay_is_the_rate_times_the_weight(name):
+    config = TrainConfig(optimizer=name, weight_decay=0.1, learning_rate=0.01, warmup_steps=1)
+    params = {"a": {"kernel": jnp.full((4, 4), 2.0)}, "norm": {"scale": jnp.ones(4)}}
+    update = optimizer.make_optimizer(config)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    changes, state = update.update(zero, update.init(params), params)
+    np.testing.assert_allclose(changes["a"]["kernel"], -0.01 * 0.1 * 2.0, rtol=1e-4)
+    assert not changes["norm"]["scale"].any() and optimizer.updates_made(state) == 1
+
+
 def test_a_frozen_encoder_keeps_its_bits_and_has_no_moments(batches):
     config = change(CONFIG, train={"freeze": "encoder"})
     born = jax.device_get(Trainer(config).fresh())
