@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -28,13 +27,19 @@ VARIABLE = "PIPEJAX_NATIVE"  # "off": do without
 
 def use(*, log: Callable[[str], None]) -> bool:
     """Loads the kernel, compiling it before if need be, and says whether it is there."""
-    directory = program_cache.safe_directory(log=log)
-    if directory is None or os.environ.get(VARIABLE) == "off" or jax.default_backend() != "cpu":
+    if os.environ.get(VARIABLE) == "off" or jax.default_backend() != "cpu":
         return False
-    return _load(directory, log)
+    directory = program_cache.safe_directory(log=log)
+    if directory is None:
+        return False
+    if directory not in _tried:
+        _tried[directory] = _load(directory, log)
+    return _tried[directory]
 
 
-@cache
+_tried: dict[Path, bool] = {}  # whether it could be had, by cache
+
+
 def _load(directory: Path, log: Callable[[str], None]) -> bool:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -58,8 +63,9 @@ def _load(directory: Path, log: Callable[[str], None]) -> bool:
                 log(f"decoding goes without its own kernel: {compiler}: {found}")
                 return False
             made.replace(library)
-    handler = ctypes.CDLL(str(library)).pipejax_columns
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+    if not any(_tried.values()):  # a name can be given once
+        handler = ctypes.CDLL(str(library)).pipejax_columns
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
     return True
 
 

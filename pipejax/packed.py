@@ -58,10 +58,13 @@ class Weights:
 
 @flax.struct.dataclass
 class Stretch:
-    """Keys and values of some cache slots, a layer each; both as the products of attention read them fastest."""
+    """Keys and values of some cache slots, a layer each, in the very shapes that the products of attention read.
 
-    keys: tuple[Array, ...]  # [B, H, K, C]
-    values: tuple[Array, ...]  # [B, H, C, K]
+    In any other shape XLA may write a step's keys twice, reshaped and not, and copy the cache to do so.
+    """
+
+    keys: tuple[Array, ...]  # [B * H, K, C]
+    values: tuple[Array, ...]  # [B * H, C, K]
 
 
 def lay_out(config: T5Config, params: Any, dtype: DTypeLike, *, in_panels: bool) -> Weights:
@@ -116,9 +119,8 @@ class PackedDecoder:
 
     def stretch(self, slots: int) -> Stretch:
         """Zeroed slots."""
-        c, batch = self.config, self.memory.mask.shape[0]
-        keys = jnp.zeros((batch, c.num_heads, c.d_kv, slots), self.dtype)
-        values = jnp.zeros((batch, c.num_heads, slots, c.d_kv), self.dtype)
+        c, heads = self.config, self.memory.mask.shape[0] * self.config.num_heads
+        keys, values = jnp.zeros((heads, c.d_kv, slots), self.dtype), jnp.zeros((heads, slots, c.d_kv), self.dtype)
         return Stretch((keys,) * c.num_decoder_layers, (values,) * c.num_decoder_layers)
 
     def __call__(self, step: Step, past: tuple[Stretch, ...], current: Stretch) -> tuple[Array, Stretch]:
@@ -131,8 +133,9 @@ class PackedDecoder:
         for i, layer in enumerate(w.layers):
             projected = self._at_places(product(layer.self_inwards, self._normed(x, layer.self_norm)), step)
             query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
-            k = jax.lax.dynamic_update_slice_in_dim(current.keys[i], key, step.start, axis=3)
-            v = jax.lax.dynamic_update_slice_in_dim(current.values[i], value.swapaxes(2, 3), step.start, axis=2)
+            key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
+            k = jax.lax.dynamic_update_slice_in_dim(current.keys[i], key, step.start, axis=2)
+            v = jax.lax.dynamic_update_slice_in_dim(current.values[i], value.swapaxes(1, 2), step.start, axis=1)
             keys.append(k)
             values.append(v)
             reach = [*((p.keys[i], p.values[i]) for p in past), (k, v)]
@@ -195,13 +198,16 @@ def product(matrix: Array, columns: Array, dtype: DTypeLike | None = None) -> Ar
 
 
 def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
-    """What queries [B, H, K, Q] find in stretches of keys [B, H, K, C] and values [B, H, C, K]; bias [B, .., C]."""
-    rows = query.swapaxes(2, 3)
-    scores = [jnp.einsum("bhqk,bhkc->bhqc", rows, keys, preferred_element_type=jnp.float32) for keys, _ in reach]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=3) + bias, axis=3).astype(query.dtype)
-    parts = jnp.split(weights, np.cumsum([s.shape[3] for s in scores])[:-1], axis=3)
-    found = [jnp.einsum("bhqc,bhck->bhqk", w, values) for w, (_, values) in zip(parts, reach, strict=True)]
-    return functools.reduce(jnp.add, found).swapaxes(2, 3)
+    """What queries [B, H, K, Q] find in stretches of keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
+    batch, heads, width, queries = query.shape
+    rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
+    reach = [(keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])) for keys, values in reach]
+    scores = [jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32) for keys, _ in reach]
+    joined = jnp.concatenate(scores, axis=2).reshape(batch, heads, queries, -1) + bias
+    weights = jax.nn.softmax(joined, axis=3).astype(query.dtype).reshape(batch * heads, queries, -1)
+    parts = jnp.split(weights, np.cumsum([s.shape[2] for s in scores])[:-1], axis=2)
+    found = [jnp.einsum("nqc,nck->nqk", part, values) for part, (_, values) in zip(parts, reach, strict=True)]
+    return functools.reduce(jnp.add, found).reshape(batch, heads, queries, width).swapaxes(2, 3)
 
 
 def attend_in_panels(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
