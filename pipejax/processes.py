@@ -7,6 +7,7 @@ our business: docs/clusters.md has a recipe for each.
 import collections
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -172,9 +173,18 @@ def gather(text: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(content)]
 
 
-def wait() -> None:
-    """Returns when every process has come here."""
-    gather("")
+def check_same(text: str, what: str) -> None:
+    """All processes must have been given the same: they compute parts of one thing.
+
+    Raises:
+      UserError: one was given something else than process 0; in every process.
+    """
+    words = gather(hashlib.sha256(text.encode()).hexdigest())
+    for index, word in enumerate(words):
+        if word != words[0]:
+            error = UserError(f"{what}: process {index} found something else than process 0; expected the same for all")
+            setattr(error, _SHARED, True)
+            raise error
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from pipejax import checkpoint, processes, sharding
+from pipejax import config as config_lib
 from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
@@ -170,6 +171,8 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
         train, dev = task.examples("train"), task.examples("dev")
         if not len(train):
             raise UserError("data.train: found nothing; expected the examples to train on")
+    processes.check_same(config_lib.to_json(config), "the config")
+    processes.check_same(f"{len(train)} {train[0]} {train[len(train) - 1]}", "data.train")
     stop = Stop()
     try:
         with RunDirectory(workdir, log) as directory:

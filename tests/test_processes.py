@@ -97,7 +97,7 @@ def config(tmp_path_factory):
     return runs.prepare(tmp_path_factory.mktemp("tiny"))
 
 
-def start(config, workdir, count, *settings):
+def start(config, workdir, count, *settings, second=()):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -108,7 +108,7 @@ def start(config, workdir, count, *settings):
     command = [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *flags]
     return [
         subprocess.Popen(
-            [*command, *([f"--process-id={i}"] if count > 1 else [])],
+            [*command, *([f"--process-id={i}"] if count > 1 else []), *(second if i else ())],
             cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
         for i in range(count)
@@ -157,3 +157,10 @@ def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
     else:
         assert codes[0] != 0 and time.monotonic() - begun < 60 and steps
         assert "Traceback" not in "".join(said[0])
+
+
+def test_processes_that_were_told_different_things(config, tmp_path):
+    codes, said = end(start(config, tmp_path / "run", 2, second=["--set=train.seed=1"]))
+    assert codes == [2, 2], said
+    line = "error: the config: process 1 found something else than process 0; expected the same for all"
+    assert [lines[-1] for lines in said] == [line, line]

@@ -12,6 +12,7 @@ from experiments.faults import runs
 from experiments.faults.runs import Commands
 from pipejax import config as config_lib
 from pipejax import sharding
+from pipejax.checkpoint import Store
 from pipejax.config import TrainConfig
 from pipejax.data import make_task
 from pipejax.data.core import TrainingBatches
@@ -42,11 +43,17 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
         good = sharding.put_batch(batches[number].arrays, trainer.mesh)
         state, values = trainer.step(state, good, trainer.dropout_key(2 * number + 2))
         finite += bool(np.isfinite(float(values["loss"]))) and _bits(state) != before
+    store = Store(scratch / "checkpoints", writable=True)
+    assert store.save(2 * trials, {"params": state.params, "state": state.optimizer}, config=config, wait=True)
+    store.close()
+    restored = Store(scratch / "checkpoints").restore(2 * trials, lambda _: trainer.templates())
+    sound = all(bool(np.isfinite(np.asarray(x)).all()) for x in jax.tree.leaves(restored.items))
     return {
         "trials": trials,
         "no_bit_changed": unchanged,
         "good_steps_after_them": finite,
-        "ok": unchanged == finite == trials,
+        "nothing_but_finite_numbers_saved": sound,
+        "ok": unchanged == finite == trials and sound,
     }
 
 
