@@ -23,14 +23,14 @@ class Boards:
         Raises:
           UserError: a library is not installed, or refuses to begin.
         """
-        self._log, self._writers = log, dict[str, Write]()
-        self._close: Callable[[], None] = lambda: None
+        self._log, self._writers, self._ends = log, dict[str, Write](), dict[str, Callable[[], None]]()
         if not processes.first():
             return
         if config.tensorboard:
-            self._writers["TensorBoard"] = _tensorboard(directory / "tensorboard", step)
+            name = "TensorBoard"
+            self._writers[name], self._ends[name] = _tensorboard(directory / "tensorboard", step)
         if config.wandb:
-            self._writers["W&B"], self._close = _wandb(config.wandb, directory)
+            self._writers["W&B"], self._ends["W&B"] = _wandb(config.wandb, directory)
 
     def write(self, values: dict[str, Any]) -> None:
         """The numbers of one line of the log."""
@@ -47,14 +47,16 @@ class Boards:
                 self._log(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; goes on without it")
 
     def close(self) -> None:
-        """Ends what has an end."""
-        try:
-            self._close()
-        except Exception as error:  # as above
-            self._log(f"W&B: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        """Ends them; once is enough."""
+        for name, end in self._ends.items():
+            try:
+                end()
+            except Exception as error:  # as above
+                self._log(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        self._ends.clear()
 
 
-def _tensorboard(directory: Path, step: int) -> Write:
+def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]:
     """Writes events itself: the library's own writer has a thread, and who waits for that on a full disk waits long."""
     files = _import("tensorboardX.event_file_writer", "train.tensorboard")
     events = _import("tensorboardX.proto.event_pb2", "train.tensorboard")
@@ -72,7 +74,7 @@ def _tensorboard(directory: Path, step: int) -> Write:
             writer.write_event(events.Event(wall_time=time.time(), step=step, summary=summary.scalar(name, value)))
         writer.flush()
 
-    return write
+    return write, writer.close
 
 
 def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
@@ -89,6 +91,7 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
 def _import(module: str, key: str) -> Any:
     library = module.partition(".")[0]
     try:
+        importlib.import_module(library)
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"{key}: found no {library}; expected it installed (pip install {library})") from error

@@ -62,9 +62,7 @@ def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
 def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     poisoned(monkeypatch, {2, 3, 4, 5})
     config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})
-    with pytest.raises(
-        UserError, match=r"step 5: found loss nan, .* for the 3th step in a row \(the last examples: .*\)"
-    ):
+    with pytest.raises(UserError, match=r"step 5: found loss nan, .* in 3 steps in a row \(the last examples: .*\)"):
         fit(config, tmp_path / "run", log=quiet)
     good = checkpoint.open_run(tmp_path / "run", log=quiet)
     assert all(np.isfinite(leaf).all() for leaf in good.items["params"]["shared"].values())
