@@ -58,7 +58,8 @@ def evaluate(
         records += decode(part)
         if batch_size == 1:
             records[-1]["seconds"] = report.seconds - before
-    metric = metric or make_task(generator.config.data).metric
+    data = generator.config.data
+    metric = metric or data.metric or make_task(data).metric
     gold, predicted = [e.targets for e in examples], [record["rows"] for record in records]
     scores = metrics.score(metric, [e.source for e in examples], gold, predicted)
     result = {
