@@ -19,10 +19,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("evaluate") / "run"
-    assert (
-        fit(change(CONFIG, train={"steps": 30, "learning_rate": 1e-2, "evaluate_every": 100}), directory, log=quiet)
-        == 0
-    )
+    assert fit(change(CONFIG, train={"steps": 3, "evaluate_every": 100}), directory, log=quiet) == 0
     return directory
 
 
