@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.forced import Decoder, Forced
 from pipejax import cli, native
+from pipejax.architectures import ARCHITECTURES
 from pipejax.config import T5Config
 from pipejax.convert import write_hf
 from pipejax.decoding import Pipelined, Sequential
@@ -28,9 +29,7 @@ from pipejax.t5 import T5, init_params
 
 SIZES = {
     "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
-    "small": T5Config(32128, d_model=512, d_kv=64, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6),
-    "base": T5Config(32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12),
-    "large": T5Config(32128, d_model=1024, d_kv=64, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24),
+    **ARCHITECTURES,
 }
 PEERS = ("hf", "ct2-fp32", "ct2-int8")
 Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
