@@ -318,7 +318,7 @@ def test_an_interrupted_conversion_leaves_nothing(
         raise error
 
     raised = UserError if isinstance(error, OSError) else KeyboardInterrupt
-    monkeypatch.setattr(checkpoint, "write_text", fail)
+    monkeypatch.setattr("pipejax.checkpoint.run.write_text", fail)
     with pytest.raises(raised):
         convert.from_hf(source, tmp_path / "out")
     monkeypatch.setattr(convert, "save_file", fail)
