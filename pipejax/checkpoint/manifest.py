@@ -52,8 +52,8 @@ def check(manifest: Any, step: int, place: Path) -> Manifest:
     """
     if not isinstance(manifest, dict) or manifest != _seal(manifest):
         raise Damaged("manifest does not match its seal")
-    if manifest["format"] != FORMAT:
-        raise UserError(f"{place}: found format {manifest['format']}; expected {FORMAT}")
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"{place}: found format {manifest.get('format')}; expected {FORMAT}")
     if manifest["step"] != step:
         raise Damaged(f"manifest is of step {manifest['step']}")
     return manifest
