@@ -1,12 +1,12 @@
 """Generated tasks that differ in nothing but how their rows depend on one another.
 
 A source is a few items in random order, each a letter and four digits, which bear the names of their columns: "g 3w 4x
-1y 2z b 0w 2x 3y 3z". A row is an item's letter and the running totals of its digits, modulo 5: "g 3w 2x 3y 0z". So each
-token is one easy step away from the source and from tokens before it; the kinds below say from which. Nothing else
-differs between them, not even the sources.
+1y 2z b 0w 2x 3y 3z". A row is an item's letter and the running totals of its digits, modulo 5: "g 3 2 3 0". So each token
+is one easy step away from the source and from tokens before it; the kinds below say from which. Nothing else differs
+between them, not even the sources.
 
-All kinds can be told from the source alone, by those who add up many digits at once. What a row cannot see of the rows
-above is not knowledge but work that was done there.
+Where the order of rows is given, all can be told from the source alone, by those who add up many digits at once. What a
+row cannot see of the rows above is not knowledge, but work that was done there.
 """
 
 import dataclasses
@@ -15,12 +15,15 @@ from collections.abc import Iterator, Sequence
 
 from pipejax.data.core import Example
 
-LETTERS = tuple("abcdefghijklmnop")
+LETTERS = tuple("abcdefgh")
 BASE = 5  # digits are 0 to 4
 COLUMNS = "wxyz"
-ROWS = (3, 4)  # items of a source
+ROWS = (2, 3)  # items of a source
 # The trainer tries the separator between two "the".
-WORDS = ("the", *LETTERS, *(f"{digit}{column}" for column in COLUMNS for digit in range(BASE)))
+WORDS = (
+    *("the", *LETTERS, *map(str, range(BASE))),
+    *(f"{digit}{column}" for column in COLUMNS for digit in range(BASE)),
+)
 
 Item = tuple[str, tuple[int, ...]]
 
@@ -46,12 +49,12 @@ class Kind:
 
 
 KINDS = (
-    Kind("independent", "rows are told by the source alone"),
-    Kind("sorted", "the next letter of the alphabet after the one above", order="sorted"),
-    Kind("no_repeats", "any letter that is not above", order="random"),
-    Kind("running_total", "the first total adds to the first one above", carry=1),
-    Kind("copy_second", "the first total is the second one above", carry=2, adds=False),
-    Kind("copy_end", "the first total is the last one above", carry=len(COLUMNS), adds=False),
+    Kind("independent", "nothing"),
+    Kind("sorted", "the letter, to take the next in the alphabet", order="sorted"),
+    Kind("no_repeats", "all letters, to take another", order="random"),
+    Kind("running_total", "the first total, to add to it", carry=1),
+    Kind("copy_second", "the second total, as its first", carry=2, adds=False),
+    Kind("copy_end", "the last total, as its first", carry=len(COLUMNS), adds=False),
 )
 
 
@@ -61,7 +64,10 @@ def examples(kind: Kind, split: str, count: int) -> Iterator[Example]:
     for number in range(count):
         letters = sources.sample(LETTERS, sources.choice(ROWS))
         items = [(letter, tuple(sources.randrange(BASE) for _ in COLUMNS)) for letter in letters]
-        yield Example(f"{split}-{number}", " ".join(_text(*item) for item in items), tuple(rows(kind, items, order)))
+        words = [[f"{d}{c}" for d, c in zip(digits, COLUMNS, strict=True)] for _, digits in items]
+        for (letter, _), named in zip(items, words, strict=True):
+            named.insert(len(COLUMNS) // 2, letter)
+        yield Example(f"{split}-{number}", " ".join(map(" ".join, words)), tuple(rows(kind, items, order)))
 
 
 def rows(kind: Kind, items: Sequence[Item], order: random.Random) -> list[str]:
@@ -80,12 +86,8 @@ def rows(kind: Kind, items: Sequence[Item], order: random.Random) -> list[str]:
             else:
                 total = (total + digit) % BASE
             totals.append(total)
-        texts.append(_text(letter, totals))
+        texts.append(" ".join([letter, *map(str, totals)]))
     return texts
-
-
-def _text(letter: str, digits: Sequence[int]) -> str:
-    return " ".join([letter, *(f"{digit}{column}" for digit, column in zip(digits, COLUMNS, strict=True))])
 
 
 def marks(kind: Kind, gold: Sequence[str], predicted: Sequence[str]) -> list[bool]:
