@@ -1,9 +1,8 @@
-"""Generated tasks that differ in nothing but how their rows depend on one another.
+"""Generated tasks that differ in how their rows depend on one another.
 
-A source is a few items in random order, each a letter and four digits, which bear the names of their columns: "g 3w 4x
-1y 2z b 0w 2x 3y 3z". A row is an item's letter and the running totals of its digits, modulo 5: "g 3 2 3 0". So each token
-is one easy step away from the source and from tokens before it; the kinds below say from which. Nothing else differs
-between them, not even the sources.
+A source is two or three items in random order, each a letter with four digits, one to a column: "b1w b0x b2y b2z a2w a2x
+a0y a1z". A row is an item's letter and the running totals of its digits, modulo 3: "b 1 1 0 2". So each token is one easy
+step away from the source and from tokens before it; the kinds below say from which.
 
 Where the order of rows is given, all can be told from the source alone, by those who add up many digits at once. What a
 row cannot see of the rows above is not knowledge, but work that was done there.
@@ -11,18 +10,20 @@ row cannot see of the rows above is not knowledge, but work that was done there.
 
 import dataclasses
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 
 from pipejax.data.core import Example
 
-LETTERS = tuple("abcdefgh")
-BASE = 5  # digits are 0 to 4
+LETTERS = "abcd"
+BASE = 3  # digits are 0 to 2
 COLUMNS = "wxyz"
 ROWS = (2, 3)  # items of a source
+TEST_SHARE = 8  # a source of so many is kept for the test, whatever its place
 # The trainer tries the separator between two "the".
 WORDS = (
     *("the", *LETTERS, *map(str, range(BASE))),
-    *(f"{digit}{column}" for column in COLUMNS for digit in range(BASE)),
+    *(f"{letter}{digit}{column}" for letter in LETTERS for column in COLUMNS for digit in range(BASE)),
 )
 
 Item = tuple[str, tuple[int, ...]]
@@ -34,7 +35,9 @@ class Kind:
 
     name: str
     says: str
-    order: str = "source"  # of the rows: as in the source, "sorted" by letter, or "random", in which case any will do
+    # Of the rows. "fixed": the letters are always a, b and perhaps c, in this order. Else they are any, and the rows
+    # "sorted" by them, or in "random" order, in which case any will do.
+    order: str = "fixed"
     carry: int = 0  # the total above with which a row's totals go on, counted from 1; 0: they begin anew
     adds: bool = True  # False: the first total is a copy of that one, and the item's own first digit does not count
 
@@ -59,20 +62,26 @@ KINDS = (
 
 
 def examples(kind: Kind, split: str, count: int) -> Iterator[Example]:
-    """The first `count` examples of "train" or "test"; only their targets differ between kinds."""
+    """The first `count` examples of "train" or "test", which share no source.
+
+    Kinds of fixed order share their sources, and so do the others: then only the targets differ.
+    """
     sources, order = random.Random(split), random.Random(f"{split} order")
-    for number in range(count):
-        letters = sources.sample(LETTERS, sources.choice(ROWS))
+    number = 0
+    while number < count:
+        size = sources.choice(ROWS)
+        letters = sources.sample(LETTERS[:size] if kind.order == "fixed" else LETTERS, size)
         items = [(letter, tuple(sources.randrange(BASE) for _ in COLUMNS)) for letter in letters]
-        words = [[f"{d}{c}" for d, c in zip(digits, COLUMNS, strict=True)] for _, digits in items]
-        for (letter, _), named in zip(items, words, strict=True):
-            named.insert(len(COLUMNS) // 2, letter)
-        yield Example(f"{split}-{number}", " ".join(map(" ".join, words)), tuple(rows(kind, items, order)))
+        words = [f"{letter}{d}{c}" for letter, digits in items for d, c in zip(digits, COLUMNS, strict=True)]
+        source = " ".join(words)
+        if (zlib.crc32(source.encode()) % TEST_SHARE == 0) == (split == "test"):
+            yield Example(f"{split}-{number}", source, tuple(rows(kind, items, order)))
+            number += 1
 
 
 def rows(kind: Kind, items: Sequence[Item], order: random.Random) -> list[str]:
     """The target of these items."""
-    ordered = sorted(items) if kind.order == "sorted" else list(items)
+    ordered = sorted(items)
     if kind.order == "random":
         order.shuffle(ordered)
     texts: list[str] = []

@@ -32,15 +32,15 @@ from pipejax.training import fit
 DELAYS = (1, 2, 4)
 MOST_DELAY = 16  # three rows then end well before time_max
 SEEDS = 2
-EXAMPLES = {"train": 40_000, "test": 512}
+EXAMPLES = {"train": 24_000, "test": 512}
 CONFIG = Config(
     name="probe",
-    model=T5Config(vocab_size=48, d_model=64, d_kv=16, d_ff=128, num_heads=8, num_layers=2, num_decoder_layers=2),
+    model=T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_heads=4, num_layers=1, num_decoder_layers=2),
     grid=GridConfig(time_max=64, sub_max=5),
-    data=DataConfig(task="jsonl", max_source=24, max_target=32, separator=f" {demo.SEPARATOR} "),
+    data=DataConfig(task="jsonl", max_source=16, max_target=32, separator=f" {demo.SEPARATOR} "),
     train=TrainConfig(
-        steps=2000,
-        batch_size=32,
+        steps=1400,
+        batch_size=16,
         learning_rate=3e-3,
         schedule="linear",
         warmup_steps=100,
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"--png: found {flags.png}; expected a name that ends in .png, .svg or .pdf")
         from experiments import probe_figure  # says at once if matplotlib is absent
     base = config_lib.override(CONFIG, flags.overrides)
-    cells = [Cell(kind, delay, seed) for kind in kinds for seed in range(flags.seeds) for delay in (0, *delays)]
+    cells = [Cell(kind, delay, seed) for seed in range(flags.seeds) for kind in kinds for delay in (0, *delays)]
     results = list(run_all(cells, base, Path(flags.workdir)))
     print(report(results, kinds, delays))
     if flags.json:
@@ -247,9 +247,7 @@ def _kinds(text: str) -> list[Kind]:
 def _delays(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_DELAY for word in words):
-        raise UserError(
-            f"--delays: found {text!r}; expected whole numbers from 1 to {MOST_DELAY}, as in 1,2,4"
-        )
+        raise UserError(f"--delays: found {text!r}; expected whole numbers from 1 to {MOST_DELAY}, as in 1,2,4")
     return sorted({int(word) for word in words})
 
 
