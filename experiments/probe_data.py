@@ -1,8 +1,8 @@
 """Generated tasks that differ in how their rows depend on one another.
 
-A source is two or three items in random order, each a letter with four digits, one to a column: "b1w b0x b2y b2z a2w a2x
-a0y a1z". A row is an item's letter and the running totals of its digits, modulo 3: "b 1 1 0 2". So each token is one easy
-step away from the source and from tokens before it; the kinds below say from which.
+A source is two or three items in random order, each a letter with four digits, one to a column: "b1w b0x b2y b2z a2w
+a2x a0y a1z". A row is an item's letter and the running totals of its digits, modulo 3: "b 1 1 0 2". So each token is
+one easy step away from the source and from tokens before it; the kinds below say from which.
 
 Where the order of rows is given, all can be told from the source alone, by those who add up many digits at once. What a
 row cannot see of the rows above is not knowledge, but work that was done there.
