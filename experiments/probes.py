@@ -53,6 +53,7 @@ CONFIG = Config(
     decode=DecodeConfig(max_length=24, batch_size=64),
 )
 PLACES = ("data.train", "data.tokenizer")  # settings that say nothing about a result
+VARIED = ("grid.delay", "train.objective", "train.seed")  # settings that tell cells apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     results = list(run_all(cells, base, Path(flags.workdir)))
     print(report(results, kinds, delays))
     if flags.json:
-        _write(flags.json, json.dumps({"delays": delays, "cells": results}, indent=2, ensure_ascii=False) + "\n")
+        _write(flags.json, _document(results, base, delays))
     if flags.png:
         bars = {(kind, delay): values(results, kind, delay, "lower_rows") for kind in kinds for delay in (0, *delays)}
         probe_figure.draw(bars, Path(flags.png))
@@ -205,6 +206,14 @@ def _percent(truths: Sequence[bool]) -> float:
 
 def _settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in config_lib.flat(config).items() if key not in PLACES}
+
+
+def _document(results: Sequence[dict[str, Any]], base: Config, delays: Sequence[int]) -> str:
+    """All figures as JSON, a line to a cell, and once the settings that all of them share."""
+    shared = {key: value for key, value in _settings(base).items() if key not in VARIED}
+    cells = [json.dumps({key: value for key, value in r.items() if key != "config"}) for r in results]
+    head = json.dumps({"delays": delays, "examples": EXAMPLES, "config": shared}, indent=2, ensure_ascii=False)
+    return head.removesuffix("\n}") + ',\n  "cells": [\n    ' + ",\n    ".join(cells) + "\n  ]\n}\n"
 
 
 def _write_examples(path: Path, examples: Iterator[Example]) -> str:

@@ -175,7 +175,9 @@ def test_the_whole_grid_and_its_table(tmp_path, monkeypatch, capsys) -> None:
     ]
     assert table.count("copy_end") == 2  # rows below the first, and whole answers
     assert "sequential 8.0, Δt = 1 8.0, Δt = 2 8.0" in table
-    cells = json.loads(out.read_text())["cells"]
+    written = json.loads(out.read_text())
+    cells = written["cells"]
+    assert len(cells) == 12 and written["config"]["model.d_model"] == 64 and "train.seed" not in written["config"]
     wrong = [cell for cell in cells if cell["rows"] < 100]
     assert [(cell["cell"], cell["rows"], cell["documents"]) for cell in wrong] == [("copy_end-delay1-seed1", 0, 0)]
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -243,7 +245,7 @@ def test_two_steps_of_real_training(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(probes, "EXAMPLES", {"train": 64, "test": 8})
     sizes = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
     small = [f"model.{size}=1" for size in sizes]
-    base = config.override(probes.CONFIG, [*small, "train.steps=2", "decode.batch_size=4", "grid.time_max=4"])
+    base = config.override(probes.CONFIG, [*small, "train.steps=2", "train.pack=1", "decode.batch_size=4", "grid.time_max=4"])
     cell = probes.Cell(BY_NAME["copy_end"], 2, 1)
     (result,) = probes.run_all([cell], base, tmp_path)
     assert result["examples"] == 8 and result["truncated"] == {"time_max": 8}
