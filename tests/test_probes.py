@@ -245,7 +245,8 @@ def test_two_steps_of_real_training(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(probes, "EXAMPLES", {"train": 64, "test": 8})
     sizes = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
     small = [f"model.{size}=1" for size in sizes]
-    base = config.override(probes.CONFIG, [*small, "train.steps=2", "train.pack=1", "decode.batch_size=4", "grid.time_max=4"])
+    short = ["train.steps=2", "train.pack=1", "decode.batch_size=4", "grid.time_max=4"]
+    base = config.override(probes.CONFIG, [*small, *short])
     cell = probes.Cell(BY_NAME["copy_end"], 2, 1)
     (result,) = probes.run_all([cell], base, tmp_path)
     assert result["examples"] == 8 and result["truncated"] == {"time_max": 8}
