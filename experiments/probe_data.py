@@ -40,6 +40,7 @@ class Kind:
     order: str = "fixed"
     carry: int = 0  # the total above with which a row's totals go on, counted from 1; 0: they begin anew
     adds: bool = True  # False: the first total is a copy of that one, and the item's own first digit does not count
+    training: int = 1  # so many times as long as the easiest
 
     @property
     def delay(self) -> int:
@@ -54,10 +55,10 @@ class Kind:
 KINDS = (
     Kind("independent", "nothing"),
     Kind("sorted", "the letter, to take the next in the alphabet", order="sorted"),
-    Kind("no_repeats", "all letters, to take another", order="random"),
-    Kind("running_total", "the first total, to add to it", carry=1),
-    Kind("copy_second", "the second total, as its first", carry=2, adds=False),
-    Kind("copy_end", "the last total, as its first", carry=len(COLUMNS), adds=False),
+    Kind("no_repeats", "all letters, to take another", order="random", training=3),
+    Kind("running_total", "the first total, to add to it", carry=1, training=3),
+    Kind("copy_second", "the second total, as its first", carry=2, adds=False, training=3),
+    Kind("copy_end", "the last total, as its first", carry=len(COLUMNS), adds=False, training=3),
 )
 
 

@@ -53,7 +53,7 @@ CONFIG = Config(
     decode=DecodeConfig(max_length=24, batch_size=64),
 )
 PLACES = ("data.train", "data.tokenizer")  # settings that say nothing about a result
-VARIED = ("grid.delay", "train.objective", "train.seed")  # settings that tell cells apart
+VARIED = ("grid.delay", "train.objective", "train.seed", "train.steps")  # settings that tell cells apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,9 @@ class Cell:
             base,
             grid=dataclasses.replace(base.grid, delay=max(self.delay, 1)),
             data=dataclasses.replace(base.data, train=str(data), tokenizer=str(tokenizer)),
-            train=dataclasses.replace(base.train, objective=objective, seed=self.seed),
+            train=dataclasses.replace(
+                base.train, steps=base.train.steps * self.kind.training, objective=objective, seed=self.seed
+            ),
         )
 
 
@@ -211,7 +213,12 @@ def _settings(config: Config) -> dict[str, Any]:
 def _document(results: Sequence[dict[str, Any]], base: Config, delays: Sequence[int]) -> str:
     """All figures as JSON, a line to a cell, and once the settings that all of them share."""
     shared = {key: value for key, value in _settings(base).items() if key not in VARIED}
-    cells = [json.dumps({key: value for key, value in r.items() if key != "config"}) for r in results]
+    cells = [
+        json.dumps(
+            {key: value for key, value in r.items() if key != "config"} | {"train.steps": r["config"]["train.steps"]}
+        )
+        for r in results
+    ]
     head = json.dumps({"delays": delays, "examples": EXAMPLES, "config": shared}, indent=2, ensure_ascii=False)
     return head.removesuffix("\n}") + ',\n  "cells": [\n    ' + ",\n    ".join(cells) + "\n  ]\n}\n"
 
