@@ -47,7 +47,7 @@ def test_no_repeats_is_independent_in_every_order() -> None:
 def test_every_example_keeps_the_rule(kind: Kind) -> None:
     for example in examples(kind, "train", 200):
         items: dict[str, list[int]] = {}
-        for letter, digit, column in example.source.split():
+        for letter, digit, column in map(list, example.source.split()):
             items.setdefault(letter, []).append(int(digit))
             assert column == "wxyz"[len(items[letter]) - 1]
         letters = [row.split()[0] for row in example.targets]
@@ -77,8 +77,8 @@ def test_kinds_of_an_order_share_their_sources() -> None:
     fixed = {tuple(e.source for e in examples(kind, "train", 500)) for kind in KINDS if kind.order == "fixed"}
     free = {tuple(e.source for e in examples(kind, "train", 500)) for kind in KINDS if kind.order != "fixed"}
     assert len(fixed) == len(free) == 1
-    assert {letter for source in fixed.pop() for letter, _, _ in source.split()} == set("abc")
-    assert {letter for source in free.pop() for letter, _, _ in source.split()} == set("abcd")
+    assert {word[0] for source in fixed.pop() for word in source.split()} == set("abc")
+    assert {word[0] for source in free.pop() for word in source.split()} == set("abcd")
 
 
 def test_splits_share_no_source() -> None:
@@ -241,17 +241,18 @@ def test_refusals_come_before_the_work(tmp_path, monkeypatch, arguments, message
     assert trained == [] and not (tmp_path / "runs").exists()
 
 
-def test_two_steps_of_real_training(tmp_path, monkeypatch) -> None:
+def test_a_few_steps_of_real_training(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(probes, "EXAMPLES", {"train": 64, "test": 8})
     sizes = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
     small = [f"model.{size}=1" for size in sizes]
-    short = ["train.steps=2", "train.pack=1", "decode.batch_size=4", "grid.time_max=4"]
+    short = ["train.steps=1", "train.pack=1", "decode.batch_size=4", "grid.time_max=4"]
     base = config.override(probes.CONFIG, [*small, *short])
     cell = probes.Cell(BY_NAME["copy_end"], 2, 1)
     (result,) = probes.run_all([cell], base, tmp_path)
     assert result["examples"] == 8 and result["truncated"] == {"time_max": 8}
     used = json.loads((tmp_path / "copy_end-delay2-seed1" / "config.json").read_text())
     assert (used["grid"]["delay"], used["train"]["objective"], used["train"]["seed"]) == (2, "pipelined", 1)
+    assert used["train"]["steps"] == 3  # of which this kind takes three for one
     assert list(probes.run_all([cell], base, tmp_path)) == [result]
     # An untrained decoder is right nowhere; that the right rows are found right is the business of the tests above.
     assert result["rows"] == 0 and len(result["rows_by_place"]) == 3
