@@ -1,0 +1,132 @@
+"""One trained model of the tables: its run directory, how it is made, and what its evaluations said."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipejax import metrics
+from pipejax.config import STRATEGIES, Config, load
+from pipejax.data.lines import read_file
+from pipejax.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ("base", "large", "scratch")
+Scores = dict[str, Any]  # what `python -m pipejax.evaluate` writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A task, a size, what it is trained for, and Δt. "scratch" is a small T5 from random weights, not the paper's."""
+
+    task: str
+    size: str
+    objective: str
+    delay: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its run directory."""
+        return f"{self.task}_{self.size}_{self.objective}" + (f"_delay{self.delay}" if self.delay > 1 else "")
+
+    @property
+    def path(self) -> Path:
+        """Its config file: one for each objective, or one for both."""
+        own = ROOT / "configs" / f"{self.task}_{self.size}_{self.objective}.py"
+        return own if own.is_file() else ROOT / "configs" / f"{self.task}_{self.size}.py"
+
+    def settings(self, overrides: Sequence[str]) -> list[str]:
+        """All that is set beyond the config file."""
+        return [*overrides, f"train.objective={self.objective}", f"grid.delay={self.delay}"]
+
+    def config(self, overrides: Sequence[str]) -> Config:
+        """As it trains."""
+        return load(self.path, self.settings(overrides))
+
+
+def evaluation(run: Path, split: str, strategy: str) -> Path:
+    """Where the scores of a run are; the predictions lie beside them as .jsonl."""
+    return run / "evaluation" / f"{split}-{strategy}.json"
+
+
+def make(
+    cell: Cell,
+    workdir: Path,
+    *,
+    splits: Sequence[str],
+    overrides: Sequence[str],
+    limit: int | None,
+    strategies: Sequence[str],
+    log: Callable[[str], None],
+) -> int:
+    """Trains the cell and evaluates it, as far as that is not done; the exit code of what failed, or 0.
+
+    Each is a process of its own: what `peak memory` says is that of one decoder, and a device's memory is free again.
+    """
+    run = workdir / cell.name
+    log(f"--- {cell.name}")
+    settings = [flag for setting in cell.settings(overrides) for flag in ("--set", setting)]
+    code = _run("train.py", "--config", str(cell.path), "--workdir", str(run), *settings)
+    for split in splits:
+        for strategy in strategies:
+            path = evaluation(run, split, strategy)
+            if code or fresh(path, run):
+                continue
+            path.parent.mkdir(exist_ok=True)
+            flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", strategy]
+            flags += ["--limit", str(limit)] if limit else []
+            log(f"--- {cell.name}, {strategy} on {split}")
+            code = _run(
+                *("-m", "pipejax.evaluate", *flags, "--json", str(path)),
+                *("--predictions", str(path.with_suffix(".jsonl"))),
+            )
+    return code
+
+
+def fresh(path: Path, run: Path) -> bool:
+    """Whether that evaluation is there, and the run has not gone on since."""
+    return path.is_file() and path.stat().st_mtime >= (run / "metrics.jsonl").stat().st_mtime
+
+
+def read(cell: Cell, workdir: Path, split: str, strategy: str, *, log: Callable[[str], None]) -> Scores | None:
+    """The scores of a cell, if it was evaluated; those from before its run went on do not count."""
+    run = workdir / cell.name
+    path = evaluation(run, split, strategy)
+    if not path.is_file():
+        return None
+    if not fresh(path, run):
+        log(f"{path}: older than {run / 'metrics.jsonl'}; not used")
+        return None
+    try:
+        found: Scores = json.loads(path.read_text(encoding="utf-8"))
+        if not {"metric", "steps", "by_rows", "examples", "strategy"} <= found.keys():
+            raise ValueError("keys are missing")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not what `python -m pipejax.evaluate --json` writes ({error})") from error
+    return found
+
+
+def gap(cells: dict[str, Cell], workdir: Path, split: str, metric: str) -> dict[str, tuple[float, float, float]]:
+    """Pipelined minus sequential, with the 95 % interval of a paired bootstrap over the documents."""
+    files = [evaluation(workdir / cells[s].name, split, s).with_suffix(".jsonl") for s in ("sequential", "pipelined")]
+    first, second = ([line for _, line in read_file(str(path))] for path in files)
+    if [line["id"] for line in first] != [line["id"] for line in second]:
+        raise UserError(f"{files[1]}: found other documents than in {files[0]}; evaluate both again")
+    sources, gold = [line["source"] for line in first], [line["gold"] for line in first]
+    return metrics.gap(metric, sources, gold, [line["pred"] for line in first], [line["pred"] for line in second])
+
+
+def grid_of(tasks: Sequence[str], sizes: Sequence[str], delays: dict[str, Sequence[int]]) -> list[Cell]:
+    """All cells of these tasks and sizes that have a config; `delays`: those of a task beside 1, in the first size."""
+    cells = [Cell(task, size, objective) for task in tasks for size in sizes for objective in STRATEGIES[::-1]]
+    cells += [
+        Cell(task, size, "pipelined", delay) for task in tasks for size in sizes[:1] for delay in delays.get(task, ())
+    ]
+    return [cell for cell in cells if cell.path.is_file()]
+
+
+def _run(*command: str) -> int:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
