@@ -24,6 +24,7 @@ from pipejax.config import Config
 from pipejax.data.core import bucket, cut_source, pad
 from pipejax.decoding import TRUNCATIONS, Decoded, Schedule, Strategy
 from pipejax.errors import UserError
+from pipejax.fingerprint import digest
 from pipejax.t5 import T5, Memory, cast_params
 from pipejax.tokenizer import Tokenizer
 
@@ -51,14 +52,14 @@ class Report:
     compile_seconds: float = 0.0
     shapes: int = 0  # compiled
     steps: int = 0
-    other_steps: int = 0  # ideal steps of the other strategy for the same rows
+    other_steps: int | None = 0  # ideal steps of the other strategy for the same rows, unbounded; None: unknown rows
     cut_sources: int = 0
     truncated: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def summary(self, strategy: str) -> dict[str, Any]:
         """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""
         count = max(self.examples, 1)
-        own, other = self.steps / count, self.other_steps / count
+        own, other = self.steps / count, self.other_steps / count if self.other_steps else None
         sequential, pipelined = (own, other) if strategy == "sequential" else (other, own)
         return {
             "steps": own,
@@ -194,6 +195,7 @@ class Generator:
         self.set_params(params)
         self._programs: dict[tuple[Strategy | Literal["encoder"], tuple[int, int]], Any] = {}
         self.log: Callable[[str], None] = lambda line: None  # is told what compiles
+        self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
     def set_params(self, params: Any) -> None:
         """Other weights of the same architecture; nothing compiles again."""
@@ -302,6 +304,8 @@ class Generator:
         encode = self._program("encoder", source.shape, (self.ready.encoding, source, lengths), report)
         begun = time.perf_counter()
         memory = encode(self.ready.encoding, source, lengths)
+        if (strategy, memory.mask.shape) not in self._programs:
+            jax.block_until_ready(memory)  # else it ends while the decoder compiles, and nobody counts it
         report.seconds += time.perf_counter() - begun
         decode = self._program(strategy, memory.mask.shape, (self.ready.decoding, memory), report)
         begun = time.perf_counter()
@@ -353,14 +357,18 @@ class Generator:
         report.steps += record["steps"]
         if record["truncated"]:
             report.truncated[record["truncated"]] += 1
+        if report.other_steps is None:
+            return
+        parted = bool(self.config.data.separator.strip())
         if strategy != "sequential":
-            report.other_steps += grid.sequential_steps([len(row) for row in record["row_ids"]])
-        elif self.tokenizer is not None:
-            whole, g = not self.config.data.separator.strip(" "), self.config.grid
             lengths = [len(row) for row in record["row_ids"]]
-            if not whole:
-                lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
-            report.other_steps += grid.pipelined_steps(lengths, delay=g.delay, sub_max=g.sub_max, time_max=g.time_max)
+            report.other_steps += grid.sequential_steps(lengths, separator=parted)
+        elif self.tokenizer is None or not parted:  # where a row ends cannot be seen
+            report.other_steps = None
+        else:
+            lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
+            delay = self.config.grid.delay
+            report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
 
 
 def load(
@@ -389,4 +397,6 @@ def load(
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = Path(path) / "tokenizer"
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files.is_dir() else None
-    return Generator(config, restored.items["params"], tokenizer, own_kernel=native.use(log=log))
+    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=native.use(log=log))
+    generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    return generator

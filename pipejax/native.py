@@ -33,7 +33,11 @@ def use(*, log: Callable[[str], None]) -> bool:
     if directory is None:
         return False
     if directory not in _tried:
-        _tried[directory] = _load(directory, log)
+        try:
+            _tried[directory] = _load(directory, log)
+        except OSError as error:  # a disk that is full or forbids programs, a file that is no library
+            log(f"decoding goes without its own kernel: {error}")
+            _tried[directory] = False
     return _tried[directory]
 
 
@@ -64,7 +68,11 @@ def _load(directory: Path, log: Callable[[str], None]) -> bool:
                 return False
             made.replace(library)
     if not any(_tried.values()):  # a name can be given once
-        handler = ctypes.CDLL(str(library)).pipejax_columns
+        try:
+            handler = ctypes.CDLL(str(library)).pipejax_columns
+        except (OSError, AttributeError) as error:
+            library.unlink(missing_ok=True)  # the next start makes it anew
+            raise OSError(f"{library}: cannot be loaded ({error})") from error
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
     return True
 

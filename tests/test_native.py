@@ -94,6 +94,20 @@ def test_without_it(tmp_path, monkeypatch, variables, says):
     assert not list(tmp_path.glob("*.so"))
 
 
+def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypatch):
+    """A compiler that stops half-way, a disk that forbids programs."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_tried", {})
+    said: list[str] = []
+    assert not native.use(log=said.append)
+    assert "decoding goes without its own kernel" in said[-1] and "cannot be loaded" in said[-1]
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
 def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)

@@ -24,6 +24,7 @@ from pipejax.config import STRATEGIES
 from pipejax.data import make_task
 from pipejax.data.statistics import measure
 from pipejax.errors import UserError
+from pipejax.progress import Progress
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,11 +121,15 @@ def _statistics(tasks: Sequence[str], size: str, overrides: Sequence[str]) -> di
         cell = Cell(task, size, "pipelined")
         try:
             config = cell.config(overrides)
-            examples = {split: make_task(config.data).examples(split) for split in ("train", "test")}
+            task_data = make_task(config.data)
+            test = task_data.examples("test")
+            counted = len(task_data.examples("train"))
         except UserError as error:
             cli.note(f"Table 1, {paper.TITLES[task]}: {error}")
             continue
-        found[task] = {s: measure(e, None, config.data, config.grid) for s, e in examples.items() if len(e)}
+        progress = Progress(f"reading {paper.TITLES[task]}", len(test), unit="example")
+        found[task] = measure(test, None, config.data, config.grid, tick=progress.add) | {"train": counted}
+        progress.close()
     return found
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pipejax import metrics
+from pipejax.checkpoint import Store
 from pipejax.config import STRATEGIES, Config, load
 from pipejax.data.lines import read_file
 from pipejax.errors import UserError
+from pipejax.fingerprint import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("base", "large", "scratch")
@@ -73,7 +75,7 @@ def make(
     for split in splits:
         for strategy in strategies:
             path = evaluation(run, split, strategy)
-            if code or fresh(path, run):
+            if code or fresh(path, run, limit=limit):
                 continue
             path.parent.mkdir(exist_ok=True)
             flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", strategy]
@@ -86,26 +88,41 @@ def make(
     return code
 
 
-def fresh(path: Path, run: Path) -> bool:
-    """Whether that evaluation is there, and the run has not gone on since."""
-    return path.is_file() and path.stat().st_mtime >= (run / "metrics.jsonl").stat().st_mtime
+def fresh(path: Path, run: Path, *, limit: int | None) -> bool:
+    """Whether that evaluation is there, of so many documents, and of the weights that are the run's best now."""
+    if not path.is_file():
+        return False
+    found = _load(path)
+    return found["limit"] == limit and found["params_fp"] == _best(run)
+
+
+def _best(run: Path) -> str | None:
+    """The fingerprint of the best weights, as their manifest has it."""
+    store = Store(run / "best")
+    steps = store.steps() if (run / "best").is_dir() else []
+    return digest(store.describe(steps[0]).arrays["params"]) if steps else None
+
+
+def _load(path: Path) -> Scores:
+    try:
+        found: Scores = json.loads(path.read_text(encoding="utf-8"))
+        if not {"metric", "steps", "by_rows", "examples", "strategy", "params_fp", "limit"} <= found.keys():
+            raise ValueError("keys are missing")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not what `python -m pipejax.evaluate --json` writes ({error})") from error
+    return found
 
 
 def read(cell: Cell, workdir: Path, split: str, strategy: str, *, log: Callable[[str], None]) -> Scores | None:
-    """The scores of a cell, if it was evaluated; those from before its run went on do not count."""
+    """The scores of a cell, if it was evaluated; those of weights that are not its run's best any more do not count."""
     run = workdir / cell.name
     path = evaluation(run, split, strategy)
     if not path.is_file():
         return None
-    if not fresh(path, run):
-        log(f"{path}: older than {run / 'metrics.jsonl'}; not used")
+    found = _load(path)
+    if found["params_fp"] != _best(run):
+        log(f"{path}: of other weights than those in {run / 'best'}; not used")
         return None
-    try:
-        found: Scores = json.loads(path.read_text(encoding="utf-8"))
-        if not {"metric", "steps", "by_rows", "examples", "strategy"} <= found.keys():
-            raise ValueError("keys are missing")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not what `python -m pipejax.evaluate --json` writes ({error})") from error
     return found
 
 

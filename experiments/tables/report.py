@@ -23,7 +23,7 @@ LABELS = {
 
 
 def table_1(statistics: dict[str, dict[str, Any]]) -> str:
-    """Sizes and words of the data sets; `statistics` as `pipejax.data.statistics.measure` has them, by task, split."""
+    """Sizes and words of the data sets; `statistics` are those of the test split, and "train"."""
     head = [
         "data set",
         "train",
@@ -39,9 +39,8 @@ def table_1(statistics: dict[str, dict[str, Any]]) -> str:
     ]
     lines = []
     for task, reported in paper.TABLE_1.items():
-        found = statistics.get(task, {})
-        test = found.get("test") or {}
-        ours = [f"{found[s]['examples']:,}" if s in found else NONE for s in ("train", "test")]
+        test = statistics.get(task, {})
+        ours = [f"{test[key]:,}" if test.get(key) else NONE for key in ("train", "examples")]
         ours += [_number(test.get(key)) for key in ("words_per_target", "rows_per_target", "words_per_row")]
         lines.append([paper.TITLES[task], *_beside(ours, [_number(value) for value in reported])])
     return "Words and rows are those of the test split.\n\n" + _markdown(head, lines)
@@ -58,7 +57,7 @@ def table_of_scores(
     scores = paper.SCORES[_metric(tasks[0])]
     head = ["data set", "model", "decoder"]
     head += [title for split in splits for score in scores for title in (f"{split} {LABELS[score]}", "paper")]
-    head += ["steps", "examples/s", "paper", "peak memory", "paper"]
+    head += ["documents", "steps", "examples/s", "paper", "peak memory", "paper"]
     lines = []
     for task in tasks:
         for size in sizes:
@@ -69,7 +68,7 @@ def table_of_scores(
                 lines.append(_line(cell, both[0], scores, splits, results))
             if found := {split: gaps[task, size, split] for split in splits if (task, size, split) in gaps}:
                 cells = [_interval(found.get(split, {}).get(score)) for split in splits for score in scores]
-                lines.append(["", "", "gap", *(x for cell in cells for x in (cell, "")), *[""] * 5])
+                lines.append(["", "", "gap", *(x for cell in cells for x in (cell, "")), *[""] * 6])
     return _markdown(head, lines) if lines else ""
 
 
@@ -130,10 +129,12 @@ def _line(cell: Cell, sequential: Cell, scores: Sequence[str], splits: Sequence[
         )
     last = splits[-1]
     found, base = results.get((cell, last)), results.get((sequential, last))
-    line.append(_number(_of(found, "steps")))
-    baseline = paper.REPORTED.get((cell.task, cell.size, "sequential"))
-    line.append(_speed(_of(found, "examples_per_second"), _of(base, "examples_per_second"), cell))
-    line.append(_speed(reported and reported.examples_per_second, baseline and baseline.examples_per_second, cell))
+    line += [_number(_of(found, "examples"), 0), _number(_of(found, "steps"))]
+    ours, theirs_up = _of(found, "examples_per_second"), paper.SPEED_UPS.get((cell.task, cell.size))
+    before = _of(base, "examples_per_second")
+    pipelined = cell.objective == "pipelined"
+    line.append(_speed(ours, ours / before if pipelined and ours and before else None, 2))
+    line.append(_speed(reported.examples_per_second if reported else None, theirs_up if pipelined else None, 1))
     return [*line, _memory(found), f"{reported.memory:,} M" if reported and reported.memory else NONE]
 
 
@@ -155,11 +156,10 @@ def _number(value: float | str | None, digits: int = 1) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
-def _speed(value: float | None, base: float | None, cell: Cell) -> str:
+def _speed(value: float | None, ratio: float | None, digits: int) -> str:
     if value is None:
         return NONE
-    ratio = f" ({value / base:.1f}x)" if base and cell.objective == "pipelined" else ""
-    return f"{value:.{2 if value < 10 else 1}f}{ratio}"
+    return f"{value:.{digits if value < 10 else 1}f}" + (f" ({ratio:.1f}x)" if ratio else "")
 
 
 def _memory(found: Scores | None) -> str:
