@@ -145,6 +145,8 @@ def main(argv: Sequence[str]) -> int:
         "task": generator.config.data.task,
         "split": flags.split,
         "batch_size": flags.batch_size,
+        "beams": generator.config.decode.beams,
+        "length_penalty": generator.config.decode.length_penalty,
         **result,
         **peak_memory(),
         "by_rows": by_rows(examples, records, result["metric"]),
