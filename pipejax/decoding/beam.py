@@ -28,7 +28,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Beam:
-    """The hypothesis with the best log-probability / length**length_penalty that `beams` at a time come upon.
+    """The best hypothesis by log-probability / length**length_penalty that `beams` of them side by side lead to.
 
     Hypotheses, scores and end are those of Hugging Face's `generate` with its default early_stopping=False: each step
     keeps the best `beams` of all continuations without eos; one with eos counts if it is among the best `beams` of all;
@@ -79,7 +79,7 @@ class Beam:
         return state, Query(state.last, row, jnp.full_like(row, state.step), live, lineage=state.lineage)
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
-        """Log-probabilities f32 [N, 2K] and ids i32 [N, 2K] of the best: with less than K eos among them, K go on."""
+        """Log-probabilities f32 [N, 2K] and ids i32 [N, 2K] of the best: of 2K at most K are eos, so K can go on."""
         best, ids = jax.lax.top_k(logits.T, 2 * self.beams)
         return best - jax.nn.logsumexp(logits, axis=0)[:, None], ids
 
