@@ -155,6 +155,8 @@ def main(argv: Sequence[str]) -> int:
         "limit": flags.limit,
         **generator.origin,
         "batch_size": flags.batch_size,
+        "beams": generator.config.decode.beams,
+        "length_penalty": generator.config.decode.length_penalty,
         **result,
         **peak_memory(),
         "by_rows": by_rows(examples, records, result["metric"]),

@@ -205,6 +205,15 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
     assert [line["step"] for line in metrics(tmp_path) if line["event"] == "evaluation"] == [3]
 
 
+def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_holds(finished, tmp_path):
+    with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, .*, not pipelined"):
+        fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run", log=quiet)
+    assert not (tmp_path / "run").exists()
+    config = change(CONFIG, train={"objective": "sequential", "init_from": str(finished)}, decode={"beams": 33})
+    with pytest.raises(UserError, match=r"decode\.beams: found 33; expected at most half of model\.vocab_size = 64"):
+        fit(dataclasses.replace(config, model=None), tmp_path / "run", log=quiet)
+
+
 def test_a_separator_that_the_tokenizer_loses(tmp_path):
     with pytest.raises(UserError, match=r"data\.separator: found '\\n', which the tokenizer does not give back"):
         fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run", log=quiet)
