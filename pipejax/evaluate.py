@@ -22,8 +22,9 @@ from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.data.text import sentences
 from pipejax.errors import UserError
-from pipejax.generate import Generator, Record, Report, Source, load
+from pipejax.generate import Generator, Record, Source, load
 from pipejax.progress import Progress
+from pipejax.report import Report
 
 
 def evaluate(
