@@ -9,7 +9,7 @@ from test_training import CONFIG
 
 from experiments.tables import __main__ as command
 from experiments.tables import paper
-from experiments.tables.cells import Cell, evaluation, fresh, make, read
+from experiments.tables.cells import Cell, Way, evaluation, fresh, make, read
 from pipejax import config as config_lib
 from pipejax.checkpoint import Store
 from pipejax.errors import UserError
@@ -19,11 +19,11 @@ from pipejax.metrics import spans
 GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
 
 
-def lay(workdir, cell, split, *, right, seconds, strategy=None, steps=7.0):
+def lay(workdir, cell, split, *, right, seconds, strategy=None, beams=1, steps=7.0):
     """An evaluation as `pipejax.evaluate` writes it, of which the first `right` documents are right."""
-    strategy = strategy or cell.objective
+    way = Way(strategy or cell.objective, beams)
     run = workdir / cell.name
-    path = evaluation(run, split, strategy)
+    path = evaluation(run, split, way)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not (run / "best").exists():
         best(run, 1)
@@ -36,7 +36,7 @@ def lay(workdir, cell, split, *, right, seconds, strategy=None, steps=7.0):
     scores = spans.score(GOLD, predicted)
     groups = [{"rows": 2, "documents": 6, "em_f1": 1.0, "seconds": seconds}]
     groups.append({"rows": 3, "documents": 14, "em_f1": 2.0, "seconds": 2 * seconds})
-    found = {"metric": "spans", "strategy": strategy, "examples": len(GOLD), "steps": steps, **scores}
+    found = {"metric": "spans", "strategy": way.strategy, "examples": len(GOLD), "steps": steps, **scores}
     found |= {"examples_per_second": 1 / seconds, "by_rows": groups, "truncated": {"time_max": 5}}
     params = {"a": jnp.full(3, 1.0)}
     found |= {"peak_device_bytes": 3 * 2**20, "limit": None, "params_fp": digest(fingerprints(params))}
@@ -64,7 +64,8 @@ def collected(tmp_path, capsys):
         lay(tmp_path, sequential, split, right=10, seconds=0.5)
         lay(tmp_path, pipelined, split, right=5, seconds=0.2)
     lay(tmp_path, pipelined, "test", right=2, seconds=0.4, strategy="sequential", steps=9.0)
-    flags = ["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa,pubmed"]
+    lay(tmp_path, sequential, "test", right=12, seconds=0.8, beams=4)
+    flags = ["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa,pubmed", "--beams", "4"]
     assert command.main(flags) == 0
     return tmp_path / "out"
 
@@ -86,8 +87,9 @@ def test_ours_beside_the_papers(collected):
     gap = cells_of(text, "Table 2", "", "", "gap")[place["test EM"]]
     assert gap.startswith("-") and " to -" in gap  # half of the right ones are lost: surely worse
     assert "nothing measured" in text.lower()  # PubMed, and the rest
-    assert cells_of(text, "Objectives", "MSQA", "base", "pipelined", "sequential")[5:7] == ["9.0", "2.50"]
-    assert cells_of(text, "Objectives", "MSQA", "base", "pipelined", "pipelined")[7] == "25.0 %"
+    assert cells_of(text, "Models", "MSQA", "base", "sequential", "sequential-4-beams")[6] == "1.25"
+    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "sequential")[5:7] == ["9.0", "2.50"]
+    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "pipelined")[7] == "25.0 %"
 
 
 def test_pictures(collected):
@@ -108,12 +110,12 @@ def test_the_papers_own_numbers_agree_with_one_another():
 def test_a_run_that_went_on_is_not_read(tmp_path):
     cell, said = Cell("msqa", "base", "sequential"), []
     lay(tmp_path, cell, "test", right=1, seconds=1.0)
-    assert read(cell, tmp_path, "test", "sequential", log=said.append) and not said
+    assert read(cell, tmp_path, "test", Way("sequential"), log=said.append) and not said
     shutil.copytree(tmp_path / cell.name, tmp_path / "elsewhere" / cell.name)
     best(tmp_path / cell.name, 2)
-    assert read(cell, tmp_path, "test", "sequential", log=said.append) is None
+    assert read(cell, tmp_path, "test", Way("sequential"), log=said.append) is None
     assert "of other weights than those in" in said[0]
-    assert read(cell, tmp_path / "elsewhere", "test", "sequential", log=said.append)  # a copy is as good
+    assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"), log=said.append)  # a copy is as good
 
 
 def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch):
@@ -123,15 +125,15 @@ def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch):
     config.write_text(f"from pipejax.config import from_json\nconfig = from_json({text!r}, where='test')\n")
     monkeypatch.setattr(Cell, "path", config)
     settings = ["train.steps=2", "train.evaluate_every=2", "train.evaluate_examples=2"]
-    options = {"splits": ["test"], "overrides": settings, "limit": 3, "strategies": ["pipelined"], "log": said.append}
+    options = {"splits": ["test"], "overrides": settings, "limit": 3, "ways": [Way("pipelined")], "log": said.append}
     assert make(cell, tmp_path, **options) == 0
-    found = read(cell, tmp_path, "test", "pipelined", log=said.append)
+    found = read(cell, tmp_path, "test", Way("pipelined"), log=said.append)
     assert found is not None and found["examples"] == 3
     assert json.loads((tmp_path / cell.name / "config.json").read_text())["grid"]["delay"] == 2
-    before = evaluation(tmp_path / cell.name, "test", "pipelined").stat().st_mtime_ns
+    before = evaluation(tmp_path / cell.name, "test", Way("pipelined")).stat().st_mtime_ns
     assert make(cell, tmp_path, **options) == 0
-    assert evaluation(tmp_path / cell.name, "test", "pipelined").stat().st_mtime_ns == before
-    assert not fresh(evaluation(tmp_path / cell.name, "test", "pipelined"), tmp_path / cell.name, limit=None)
+    assert evaluation(tmp_path / cell.name, "test", Way("pipelined")).stat().st_mtime_ns == before
+    assert not fresh(evaluation(tmp_path / cell.name, "test", Way("pipelined")), tmp_path / cell.name, limit=None)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,7 @@ def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch):
         (["--sizes", "small"], r"--sizes: found 'small'; expected some of base, large, scratch"),
         (["--splits", "train"], r"--splits: found 'train'; expected some of dev, test"),
         (["--delays", "4", "--run"], r"--delays: found '4'; expected some of 2, 3"),
+        (["--beams", "0"], r"--beams: found 0; expected at least 1"),
         (["--limit", "0", "--run"], r"--limit: found 0; expected at least 1"),
         (["--tasks", "pubmed", "--sizes", "scratch"], r"--sizes scratch: found no config of pubmed"),
         (["--run", "--set", "train.nonsense=1"], r"train\.nonsense: unknown key"),
@@ -155,10 +158,10 @@ def test_predictions_of_other_documents(tmp_path):
     sequential, pipelined = (Cell("msqa", "base", objective) for objective in ("sequential", "pipelined"))
     for cell in (sequential, pipelined):
         lay(tmp_path, cell, "test", right=3, seconds=1.0)
-    path = evaluation(tmp_path / pipelined.name, "test", "pipelined").with_suffix(".jsonl")
+    path = evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).with_suffix(".jsonl")
     path.write_text(path.read_text().replace('"id": "0"', '"id": "other"'))
     with pytest.raises(UserError, match="found other documents than in"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
-    evaluation(tmp_path / pipelined.name, "test", "pipelined").write_text("{}")
+    evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).write_text("{}")
     with pytest.raises(UserError, match=r"not what `python -m pipejax\.evaluate --json` writes"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.tables import paper, report
-from experiments.tables.cells import SIZES, Cell, Scores, gap, grid_of, make, read
+from experiments.tables.cells import SIZES, Cell, Scores, Way, gap, grid_of, make, read
 from pipejax import cli, metrics
 from pipejax.checkpoint import write_text
 from pipejax.config import STRATEGIES
@@ -39,13 +39,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--splits", default="dev,test", metavar="A,B", help="to evaluate (default: dev,test)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first so many documents of each, with --run")
     parser.add_argument("--crossed", action="store_true", help="each model with the other decoder as well")
+    parser.add_argument("--beams", type=int, default=1, metavar="N", help="sequential models with beam search as well")
     parser.add_overrides("override a setting of all trainings (repeatable)")
     flags = parser.parse_args(argv)
     tasks, sizes = _chosen("--tasks", flags.tasks, paper.TITLES), _chosen("--sizes", flags.sizes, SIZES)
     splits = _chosen("--splits", flags.splits, ("dev", "test"))
     delays = [int(delay) for delay in _chosen("--delays", flags.delays, ("2", "3"))] if flags.delays else []
-    if flags.limit is not None and flags.limit < 1:
-        raise UserError(f"--limit: found {flags.limit}; expected at least 1")
+    for flag, value in (("--limit", flags.limit), ("--beams", flags.beams)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag}: found {value}; expected at least 1")
     output, workdir = Path(flags.output), Path(flags.workdir)
     cells = grid_of(tasks, sizes, dict.fromkeys(paper.TABLES[4], delays))
     if not cells:
@@ -60,23 +62,32 @@ def main(argv: Sequence[str]) -> int:
         for cell in cells:
             cell.config(flags.overrides)  # a wrong setting shows before hours of work
         for cell in cells:
-            strategies = STRATEGIES if flags.crossed and cell.delay == 1 else (cell.objective,)
-            options = {"splits": splits, "overrides": flags.overrides, "limit": flags.limit, "strategies": strategies}
+            ways = [Way(strategy) for strategy in STRATEGIES if flags.crossed and cell.delay == 1]
+            ways = ways or [Way(cell.objective)]
+            if flags.beams > 1 and cell.objective == "sequential":
+                ways.append(Way("sequential", flags.beams))
+            options = {"splits": splits, "overrides": flags.overrides, "limit": flags.limit, "ways": ways}
             if code := make(cell, workdir.absolute(), log=cli.note, **options):
                 return code
-    _write(output, workdir, tasks, sizes, splits, flags.overrides)
+    _write(output, workdir, tasks, sizes, splits, flags.beams, flags.overrides)
     return 0
 
 
 def _write(
-    output: Path, workdir: Path, tasks: list[str], sizes: list[str], splits: list[str], overrides: Sequence[str]
+    output: Path,
+    workdir: Path,
+    tasks: list[str],
+    sizes: list[str],
+    splits: list[str],
+    beams: int,
+    overrides: Sequence[str],
 ) -> None:
     every = grid_of(tasks, sizes, dict.fromkeys(paper.TABLES[4], paper.DELAYS[1:]))
     results = {
         (cell, split): found
         for cell in every
         for split in splits
-        if (found := read(cell, workdir, split, cell.objective, log=cli.note))
+        if (found := read(cell, workdir, split, Way(cell.objective), log=cli.note))
     }
     gaps = {}
     for task, size, split in {(cell.task, cell.size, split) for cell, split in results}:
@@ -94,12 +105,11 @@ def _write(
     sentences = [task for task in paper.TABLES[4] if task in tasks]
     parts.append(("Table 5: Δt, test split", report.table_5(sentences, sizes[0], results)))
     last, plain = splits[-1], [cell for cell in every if cell.delay == 1]
-    both_ways = report.crossed(
-        [cell for cell in plain if read(cell, workdir, last, _other(cell.objective), log=cli.note)],
-        last,
-        lambda cell, strategy: read(cell, workdir, last, strategy, log=cli.note),
-    )
-    parts.append(("Objectives and decoders, each with each", both_ways))
+    ways = [Way("sequential"), *([Way("sequential", beams)] if beams > 1 else []), Way("pipelined")]
+    found_by = {(c, w): s for c in plain for w in ways if (s := read(c, workdir, last, w, log=cli.note))}
+    several = [c for c in plain if sum((c, way) in found_by for way in ways) > 1]
+    text = report.crossed(several, ways, last, lambda cell, way: found_by.get((cell, way)))
+    parts.append(("Models and decoders", text))
     pictures = _draw(output, tasks, sizes[0], last, results)
     text = "\n\n".join(f"## {title}\n\n{body or 'Nothing measured.'}" for title, body in parts)
     head = (
@@ -156,10 +166,6 @@ def _draw(output: Path, tasks: Sequence[str], size: str, split: str, results: re
         f"\n## Figure 4: speed-up by the number of rows\n\n![speed-up](figure_4.png)\n"
         f"\n## Figure 5: quality by the number of rows ({title})\n\n![quality](figure_5.png)\n\n{paper.FIGURE_5_SAYS}\n"
     )
-
-
-def _other(objective: str) -> str:
-    return "pipelined" if objective == "sequential" else "sequential"
 
 
 def _chosen(flag: str, text: str, known: Any) -> list[str]:

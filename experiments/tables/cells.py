@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipejax import metrics
 from pipejax.checkpoint import Store
@@ -49,9 +49,21 @@ class Cell:
         return load(self.path, self.settings(overrides))
 
 
-def evaluation(run: Path, split: str, strategy: str) -> Path:
+class Way(NamedTuple):
+    """How a model is decoded."""
+
+    strategy: str
+    beams: int = 1  # of the sequential strategy
+
+    @property
+    def name(self) -> str:
+        """Of its files, and for people."""
+        return self.strategy if self.beams == 1 else f"{self.strategy}-{self.beams}-beams"
+
+
+def evaluation(run: Path, split: str, way: Way) -> Path:
     """Where the scores of a run are; the predictions lie beside them as .jsonl."""
-    return run / "evaluation" / f"{split}-{strategy}.json"
+    return run / "evaluation" / f"{split}-{way.name}.json"
 
 
 def make(
@@ -61,7 +73,7 @@ def make(
     splits: Sequence[str],
     overrides: Sequence[str],
     limit: int | None,
-    strategies: Sequence[str],
+    ways: Sequence[Way],
     log: Callable[[str], None],
 ) -> int:
     """Trains the cell and evaluates it, as far as that is not done; the exit code of what failed, or 0.
@@ -73,14 +85,15 @@ def make(
     settings = [flag for setting in cell.settings(overrides) for flag in ("--set", setting)]
     code = _run("train.py", "--config", str(cell.path), "--workdir", str(run), *settings)
     for split in splits:
-        for strategy in strategies:
-            path = evaluation(run, split, strategy)
+        for way in ways:
+            path = evaluation(run, split, way)
             if code or fresh(path, run, limit=limit):
                 continue
             path.parent.mkdir(exist_ok=True)
-            flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", strategy]
+            flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", way.strategy]
+            flags += ["--set", f"decode.beams={way.beams}"]
             flags += ["--limit", str(limit)] if limit else []
-            log(f"--- {cell.name}, {strategy} on {split}")
+            log(f"--- {cell.name}, {way.name} on {split}")
             code = _run(
                 *("-m", "pipejax.evaluate", *flags, "--json", str(path)),
                 *("--predictions", str(path.with_suffix(".jsonl"))),
@@ -113,10 +126,10 @@ def _load(path: Path) -> Scores:
     return found
 
 
-def read(cell: Cell, workdir: Path, split: str, strategy: str, *, log: Callable[[str], None]) -> Scores | None:
+def read(cell: Cell, workdir: Path, split: str, way: Way, *, log: Callable[[str], None]) -> Scores | None:
     """The scores of a cell, if it was evaluated; those of weights that are not its run's best any more do not count."""
     run = workdir / cell.name
-    path = evaluation(run, split, strategy)
+    path = evaluation(run, split, way)
     if not path.is_file():
         return None
     found = _load(path)
@@ -128,7 +141,9 @@ def read(cell: Cell, workdir: Path, split: str, strategy: str, *, log: Callable[
 
 def gap(cells: dict[str, Cell], workdir: Path, split: str, metric: str) -> dict[str, tuple[float, float, float]]:
     """Pipelined minus sequential, with the 95 % interval of a paired bootstrap over the documents."""
-    files = [evaluation(workdir / cells[s].name, split, s).with_suffix(".jsonl") for s in ("sequential", "pipelined")]
+    files = [
+        evaluation(workdir / cells[s].name, split, Way(s)).with_suffix(".jsonl") for s in ("sequential", "pipelined")
+    ]
     first, second = ([line for _, line in read_file(str(path))] for path in files)
     if [line["id"] for line in first] != [line["id"] for line in second]:
         raise UserError(f"{files[1]}: found other documents than in {files[0]}; evaluate both again")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.tables import paper
-from experiments.tables.cells import Cell, Scores
+from experiments.tables.cells import Cell, Scores, Way
 
 NONE = "–"  # not measured, or not in the paper
 Gap = dict[str, tuple[float, float, float]]
@@ -98,12 +98,14 @@ def table_5(tasks: Sequence[str], size: str, results: Results) -> str:
     return _markdown(head, lines) if lines else ""
 
 
-def crossed(cells: Sequence[Cell], split: str, scores_of: Callable[[Cell, str], Scores | None]) -> str:
-    """Each model with either decoder: what the objective is worth, and what the decoder."""
+def crossed(
+    cells: Sequence[Cell], ways: Sequence[Way], split: str, scores_of: Callable[[Cell, Way], Scores | None]
+) -> str:
+    """Each model decoded in several ways: what the objective is worth, and what the decoder."""
     lines = []
     for cell in cells:
-        for strategy in ("sequential", "pipelined"):
-            if (found := scores_of(cell, strategy)) is None:
+        for way in ways:
+            if (found := scores_of(cell, way)) is None:
                 continue
             values = [_number(found[score]) for score in paper.SCORES[found["metric"]]]
             named = ", ".join(
@@ -111,7 +113,7 @@ def crossed(cells: Sequence[Cell], split: str, scores_of: Callable[[Cell, str], 
             )
             cut = f"{100 * sum(found['truncated'].values()) / found['examples']:.1f} %"
             speed = _number(found["examples_per_second"], 2)
-            model = [paper.TITLES[cell.task], cell.size, cell.objective, strategy]
+            model = [paper.TITLES[cell.task], cell.size, cell.objective, way.name]
             lines.append([*model, named, _number(found["steps"]), speed, cut])
     head = ["data set", "model", "trained as", "decoded as", split, "steps", "examples/s", "cut"]
     return _markdown(head, lines) if lines else ""
