@@ -139,6 +139,8 @@ class DecodeConfig:
     """Decoding settings that are not the grid's."""
 
     max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
+    beams: int = setting(1, least=1)  # of the sequential decoder: 1 is greedy, more is beam search
+    length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**this
     batch_size: int = setting(8, least=1)
     dtype: str = setting("auto", choices=DTYPES)
 
@@ -247,6 +249,11 @@ def check(config: Config, *, where: str) -> None:
                 f"{where}: model.relative_attention_max_distance: found "
                 f"{model.relative_attention_max_distance}; expected more than half of the "
                 f"{model.relative_attention_num_buckets} buckets"
+            )
+        if 2 * config.decode.beams > model.vocab_size:
+            raise UserError(
+                f"{where}: decode.beams: found {config.decode.beams}; expected at most half of model.vocab_size = "
+                f"{model.vocab_size}"
             )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")

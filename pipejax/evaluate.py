@@ -20,9 +20,11 @@ from pipejax import cli, metrics
 from pipejax import config as config_lib
 from pipejax.data import make_task
 from pipejax.data.core import Example
+from pipejax.data.text import sentences
 from pipejax.errors import UserError
-from pipejax.generate import Generator, Record, Report, Source, load
+from pipejax.generate import Generator, Record, Source, load
 from pipejax.progress import Progress
+from pipejax.report import Report
 
 
 def evaluate(
@@ -46,8 +48,9 @@ def evaluate(
 
     Returns:
       metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's are the
-      ideal for the same rows), step_ratio, examples_per_second (compilation left out), compile_seconds, truncated and
-      cut_sources (counts); and the records, with their "seconds" if the batch size is 1.
+      ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation left
+      out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch size
+      is 1. With the metric "rouge" and a blank separator "rows" are the sentences of the text, of either strategy.
     """
     name = strategy or generator.default_strategy
     report, sources = Report(), [Source(e.id, e.source) for e in examples]
@@ -60,6 +63,10 @@ def evaluate(
             records[-1]["seconds"] = report.seconds - before
     data = generator.config.data
     metric = metric or data.metric or make_task(data).metric
+    if metric == "rouge" and not generator.config.data.separator.strip():
+        # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
+        for record in records:
+            record["rows"] = sentences(record["text"])
     gold, predicted = [e.targets for e in examples], [record["rows"] for record in records]
     scores = metrics.score(metric, [e.source for e in examples], gold, predicted)
     result = {
@@ -93,7 +100,7 @@ def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str)
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes: of the fullest device since the process began, where devices tell, else of the process."""
+    """Bytes since the start, loading included: of the fullest device, where devices tell, else of the process."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     if known := [peak for peak in peaks if peak]:
         return {"peak_device_bytes": max(known)}
@@ -126,6 +133,8 @@ def main(argv: Sequence[str]) -> int:
 
     program_cache.use(log=cli.note)
     generator = load(flags.checkpoint, best=flags.best, overrides=others, log=cli.note)
+    if generator.tokenizer is None:
+        raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
     if flags.task:
         ours.insert(0, f"data.task={flags.task}")
     generator.config = config_lib.override(generator.config, ours)
@@ -144,7 +153,11 @@ def main(argv: Sequence[str]) -> int:
         "checkpoint": str(flags.checkpoint),
         "task": generator.config.data.task,
         "split": flags.split,
+        "limit": flags.limit,
+        **generator.origin,
         "batch_size": flags.batch_size,
+        "beams": generator.config.decode.beams,
+        "length_penalty": generator.config.decode.length_penalty,
         **result,
         **peak_memory(),
         "by_rows": by_rows(examples, records, result["metric"]),

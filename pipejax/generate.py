@@ -3,10 +3,8 @@
 Shapes: B batch, L source length (a bucket).
 """
 
-import dataclasses
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -24,6 +22,8 @@ from pipejax.config import Config
 from pipejax.data.core import bucket, cut_source, pad
 from pipejax.decoding import TRUNCATIONS, Decoded, Schedule, Strategy
 from pipejax.errors import UserError
+from pipejax.fingerprint import digest
+from pipejax.report import Report
 from pipejax.t5 import T5, Memory, cast_params
 from pipejax.tokenizer import Tokenizer
 
@@ -40,52 +40,6 @@ class Source(NamedTuple):
 
     id: str | int
     content: str | Sequence[int]
-
-
-@dataclasses.dataclass
-class Report:
-    """What a decode came to, as sums."""
-
-    examples: int = 0
-    seconds: float = 0.0  # generate and detokenise; compilation and tokenisation left out
-    compile_seconds: float = 0.0
-    shapes: int = 0  # compiled
-    steps: int = 0
-    other_steps: int = 0  # ideal steps of the other strategy for the same rows
-    cut_sources: int = 0
-    truncated: Counter[str] = dataclasses.field(default_factory=Counter)
-
-    def summary(self, strategy: str) -> dict[str, Any]:
-        """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""
-        count = max(self.examples, 1)
-        own, other = self.steps / count, self.other_steps / count
-        sequential, pipelined = (own, other) if strategy == "sequential" else (other, own)
-        return {
-            "steps": own,
-            "sequential_steps": sequential,
-            "pipelined_steps": pipelined,
-            "step_ratio": sequential / pipelined if own and other else None,
-            "examples_per_second": self.examples / self.seconds if self.seconds else None,
-            "compile_seconds": self.compile_seconds,
-            "compiled_shapes": self.shapes,
-            "truncated": dict(sorted(self.truncated.items())),
-            "cut_sources": self.cut_sources,
-        }
-
-    def lines(self, strategy: str) -> list[str]:
-        """The summary for people."""
-        s = self.summary(strategy)
-        ratio = s["step_ratio"] and (
-            f"; ideal step ratio sequential/pipelined {s['step_ratio']:.2f} "
-            f"({s['sequential_steps']:.1f} / {s['pipelined_steps']:.1f})"
-        )
-        cuts = ", ".join(f"{n} by {name}" for name, n in s["truncated"].items()) or "none"
-        return [
-            f"{self.examples} examples, {s['examples_per_second'] or 0:.2f} examples/s (compilation left out: "
-            f"{self.compile_seconds:.1f} s for {self.shapes} shapes)",
-            f"{s['steps']:.1f} steps on average{ratio or ''}",
-            f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}",
-        ]
 
 
 def split_rows(text: str, separator: str) -> list[str]:
@@ -194,6 +148,7 @@ class Generator:
         self.set_params(params)
         self._programs: dict[tuple[Strategy | Literal["encoder"], tuple[int, int]], Any] = {}
         self.log: Callable[[str], None] = lambda line: None  # is told what compiles
+        self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
     def set_params(self, params: Any) -> None:
         """Other weights of the same architecture; nothing compiles again."""
@@ -302,6 +257,8 @@ class Generator:
         encode = self._program("encoder", source.shape, (self.ready.encoding, source, lengths), report)
         begun = time.perf_counter()
         memory = encode(self.ready.encoding, source, lengths)
+        if (strategy, memory.mask.shape) not in self._programs:
+            jax.block_until_ready(memory)  # else it ends while the decoder compiles, and nobody counts it
         report.seconds += time.perf_counter() - begun
         decode = self._program(strategy, memory.mask.shape, (self.ready.decoding, memory), report)
         begun = time.perf_counter()
@@ -353,14 +310,18 @@ class Generator:
         report.steps += record["steps"]
         if record["truncated"]:
             report.truncated[record["truncated"]] += 1
+        if report.other_steps is None:
+            return
+        parted = bool(self.config.data.separator.strip())
         if strategy != "sequential":
-            report.other_steps += grid.sequential_steps([len(row) for row in record["row_ids"]])
-        elif self.tokenizer is not None:
-            whole, g = not self.config.data.separator.strip(" "), self.config.grid
             lengths = [len(row) for row in record["row_ids"]]
-            if not whole:
-                lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
-            report.other_steps += grid.pipelined_steps(lengths, delay=g.delay, sub_max=g.sub_max, time_max=g.time_max)
+            report.other_steps += grid.sequential_steps(lengths, separator=parted)
+        elif self.tokenizer is None or not parted:  # where a row ends cannot be seen
+            report.other_steps = None
+        else:
+            lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
+            delay = self.config.grid.delay
+            report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
 
 
 def load(
@@ -389,4 +350,6 @@ def load(
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = Path(path) / "tokenizer"
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files.is_dir() else None
-    return Generator(config, restored.items["params"], tokenizer, own_kernel=native.use(log=log))
+    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=native.use(log=log))
+    generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    return generator

@@ -73,6 +73,11 @@ def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_ma
     return min(max(steps), time_max)
 
 
-def sequential_steps(lengths: Sequence[int]) -> int:
-    """Tokens that a sequential decoder generates for the same rows: a separator counts one, and so does the eos."""
-    return sum(lengths) + max(len(lengths) - 1, 0) + 1
+def sequential_steps(lengths: Sequence[int], *, separator: int = 1) -> int:
+    """Tokens that a sequential decoder generates for the same rows, the eos included.
+
+    Args:
+      lengths: of the rows, in tokens.
+      separator: tokens of each separator; T5 spends none on a space between two sentences.
+    """
+    return sum(lengths) + separator * max(len(lengths) - 1, 0) + 1

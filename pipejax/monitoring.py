@@ -197,7 +197,7 @@ class Examiner:
         self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
 
     def evaluate(self, step: int, params: Any, progress: Progress) -> None:
-        """Dev loss and quality of greedy decoding with the trained strategy; the best by score, then loss, is kept."""
+        """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept."""
         weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
             self.generator = Generator(self.config, weights, self.tokenizer)

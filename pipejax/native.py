@@ -12,14 +12,16 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipejax import program_cache
 
 Array = jax.Array
-TARGET = "pipejax_columns"
+TARGETS = ("pipejax_added", "pipejax_normed", "pipejax_attend")
 LANES = 16  # outputs of a panel, as in columns.cc
 SOURCE = Path(__file__).parent / "columns.cc"
 VARIABLE = "PIPEJAX_NATIVE"  # "off": do without
@@ -33,7 +35,11 @@ def use(*, log: Callable[[str], None]) -> bool:
     if directory is None:
         return False
     if directory not in _tried:
-        _tried[directory] = _load(directory, log)
+        try:
+            _tried[directory] = _load(directory, log)
+        except OSError as error:  # a disk that is full or forbids programs, a file that is no library
+            log(f"decoding goes without its own kernel: {error}")
+            _tried[directory] = False
     return _tried[directory]
 
 
@@ -64,8 +70,14 @@ def _load(directory: Path, log: Callable[[str], None]) -> bool:
                 return False
             made.replace(library)
     if not any(_tried.values()):  # a name can be given once
-        handler = ctypes.CDLL(str(library)).pipejax_columns
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+        try:
+            loaded = ctypes.CDLL(str(library))
+            handlers = {name: getattr(loaded, name) for name in TARGETS}
+        except (OSError, AttributeError) as error:
+            library.unlink(missing_ok=True)  # the next start makes it anew
+            raise OSError(f"{library}: cannot be loaded ({error})") from error
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     return True
 
 
@@ -79,12 +91,37 @@ def _processor() -> str:
 
 
 def panels(matrix: Array) -> Array:
-    """[.., O, I] -> [.., O / 16, I, 16], as `product` reads it; O must be a multiple of 16."""
+    """[.., O, I] -> [.., O / 16, I, 16], as the kernel reads it; O must be a multiple of 16."""
     *batch, outputs, inputs = matrix.shape
     return matrix.reshape(*batch, outputs // LANES, LANES, inputs).swapaxes(-1, -2)
 
 
-def product(matrix: Array, columns: Array) -> Array:
-    """f32 [.., O, N], the matrix in panels f32 [.., O / 16, I, 16] times columns f32 [.., I, N]. Only after `use`."""
-    shape = (*columns.shape[:-2], matrix.shape[-3] * LANES, columns.shape[-1])
-    return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.float32))(matrix, columns)
+# All of these only after `use`. Matrices are in panels, f32 [O / 16, I, 16]; columns are f32 [I, N].
+
+
+def added(matrix: Array, columns: Array, residual: Array) -> Array:
+    """f32 [O, N], the residual f32 [O, N] plus the matrix times the columns."""
+    return _call("pipejax_added", matrix, columns, residual)
+
+
+def normed(matrix: Array, columns: Array, scale: Array, *, epsilon: float, relu: bool = False) -> Array:
+    """f32 [O, N], the matrix times the columns in their root-mean-square norm with scale f32 [I]; then perhaps relu."""
+    return _call("pipejax_normed", matrix, columns, scale, epsilon=np.float32(epsilon), relu=relu)
+
+
+def attend(keys: Array, values: Array, query: Array, bias: Array) -> Array:
+    """What queries find: f32 [B, H, K, N].
+
+    Args:
+      keys: f32 [B, H, L / 16, K, 16], in panels.
+      values: f32 [B, H, K / 16, L, 16], in panels.
+      query: f32 [B, H, K, N].
+      bias: f32 [B, L], added to the scores before the softmax.
+    """
+    result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    return jax.ffi.ffi_call("pipejax_attend", result)(keys, values, query, bias)
+
+
+def _call(target: str, matrix: Array, columns: Array, *more: Array, **attributes: Any) -> Array:
+    shape = matrix.shape[0] * LANES, columns.shape[1]
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))(matrix, columns, *more, **attributes)

@@ -127,11 +127,11 @@ class PackedDecoder:
         """Logits f32 [V, N], and the current stretch with the step's keys and values."""
         w, memory = self.weights, self.memory
         bias = self._bias(step)
-        memory_bias = jnp.where(memory.mask[:, None, None], 0.0, MASKED)
+        memory_bias = jnp.where(memory.mask, 0.0, MASKED)
         x = w.embedding[step.tokens].T
         keys, values = [], []
         for i, layer in enumerate(w.layers):
-            projected = self._at_places(product(layer.self_inwards, self._normed(x, layer.self_norm)), step)
+            projected = self._at_places(self._inwards(layer.self_inwards, x, layer.self_norm), step)
             query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
             key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
             k = jax.lax.dynamic_update_slice_in_dim(current.keys[i], key, step.start, axis=2)
@@ -139,17 +139,40 @@ class PackedDecoder:
             keys.append(k)
             values.append(v)
             reach = [*((p.keys[i], p.values[i]) for p in past), (k, v)]
-            x = x + product(layer.self_outwards, self._packed(attend(query, reach, bias), step))
+            x = outwards(layer.self_outwards, self._packed(attend(query, reach, bias), step), x)
 
-            query = self._at_places(product(layer.cross_query, self._normed(x, layer.cross_norm)), step)
-            look = attend if memory.keys[i].ndim == 4 else attend_in_panels
-            found = look(query, [(memory.keys[i], memory.values[i])], memory_bias)
-            x = x + product(layer.cross_outwards, self._packed(found, step))
-            x = x + product(layer.outwards, self._activated(product(layer.inwards, self._normed(x, layer.norm))))
-        hidden = self._normed(x, w.norm)
-        if self.config.scale_head:
-            hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
-        return product(w.head, hidden, jnp.float32), Stretch(tuple(keys), tuple(values))
+            query = self._at_places(self._inwards(layer.cross_query, x, layer.cross_norm), step)
+            if memory.keys[i].ndim == 5:
+                found = native.attend(memory.keys[i], memory.values[i], query, memory_bias)
+            else:
+                found = attend(query, [(memory.keys[i], memory.values[i])], memory_bias[:, None, None])
+            x = outwards(layer.cross_outwards, self._packed(found, step), x)
+            x = outwards(layer.outwards, self._activated(x, layer), x)
+        logits = self._inwards(w.head, x, w.norm, factor=self._head_factor, dtype=jnp.float32)
+        return logits, Stretch(tuple(keys), tuple(values))
+
+    @property
+    def _head_factor(self) -> float:
+        return self.config.d_model**-0.5 if self.config.scale_head else 1.0
+
+    def _inwards(
+        self,
+        matrix: Array,
+        x: Array,
+        scale: Array,
+        *,
+        factor: float = 1.0,
+        relu: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> Array:
+        """The matrix times the norm of x times a factor; then perhaps relu."""
+        if matrix.ndim == 3:
+            return native.normed(matrix, x, scale * factor, epsilon=self.config.layer_norm_epsilon, relu=relu)
+        hidden = self._normed(x, scale)
+        if factor != 1.0:
+            hidden = hidden * jnp.asarray(factor, hidden.dtype)
+        found = jnp.matmul(matrix, hidden, preferred_element_type=dtype)
+        return jax.nn.relu(found) if relu else found
 
     def _normed(self, x: Array, scale: Array) -> Array:
         """The root-mean-square norm of each column, in float32."""
@@ -157,10 +180,10 @@ class PackedDecoder:
         factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
         return (wide * factor * scale[:, None]).astype(self.dtype)
 
-    def _activated(self, hidden: Array) -> Array:
+    def _activated(self, x: Array, layer: Layer) -> Array:
         if self.config.feed_forward == "relu":
-            return jax.nn.relu(hidden)
-        gate, value = jnp.split(hidden, 2)
+            return self._inwards(layer.inwards, x, layer.norm, relu=True)
+        gate, value = jnp.split(self._inwards(layer.inwards, x, layer.norm), 2)
         activation = (
             jax.nn.silu
             if self.config.feed_forward == "gated-silu"
@@ -190,11 +213,11 @@ class PackedDecoder:
         return jnp.take(columns, step.home, axis=1, mode="clip")
 
 
-def product(matrix: Array, columns: Array, dtype: DTypeLike | None = None) -> Array:
-    """[O, N] in that dtype (None: the columns'), the matrix [O, I] or in panels times columns [I, N]."""
+def outwards(matrix: Array, columns: Array, residual: Array) -> Array:
+    """The residual [O, N] plus the matrix, [O, I] or in panels, times columns [I, N]."""
     if matrix.ndim == 3:
-        return native.product(matrix, columns)
-    return jnp.matmul(matrix, columns, preferred_element_type=dtype)
+        return native.added(matrix, columns, residual)
+    return residual + jnp.matmul(matrix, columns)
 
 
 def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
@@ -210,15 +233,8 @@ def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array
     return functools.reduce(jnp.add, found).reshape(batch, heads, queries, width).swapaxes(2, 3)
 
 
-def attend_in_panels(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
-    """The same with our own kernel, in one stretch that lies in panels, as `memory_in_panels` made it."""
-    ((keys, values),) = reach
-    scores = native.product(keys, query) + bias.swapaxes(2, 3)
-    return native.product(values, jax.nn.softmax(scores, axis=2))
-
-
 def memory_in_panels(memory: Memory) -> Memory:
-    """For `attend_in_panels`, where the shapes allow it: keys [B, H, L / 16, K, 16], values [B, H, K / 16, L, 16]."""
+    """For `native.attend`, where the shapes allow it: keys [B, H, L / 16, K, 16], values [B, H, K / 16, L, 16]."""
     length, width = memory.values[0].shape[2:]
     if length % native.LANES or width % native.LANES or memory.values[0].dtype != jnp.float32:
         return memory

@@ -10,8 +10,9 @@ from typing import Any, BinaryIO
 
 from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
 from pipejax.errors import UserError
-from pipejax.generate import WINDOW, Generator, Record, Report, Source
+from pipejax.generate import WINDOW, Generator, Record, Source
 from pipejax.progress import Progress
+from pipejax.report import Report
 
 STANDARD = "-"
 

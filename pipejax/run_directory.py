@@ -207,7 +207,7 @@ def resolve_model(config: Config, other: Config) -> Config:
     """The config with the architecture of the checkpoint it starts from.
 
     Raises:
-      UserError: the config sets another one itself.
+      UserError: the config sets another one itself, or something else that does not go with it.
     """
     if config.model is not None and config.model != other.model:
         a, b = config_lib.flat(config.model), config_lib.flat(other.model) if other.model else {}
@@ -216,4 +216,6 @@ def resolve_model(config: Config, other: Config) -> Config:
             f"model.{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
             "(leave `model` out to take its architecture)"
         )
-    return dataclasses.replace(config, model=other.model)
+    config = dataclasses.replace(config, model=other.model)
+    config_lib.check(config, where=config.train.init_from)
+    return config

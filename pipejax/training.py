@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from pipejax import checkpoint, processes, sharding
+from pipejax import checkpoint, decoding, processes, sharding
 from pipejax import config as config_lib
 from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
@@ -164,6 +164,7 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
     """
     if config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
+    decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
     if not processes.first():
         log = _silence
     with processes.together(UserError):

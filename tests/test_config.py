@@ -160,6 +160,10 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("grid.sub_max=99999999999", "grid.sub_max: found 99999999999; expected at most 32768"),
         ("decode.max_length=0", "decode.max_length: found 0; expected at least 1"),
         ("decode.batch_size=-8", "decode.batch_size: found -8; expected at least 1"),
+        ("decode.beams=0", "decode.beams: found 0; expected at least 1"),
+        ("decode.beams=2.5", "decode.beams: found '2.5'; expected a whole number"),
+        ("decode.length_penalty=inf", "decode.length_penalty: found inf; expected a number"),
+        ("decode.length_penalty=9", "decode.length_penalty: found 9.0; expected at most 5.0"),
         ("data.max_source=1", "data.max_source: found 1; expected at least 2"),
         ("train.steps=0", "train.steps: found 0; expected at least 1"),
         ("train.dropout=1", "train.dropout: found 1.0; expected less than 1.0"),
@@ -172,6 +176,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("data.train=\udcff.jsonl", "data.train: found '\\udcff.jsonl'; expected valid Unicode"),
         # at odds with another key
         ("model.eos_token_id=64", "model.eos_token_id: found 64; expected an id below model.vocab_size = 64"),
+        ("decode.beams=33", "decode.beams: found 33; expected at most half of model.vocab_size = 64"),
         ("model.relative_attention_max_distance=16", "max_distance: found 16; expected more than half of the 32"),
     ],
 )

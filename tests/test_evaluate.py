@@ -4,13 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_training import CONFIG, change, quiet
 
 from pipejax import evaluate
+from pipejax.config import Config, DataConfig
 from pipejax.data import demo
+from pipejax.data.core import Example
 from pipejax.errors import UserError
+from pipejax.metrics import rouge
 from pipejax.training import fit
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +56,38 @@ def test_the_scores_are_those_of_the_kept_predictions(run, tmp_path, capsys):
         12 / result["examples_per_second"]
     )
     assert result["peak_host_bytes"] > 10_000_000
+
+
+def test_the_same_text_scores_the_same_from_either_decoder():
+    """A sequential answer of sentences is one text, a pipelined one rows: ROUGE-Lsum must not tell them apart."""
+    said = ["The cat sat on the mat.", "It was a sunny day in the garden.", "Nobody saw the dog."]
+    gold = ("A dog sat on the mat.", "The day was sunny.", "Nobody was in the garden.")
+    examples = [Example("a", "summarize: something", gold)]
+    data = DataConfig(task="jsonl", separator=" ", metric="rouge")
+
+    def scores(rows, strategy):
+        def stream(sources, *, report, **_):
+            report.examples, report.steps = 1, 9
+            yield {"id": "a", "rows": rows, "text": " ".join(said), "row_ids": [], "steps": 9, "truncated": None}
+
+        generator: Any = SimpleNamespace(config=Config(data=data), stream=stream, default_strategy=strategy)
+        return evaluate.evaluate(generator, examples, batch_size=2)[0]
+
+    joined, parted = scores([" ".join(said)], "sequential"), scores(said, "pipelined")
+    keys = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    assert [joined[key] for key in keys] == [parted[key] for key in keys]
+    by_hand = rouge.score([gold], [said])["rougeLsum"]
+    assert joined["rougeLsum"] == by_hand != rouge.score([gold], [[" ".join(said)]])["rougeLsum"]
+
+
+def test_where_rows_are_not_told_apart_no_ratio_is_told(run, tmp_path):
+    out = tmp_path / "out.json"
+    flags = ["--checkpoint", str(run), "--limit", "3", "--batch-size", "3", "--json", str(out)]
+    evaluate.main([*flags, "--strategy", "sequential", "--set", "data.separator= "])
+    found = json.loads(out.read_text())
+    assert found["pipelined_steps"] is None and found["step_ratio"] is None and found["sequential_steps"] > 0
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert (found["step"], found["params_fp"], found["limit"]) == (3, last["params_fp"], 3)
 
 
 def test_batches_change_no_score(run, tmp_path):

@@ -111,6 +111,7 @@ STEPS = [
 def test_steps_by_hand(lengths, delay, sub_max, time_max, pipelined, sequential):
     assert grid.pipelined_steps(lengths, delay=delay, sub_max=sub_max, time_max=time_max) == pipelined
     assert grid.sequential_steps(lengths) == sequential
+    assert grid.sequential_steps(lengths, separator=0) == sum(lengths) + 1
 
 
 def test_steps_equal_algorithm_1_on_scripted_rows():

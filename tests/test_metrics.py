@@ -16,9 +16,9 @@ from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.errors import UserError
 from pipejax.evaluate import evaluate
-from pipejax.generate import Report
 from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans
+from pipejax.report import Report
 from pipejax.training import fit
 
 DOCUMENTS: list[dict[str, Any]] = [

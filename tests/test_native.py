@@ -1,5 +1,7 @@
 """Our own kernel: products equal NumPy's, decodes equal those without it, and its absence costs no more than a line."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,17 +38,54 @@ def kernel(tmp_path_factory):
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 12, 20, 33])
-@pytest.mark.parametrize("batch, outputs, inputs", [((), 96, 40), ((), 16, 1), ((), 1200, 768), ((2, 3), 48, 17)])
-def test_products_equal_numpys(kernel, batch, outputs, inputs, columns):
+@pytest.mark.parametrize("outputs, inputs", [(96, 40), (16, 1), (1200, 768)])
+def test_products_equal_numpys(kernel, outputs, inputs, columns):
     rng = np.random.default_rng(columns)
-    matrix = rng.standard_normal((*batch, outputs, inputs)).astype(np.float32)
-    x = rng.standard_normal((*batch, inputs, columns)).astype(np.float32)
-    found = jax.jit(lambda m, x: native.product(native.panels(m), x))(matrix, x)
-    np.testing.assert_allclose(found, matrix.astype(np.float64) @ x, rtol=1e-5, atol=1e-4)
+    matrix = rng.standard_normal((outputs, inputs)).astype(np.float32)
+    x = rng.standard_normal((inputs, columns)).astype(np.float32)
+    residual = rng.standard_normal((outputs, columns)).astype(np.float32)
+    found = jax.jit(lambda m, x, r: native.added(native.panels(m), x, r))(matrix, x, residual)
+    np.testing.assert_allclose(found, residual + matrix.astype(np.float64) @ x, rtol=1e-5, atol=1e-4)
 
 
-def test_decodes_are_those_without_it(kernel):
-    model, strategy = t5.T5(CONFIG), Pipelined(delay=1, time_max=15, sub_max=10)
+@pytest.mark.parametrize("columns", [1, 3, 8, 21])
+def test_norm_and_relu_on_the_way(kernel, columns):
+    rng = np.random.default_rng(columns)
+    matrix, x = rng.standard_normal((64, 50)).astype(np.float32), 9 * rng.standard_normal((50, columns))
+    x, scale = x.astype(np.float32), rng.uniform(0.1, 3.0, 50).astype(np.float32)
+    m = native.panels(jnp.asarray(matrix))
+    wide = x.astype(np.float64)
+    normed = matrix @ (wide / np.sqrt((wide**2).mean(axis=0) + 1e-3) * scale[:, None])
+    np.testing.assert_allclose(native.normed(m, x, scale, epsilon=1e-3), normed, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        native.normed(m, x, scale, epsilon=1e-3, relu=True), np.maximum(normed, 0), rtol=1e-5, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("columns", [1, 2, 8, 19])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])
+def test_attention_equals_numpys(kernel, columns, spread):
+    """Scores from nearly equal to hundreds apart; slots that nobody sees, and an example whose slots all are such."""
+    rng = np.random.default_rng(columns)
+    batch, heads, length, width = 3, 2, 48, 32
+    keys, values = rng.standard_normal((2, batch, heads, length, width)).astype(np.float32)
+    query = (spread * rng.standard_normal((batch, heads, width, columns))).astype(np.float32)
+    bias = np.where(rng.random((batch, length)) < 0.3, t5.MASKED, 0.0).astype(np.float32)
+    bias[2] = t5.MASKED
+    laid = native.panels(jnp.asarray(keys)), native.panels(jnp.asarray(values).swapaxes(2, 3))
+    found = jax.jit(native.attend)(*laid, query, bias)
+    scores = keys.astype(np.float64) @ query + bias[:, None, :, None]
+    scores = scores.astype(np.float32).astype(np.float64)  # what is masked keeps no digits, here as there
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    expected = values.swapaxes(2, 3) @ (weights / weights.sum(axis=2, keepdims=True))
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5 * max(spread, 1))
+
+
+@pytest.mark.parametrize("changes", [{}, {"d_model": 32, "d_ff": 48}, {"d_model": 32, "feed_forward": "gated-gelu"}])
+def test_decodes_are_those_without_it(kernel, changes):
+    """Where matrices fit panels and where they do not."""
+    config = dataclasses.replace(CONFIG, **changes)
+    model, strategy = t5.T5(config), Pipelined(delay=1, time_max=15, sub_max=10)
 
     def program(in_panels):
         def whole(params, source, length):
@@ -60,8 +99,9 @@ def test_decodes_are_those_without_it(kernel):
     source, length = np.arange(40).reshape(4, 10), np.asarray([10, 3, 7, 5], np.int32)
     rows = 0
     for seed in range(4):
-        params = jax.tree.map(jnp.asarray, oracle.random_params(CONFIG, np.random.default_rng(seed)))
-        assert "pipejax_columns" in with_it.lower(params, source, length).as_text()
+        params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed)))
+        text = with_it.lower(params, source, length).as_text()
+        assert {name for name in native.TARGETS if name in text} >= {*native.TARGETS[0 if changes else 1 :]}
         a, b = (jax.device_get(f(params, source, length)) for f in (with_it, without))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             np.testing.assert_array_equal(x, y)
@@ -92,6 +132,20 @@ def test_without_it(tmp_path, monkeypatch, variables, says):
     assert not native.use(log=said.append)
     assert says in "\n".join(said) and len(said) <= 2
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypatch):
+    """A compiler that stops half-way, a disk that forbids programs."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_tried", {})
+    said: list[str] = []
+    assert not native.use(log=said.append)
+    assert "decoding goes without its own kernel" in said[-1] and "cannot be loaded" in said[-1]
+    assert not list((tmp_path / "cache").glob("*.so"))
 
 
 def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch):

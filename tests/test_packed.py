@@ -13,7 +13,7 @@ from one_program import compiled
 
 from pipejax import generate, grid, t5
 from pipejax.config import T5Config
-from pipejax.decoding import TRUNCATIONS, Pipelined, Schedule, Sequential
+from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Schedule, Sequential
 from pipejax.decoding.core import NOWHERE, Filled, Query, pack
 from pipejax.packed import PackedDecoder
 
@@ -141,6 +141,25 @@ def test_pack_puts_each_live_query_in_one_place():
     assert step.distance[0, 1, [0, 1, 4, 5]].tolist() == [3, 1, 2, 0]
 
 
+def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
+    """Time 0 was fed in row 0, time 1 in rows 0 and 1, time 2 in rows 0 and 2 just now; rows lie in any order."""
+    live = np.asarray([[1, 0, 1], [0, 0, 0]], bool)
+    lineage = np.asarray([[[0, 1, 0, 0], [9, 9, 9, 9], [0, 0, 2, 0]], np.zeros((3, 4))], np.int32)
+    query = Query(
+        tokens=jnp.full((2, 3), 5),
+        row=jnp.arange(3)[None],
+        time=jnp.full((1, 3), 2),
+        live=jnp.asarray(live),
+        lineage=jnp.asarray(lineage),
+    )
+    before = Filled(jnp.asarray([[1, 0, 0, NOWHERE]] * 2), jnp.asarray([[1, 0, 1, NOWHERE]] * 2))
+    empty = Filled(jnp.full((2, 4), NOWHERE), jnp.full((2, 4), NOWHERE))
+    step, _, filled = pack(query, [before], empty, jnp.int32(0), 4, 2)
+    assert filled.row[0].tolist() == [0, 2, NOWHERE, NOWHERE]
+    assert step.mask[0].astype(int).tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 0, 0]]
+    assert step.distance[0, :, [0, 1, 2, 4, 5]].T.tolist() == [[1, 2, 1, 0, 0]] * 2
+
+
 def test_schedule_holds_every_decode():
     strategy = Pipelined(delay=2, time_max=9, sub_max=20)
     assert (strategy.rows, strategy.slots) == (5, 9 + 7 + 5 + 3 + 1)
@@ -148,12 +167,15 @@ def test_schedule_holds_every_decode():
     assert sizes.queries == (4, 8, 15)
     assert sizes.stretches == (12, 25 - 12 + 2 * 5)
     assert Schedule.fit(Sequential(max_length=7), 1, queries=(4, 8), prefixes=(128,)) == Schedule((1,), (8,))
+    assert (Beam(7, 4).rows, Beam(7, 4).slots) == (4, 1 + 6 * 4)
     with pytest.raises(ValueError, match="steps of at least 5"):
         Schedule.fit(strategy, 1, prefixes=(6, 8))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("strategy", [Pipelined(delay=1, time_max=23, sub_max=10), Sequential(max_length=200)])
+@pytest.mark.parametrize(
+    "strategy", [Pipelined(delay=1, time_max=23, sub_max=10), Sequential(max_length=200), Beam(60, 5)]
+)
 def test_no_step_copies_the_cache(strategy, batch):
     """In the compiled program no computation that a loop's body calls copies a stretch, the memory or a weight."""
     model = t5.T5(CONFIG)

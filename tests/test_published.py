@@ -260,7 +260,6 @@ def test_sumpubmed_splits_and_spelling(tmp_path):
     example = splits["dev"][0]
     assert example.source == f"summarize: BACKGROUND mouse {example.id} [cit] ."
     assert example.targets == ("mice # .", f"cat {example.id} .")
-    assert task.restore(example.targets[0]) == "mice <dig> ."
 
 
 # TFDS's own builders read the same files as we do.
@@ -523,7 +522,7 @@ def test_kp20k_for_real(real_data, tmp_path):
     with gzip.open(real_data / "kp20k" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
         for example, line in zip(splits[2], lines, strict=True):
             record = json.loads(line)
-            assert {task.restore(row) for row in example.targets} == set(record["targets"])
+            assert set(example.targets) == {row.replace("<digit>", "#") for row in record["targets"]}
             assert example.source == " ".join(record["source"].replace("<digit>", "#").replace("''", '"').split())
 
 

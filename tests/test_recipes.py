@@ -127,7 +127,21 @@ def test_dry_run(name, tiny, trainers, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["event"] == "train"]
     assert trained[-1]["step"] == 2 and np.isfinite(trained[-1]["loss"])
-    assert {len(trainer._programs) for trainer in trainers.values()} == {1} and len(trainers) <= 2  # one for each mesh
+    assert {len(trainer._programs) for trainer in trainers.values()} == {1} and len(trainers) <= 3  # by mesh and kind
+
+
+@pytest.mark.parametrize("name", ["kp20k_scratch", "cnn_dailymail_scratch"])
+@pytest.mark.parametrize("objective", ["pipelined", "sequential"])
+def test_dry_run_from_random_weights(name, objective, tiny, trainers, tmp_path):
+    settings = {f"model.{key}": value for key, value in dataclasses.asdict(MODEL).items()}
+    settings |= {f"train.{key}": 2 for key in ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")}
+    settings |= {"train.objective": objective, "train.evaluate_examples": 1, "train.length_group": 1, "train.pack": 2}
+    settings |= {"data.tokenizer": tiny / "tokenizer", "data.data_dir": tiny / "data", "mesh.data": 1}
+    settings |= {"data.max_source": 16, "data.max_target": 5, "grid.time_max": 8, "decode.max_length": 8}
+    config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])
+    assert config.data.task == name.removesuffix("_scratch") and not config.train.init_from
+    assert training.fit(config, tmp_path / "run", log=lambda line: None) == 0
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
 def test_steps_are_ten_epochs():

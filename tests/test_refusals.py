@@ -143,6 +143,8 @@ def decode_flags(**changes):
         (decode_flags(set="grid.delay=0"), ["grid.delay: found 0; expected at least 1"]),
         (decode_flags(set="grid.delay"), ["grid.delay: found no '='"]),
         (decode_flags(set="grid=3"), ["grid: found a section"]),
+        (decode_flags(set="decode.beams=3", strategy="pipelined"), ["decode.beams: found 3; expected 1", "pipelined"]),
+        (decode_flags(set="decode.beams=9999"), ["decode.beams: found 9999", "half of model.vocab_size"]),
         (decode_flags(set="train.steps=3"), ["train.steps", "cannot change", "grid, decode"]),
         (decode_flags(set="model.d_model=8"), ["model.d_model", "cannot change"]),
         (decode_flags(set="data.tokenizer=/x"), ["data.tokenizer", "cannot change"]),  # else it would do nothing

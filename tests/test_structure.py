@@ -50,6 +50,7 @@ LAYERS = (
         "decoding",
         "decoding.*",
         "picture",
+        "report",
         "picture_page",
         "packed",
     ),

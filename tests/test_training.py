@@ -160,9 +160,7 @@ def test_a_finished_run_repeated_changes_nothing(finished):
 def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
     fit(CONFIG, tmp_path, log=quiet)
     for data in (tmp_path / "checkpoints/6/params").rglob("d/*"):
-        content = bytearray(data.read_bytes())
-        content[len(content) // 2] ^= 1
-        data.write_bytes(content)
+        data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))  # of one byte it might not matter
     said = []
     restored = checkpoint.open_run(tmp_path, log=said.append)
     assert restored.step == 3 and "checkpoints/6: damaged" in said[0]
@@ -205,6 +203,15 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
             fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
     fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
     assert [line["step"] for line in metrics(tmp_path) if line["event"] == "evaluation"] == [3]
+
+
+def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_holds(finished, tmp_path):
+    with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, .*, not pipelined"):
+        fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run", log=quiet)
+    assert not (tmp_path / "run").exists()
+    config = change(CONFIG, train={"objective": "sequential", "init_from": str(finished)}, decode={"beams": 33})
+    with pytest.raises(UserError, match=r"decode\.beams: found 33; expected at most half of model\.vocab_size = 64"):
+        fit(dataclasses.replace(config, model=None), tmp_path / "run", log=quiet)
 
 
 def test_a_separator_that_the_tokenizer_loses(tmp_path):

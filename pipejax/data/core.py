@@ -38,9 +38,6 @@ class Task(Protocol):
     def tokenizer(self) -> Tokenizer | None:
         """The task's own tokenizer, if it has one."""
 
-    def restore(self, row: str) -> str:
-        """A generated row as the publisher of the data spells it."""
-
 
 class Encoded(NamedTuple):
     """An example in tokens."""

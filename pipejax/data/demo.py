@@ -105,10 +105,6 @@ class DemoTask:
             build_tokenizer(Path(directory))
             return Tokenizer.load(directory)
 
-    def restore(self, row: str) -> str:
-        """The row as it is."""
-        return row
-
 
 class _Split(Sequence[Example]):
     def __init__(self, split: str, seed: int) -> None:

@@ -34,10 +34,6 @@ class FilesTask:
         """It has none: `data.tokenizer` or the starting checkpoint brings one."""
         return None
 
-    def restore(self, row: str) -> str:
-        """The row as it is."""
-        return row
-
     def _examples(self, path: str) -> list[Example]:
         """Raises a UserError naming file and line for anything that is no example, a doubled id or an empty file."""
         examples, seen = [], dict[str, str]()

@@ -9,7 +9,7 @@ from typing import Any, overload
 from pipejax.config import DataConfig, GridConfig
 from pipejax.data.core import Example
 from pipejax.data.manual import Manual
-from pipejax.data.text import plain, restore
+from pipejax.data.text import plain
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
@@ -64,10 +64,6 @@ class PublishedTask:
     def tokenizer(self) -> Tokenizer | None:
         """It has none: `data.tokenizer` or the starting checkpoint brings one."""
         return None
-
-    def restore(self, row: str) -> str:
-        """A row as its publisher spells it."""
-        return restore(row, self.published.placeholders)
 
     def _source(self, split: str) -> Sequence[Any] | None:
         import tensorflow_datasets as tfds

@@ -79,7 +79,7 @@ def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: Gri
     rows = [len(tokenizer.encode(row)) for row in example.targets]
     lengths.source.append(source)
     lengths.row += rows
-    lengths.sequential.append(sequential_steps(rows))
+    lengths.sequential.append(sequential_steps(rows, separator=bool(data.separator.strip())))
     free = pipelined_steps(rows, delay=bounds.delay, sub_max=_UNBOUNDED, time_max=_UNBOUNDED)
     lengths.pipelined.append(free)
     # The first sub_max rows must have ended in time, eos included.

@@ -16,13 +16,6 @@ def plain(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
     return " ".join(text.split())
 
 
-def restore(text: str, placeholders: Sequence[tuple[str, str]]) -> str:
-    """A generated text with the publisher's placeholders again: "# graphs" becomes "<digit> graphs"."""
-    for old, new in placeholders:
-        text = text.replace(new, old)
-    return text
-
-
 def lines(text: str) -> list[str]:
     """The lines that are not blank."""
     return split(text, "\n")

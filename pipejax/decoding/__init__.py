@@ -1,6 +1,7 @@
 """Decoding strategies: which queries a step asks, what they may see, what becomes of the answers. No model in here."""
 
 from pipejax.config import STRATEGIES, DecodeConfig, GridConfig
+from pipejax.decoding.beam import Beam
 from pipejax.decoding.core import TRUNCATIONS, Decoded, Model, Query, Schedule, Step, Strategy, run
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
@@ -9,6 +10,7 @@ from pipejax.errors import UserError
 __all__ = [
     "STRATEGIES",
     "TRUNCATIONS",
+    "Beam",
     "Decoded",
     "Model",
     "Pipelined",
@@ -17,13 +19,19 @@ __all__ = [
     "Sequential",
     "Step",
     "Strategy",
+    "check",
     "make",
     "run",
 ]
 
 
 def make(name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: int) -> Strategy:
-    """The strategy of that name with its settings."""
+    """The strategy of that name with its settings; sequential with several beams is beam search.
+
+    Raises:
+      UserError: as `check`.
+    """
+    check(name, decode)
     if name == "pipelined":
         return Pipelined(
             delay=grid.delay,
@@ -33,6 +41,14 @@ def make(name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: in
             bos=bos,
             eos=eos,
         )
-    if name == "sequential":
+    if decode.beams == 1:
         return Sequential(max_length=decode.max_length, bos=bos, eos=eos)
-    raise UserError(f"strategy: found {name!r}; expected one of {', '.join(STRATEGIES)}")
+    return Beam(decode.max_length, decode.beams, decode.length_penalty, bos=bos, eos=eos)
+
+
+def check(name: str, decode: DecodeConfig) -> None:
+    """Raises a UserError if no strategy has that name, or it has no use for the beams that are asked for."""
+    if name not in STRATEGIES:
+        raise UserError(f"strategy: found {name!r}; expected one of {', '.join(STRATEGIES)}")
+    if decode.beams > 1 and name != "sequential":
+        raise UserError(f"decode.beams: found {decode.beams}; expected 1, since beam search is sequential, not {name}")

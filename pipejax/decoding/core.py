@@ -1,16 +1,16 @@
 """The decoding loop and the interface of a strategy.
 
-A strategy is a frozen dataclass of ints (static under jit). It says which tokens a step feeds and at which places of
-the grid they stand; the loop packs them, keeps the coordinates of all that was fed, asks the model, and hands the
-answers back. Nothing here knows the T5.
+A strategy is a frozen dataclass of plain numbers (static under jit). It says which tokens a step feeds, at which
+places of the grid they stand, and what it takes from the logits; the loop packs them, keeps the coordinates of all that
+was fed, asks the model, and hands the answers back. Nothing here knows the T5.
 
 The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
 see only the stretch of cache in use. XLA wants static shapes, so there are a few sizes of each (`Schedule`), and one
 `while_loop` a pair of sizes, each running as long as the decode fits it. A `switch` inside one loop would copy the
 cache.
 
-Shapes: B batch, S rows of the grid, N queries of a step over the whole batch, Q queries of one example, C cache slots
-in reach, V vocabulary.
+Shapes: B batch, S rows of the grid, T its time-steps, N queries of a step over the whole batch, Q queries of one
+example, C cache slots in reach, V vocabulary.
 """
 
 import dataclasses
@@ -39,6 +39,7 @@ class Query:
     row: Array  # i32 [B|1, S], coordinates on the grid
     time: Array  # i32 [B|1, S]
     live: Array  # bool [B, S], True: this one is fed; at least one is until every example is done
+    lineage: Array | None = None  # i32 [B, S, T], the one row that it sees at each time; None: what the grid says
 
 
 @flax.struct.dataclass
@@ -80,8 +81,11 @@ class Strategy(Protocol):
     def query(self, state: Any) -> tuple[Any, Query]:
         """Opens the next step: the state with any new rows, and what to ask."""
 
-    def advance(self, state: Any, next_tokens: Array) -> Any:
-        """Takes the answers i32 [B, S] to that step's live queries. A finished example must not change any more."""
+    def choose(self, logits: Array) -> Any:
+        """What it takes from logits f32 [V, N]: arrays [N, ...], the answers."""
+
+    def advance(self, state: Any, answers: Any) -> Any:
+        """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
 
     def done(self, state: Any) -> Array:
         """bool [B], True at finished examples."""
@@ -155,7 +159,7 @@ def first_argmax(logits: Array) -> Array:
 
 
 def run(strategy: Strategy, model: Model[Cache], state: Any, *, schedule: Schedule) -> tuple[Decoded, Array]:
-    """Decodes greedily until every example is done (paper, Algorithm 1).
+    """Decodes until every example is done (paper, Algorithm 1).
 
     Args:
       strategy: static.
@@ -194,7 +198,8 @@ def run(strategy: Strategy, model: Model[Cache], state: Any, *, schedule: Schedu
                 carry.query, [f for _, f in past], filled, carry.used, schedule.queries[size], widths[size]
             )
             logits, cache = model(asked, tuple(c for c, _ in past), cache)
-            answers = first_argmax(logits)[jnp.minimum(number_of, schedule.queries[size] - 1)]
+            number_of = jnp.minimum(number_of, schedule.queries[size] - 1)
+            answers = jax.tree.map(lambda x: x[number_of], strategy.choose(logits))
             used = carry.used + carry.query.live.sum(axis=1).max()
             return opened(strategy.advance(carry.state, answers), used, carry.calls + 1), cache, filled
 
@@ -246,10 +251,15 @@ def pack(
     )
     key_row, key_time = (jnp.concatenate([getattr(f, x) for f in (*past, filled)], axis=1) for x in ("row", "time"))
     here = row[:, :, None], time[:, :, None], key_row[:, None], key_time[:, None]
-    mask = grid.visible(*here) & (key_row < NOWHERE)[:, None]
+    if query.lineage is None:
+        mask, distance = grid.visible(*here) & (key_row < NOWHERE)[:, None], grid.distance(*here)
+    else:  # whatever rows it runs through, a line is as long as it took
+        line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
+        seen = jnp.take_along_axis(line, key_time[:, None], axis=2, mode="clip")
+        mask, distance = seen == key_row[:, None], grid.distance(0, here[1], 0, here[3])
     tokens = at_places(query.tokens, 0)
     if batch == 1:
-        return Step(tokens[0], None, None, mask, grid.distance(*here), start), place, filled
+        return Step(tokens[0], None, None, mask, distance, start), place, filled
 
     before = jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1)  # live queries of earlier examples
     number = before[:, None] + place  # [B, S], of a live query among all
@@ -257,4 +267,4 @@ def pack(
     every = places.reshape(-1)
     home = jnp.where(every[None] == jnp.arange(queries)[:, None], jnp.arange(batch * width), batch * width).min(axis=1)
     packed = jnp.append(tokens.reshape(-1), 0)[home]
-    return Step(packed, places, home, mask, grid.distance(*here), start), number, filled
+    return Step(packed, places, home, mask, distance, start), number, filled

@@ -6,7 +6,7 @@ import flax.struct
 import jax.numpy as jnp
 
 from pipejax import grid
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, first_argmax
 
 NEVER = 2**30  # the end of a row that has not ended: later than any time
 
@@ -87,6 +87,10 @@ class Pipelined:
         time = jnp.where(ended, state.end, state.time)
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
         return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
+
+    def choose(self, logits: Array) -> Array:
+        """Greedily: i32 [N]."""
+        return first_argmax(logits)
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13).

@@ -5,7 +5,7 @@ import dataclasses
 import flax.struct
 import jax.numpy as jnp
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, first_argmax
 
 
 @flax.struct.dataclass
@@ -48,6 +48,10 @@ class Sequential:
         """The last token sees all before it."""
         row = jnp.zeros((1, 1), jnp.int32)
         return state, Query(tokens=state.last[:, None], row=row, time=row + state.step, live=~self.done(state)[:, None])
+
+    def choose(self, logits: Array) -> Array:
+        """Greedily: i32 [N]."""
+        return first_argmax(logits)
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Appends where no eos came yet."""

@@ -1,8 +1,10 @@
 """Scores of generated rows against the rows of the data, in percent, a file for each family of tasks."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 from pipejax.metrics import spans
+from pipejax.metrics.sums import bootstrap, total
 
 # Of each metric the score that stands for it, and that picks the best checkpoint of a run.
 HEADLINES = {"spans": "em_f1", "keyphrases": "present_f1@M", "rouge": "rougeLsum"}
@@ -28,16 +30,55 @@ def score(
     Raises:
       ValueError: the name is unknown, or the numbers of documents differ.
     """
-    if name not in HEADLINES:
-        raise ValueError(f"metric: expected one of {', '.join(HEADLINES)}; got {name!r}")
+    documents = per_document(name, sources, gold, predicted, tick=tick)
+    return combine(name, total(documents), len(documents))
+
+
+def per_document(
+    name: str,
+    sources: Sequence[str],
+    gold: Sequence[Sequence[str]],
+    predicted: Sequence[Sequence[str]],
+    *,
+    tick: Callable[[int], None] = lambda count: None,
+) -> list[dict[str, float]]:
+    """What each document adds to the sums of which `combine` makes the scores; arguments and errors as `score`."""
+    if not len(sources) == len(gold) == len(predicted):
+        raise ValueError(
+            f"expected a source, gold and predicted rows for each document; "
+            f"got {len(sources)}, {len(gold)} and {len(predicted)}"
+        )
     if name == "spans":
-        scores = spans.score(gold, predicted)
+        documents = spans.per_document(gold, predicted)
         tick(len(gold))
-        return scores
+        return documents
     if name == "keyphrases":
         from pipejax.metrics import keyphrases  # nltk takes a second to import
 
-        return keyphrases.score(sources, gold, predicted, tick=tick)
-    from pipejax.metrics import rouge
+        return keyphrases.per_document(sources, gold, predicted, tick=tick)
+    if name == "rouge":
+        from pipejax.metrics import rouge
 
-    return rouge.score(gold, predicted, tick=tick)
+        return rouge.per_document(gold, predicted, tick=tick)
+    raise ValueError(f"metric: expected one of {', '.join(HEADLINES)}; got {name!r}")
+
+
+def combine(name: str, sums: Mapping[str, float], count: int) -> dict[str, float]:
+    """The scores of `count` documents from the sums over them."""
+    if name == "spans":
+        return spans.combine(sums, count)
+    from pipejax.metrics import keyphrases, rouge
+
+    return {"keyphrases": keyphrases.combine, "rouge": rouge.combine}[name](sums, count)
+
+
+def gap(
+    name: str,
+    sources: Sequence[str],
+    gold: Sequence[Sequence[str]],
+    first: Sequence[Sequence[str]],
+    second: Sequence[Sequence[str]],
+) -> dict[str, tuple[float, float, float]]:
+    """How much higher the second predictions score than the first: (difference, low, high) of a paired bootstrap."""
+    before, after = (per_document(name, sources, gold, predicted) for predicted in (first, second))
+    return bootstrap(before, after, functools.partial(combine, name))

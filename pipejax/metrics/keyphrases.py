@@ -1,10 +1,12 @@
 """F1 of predicted keyphrases, present in their document and absent from it (Meng et al. 2017, Chan et al. 2019)."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from nltk.stem.porter import PorterStemmer
+
+from pipejax.metrics.sums import total
 
 MOST_PREDICTIONS = 200  # of one document; those after them do not count
 CUTS = {"@5": 5, "@M": None}  # the first five predictions of a kind, however few there are; or all of them
@@ -51,18 +53,39 @@ def score(
             "expected a source and a prediction for each document; "
             f"got {len(gold)} documents, {len(sources)} sources and {len(predicted)} predictions"
         )
-    found = {(kind, cut): list[_Scores]() for kind in KINDS for cut in CUTS}
+    return combine(total(per_document(sources, gold, predicted, tick=tick)), len(gold))
+
+
+def per_document(
+    sources: Sequence[str],
+    gold: Sequence[Sequence[str]],
+    predicted: Sequence[Sequence[str]],
+    *,
+    tick: Callable[[int], None] = lambda count: None,
+) -> list[dict[str, float]]:
+    """Precision, recall and F1 of each document, of each kind at each cut, from 0 to 1."""
+    documents = []
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
         text = " ".join(stems_of(source))
         wanted, offered = _part(_distinct(golds), text), _part(_valid(guesses), text)
-        for (kind, cut), scores in found.items():
-            scores.append(_compare(wanted[kind], offered[kind], CUTS[cut]))
+        found: dict[str, float] = {}
+        for kind in KINDS:
+            for cut, most in CUTS.items():
+                for name, value in _compare(wanted[kind], offered[kind], most)._asdict().items():
+                    found[f"{kind}_{name}{cut}"] = value
+        documents.append(found)
         tick(1)
+    return documents
+
+
+def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
+    """The scores of `count` documents from the sums over them."""
     result: dict[str, float] = {}
-    for (kind, cut), scores in found.items():
-        precision, recall = _mean([s.precision for s in scores]), _mean([s.recall for s in scores])
-        result[f"{kind}_f1{cut}"] = 100 * _harmonic_mean(precision, recall)
-        result[f"{kind}_f1{cut}_mean_doc"] = 100 * _mean([s.f1 for s in scores])
+    for kind in KINDS:
+        for cut in CUTS:
+            mean = [sums[f"{kind}_{name}{cut}"] / count if count else 0.0 for name in _Scores._fields]
+            result[f"{kind}_f1{cut}"] = 100 * _harmonic_mean(mean[0], mean[1])
+            result[f"{kind}_f1{cut}_mean_doc"] = 100 * mean[2]
     return result
 
 
@@ -101,10 +124,6 @@ def _compare(wanted: list[Phrase], offered: list[Phrase], cut: int | None) -> _S
     precision = right / most if most else 0.0
     recall = right / len(wanted) if wanted else 0.0
     return _Scores(precision, recall, _harmonic_mean(precision, recall))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _harmonic_mean(precision: float, recall: float) -> float:

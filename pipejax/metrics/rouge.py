@@ -1,10 +1,12 @@
 """ROUGE F1 of generated texts (Lin 2004), by the rouge_score library with its Porter stemmer."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nltk.stem.porter import PorterStemmer
 from rouge_score import rouge_scorer, tokenize
+
+from pipejax.metrics.sums import total
 
 TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -41,10 +43,25 @@ def score(
         raise ValueError(
             f"expected one prediction for each document; got {len(gold)} documents and {len(predicted)} predictions"
         )
+    return combine(total(per_document(gold, predicted, tick=tick)), len(gold))
+
+
+def per_document(
+    gold: Sequence[Sequence[str]],
+    predicted: Sequence[Sequence[str]],
+    *,
+    tick: Callable[[int], None] = lambda count: None,
+) -> list[dict[str, float]]:
+    """F1 of each document, from 0 to 1."""
     scorer = rouge_scorer.RougeScorer(TYPES, tokenizer=_Words())
-    sums = dict.fromkeys(TYPES, 0.0)
+    documents = []
     for sentences, guesses in zip(gold, predicted, strict=True):
-        for name, found in scorer.score("\n".join(sentences), "\n".join(guesses)).items():
-            sums[name] += found.fmeasure
+        found = scorer.score("\n".join(sentences), "\n".join(guesses))
+        documents.append({name: score.fmeasure for name, score in found.items()})
         tick(1)
-    return {name: 100 * total / max(len(gold), 1) for name, total in sums.items()}
+    return documents
+
+
+def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
+    """The scores of `count` documents from the sums over them."""
+    return {name: 100 * sums[name] / count if count else 0.0 for name in TYPES}

@@ -3,7 +3,9 @@
 import difflib
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from pipejax.metrics.sums import total
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only: curly quotes and long dashes stay
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -23,20 +25,36 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
         raise ValueError(
             f"expected one prediction for each document; got {len(gold)} documents and {len(predicted)} predictions"
         )
-    gold_count = predicted_count = exact = 0
-    partial_precision = partial_recall = 0.0
+    return combine(total(per_document(gold, predicted)), len(gold))
+
+
+def per_document(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[dict[str, float]]:
+    """What each document adds to the counts that `combine` takes."""
+    documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
         golds, guesses = _distinct(gold_spans), _distinct(predicted_spans)
-        gold_count += max(len(golds), 1)
-        predicted_count += max(len(guesses), 1)
-        exact += len(set(golds) & set(guesses)) if golds or guesses else 1
         precision, recall = _overlap(golds, guesses)
-        partial_precision += precision
-        partial_recall += recall
+        documents.append(
+            {
+                "gold": max(len(golds), 1),
+                "predicted": max(len(guesses), 1),
+                "exact": len(set(golds) & set(guesses)) if golds or guesses else 1,
+                "partial_precision": precision,
+                "partial_recall": recall,
+            }
+        )
+    return documents
+
+
+def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
+    """The scores of `count` documents from the sums over them."""
+    if not count:
+        sums = dict.fromkeys(("gold", "predicted", "exact", "partial_precision", "partial_recall"), 0)
+    matches = {"em": ("exact", "exact"), "pm": ("partial_precision", "partial_recall")}
     return {
         f"{name}_{key}": value
-        for name, right, found in (("em", exact, exact), ("pm", partial_precision, partial_recall))
-        for key, value in _percentages(right, predicted_count, found, gold_count).items()
+        for name, (right, found) in matches.items()
+        for key, value in _percentages(sums[right], sums["predicted"], sums[found], sums["gold"]).items()
     }
 
 
@@ -70,7 +88,7 @@ def _longest_common_substring(gold: str, guess: str) -> int:
     return difflib.SequenceMatcher(None, gold, guess).find_longest_match().size
 
 
-def _percentages(right: float, predicted: int, found: float, gold: int) -> dict[str, float]:
+def _percentages(right: float, predicted: float, found: float, gold: float) -> dict[str, float]:
     precision = 100 * right / predicted if predicted else 0.0
     recall = 100 * found / gold if gold else 0.0
     f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0

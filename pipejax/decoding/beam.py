@@ -1,0 +1,136 @@
+"""Token by token over several hypotheses: beam search, the stronger baseline. A row of the grid is a beam."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query
+
+
+@flax.struct.dataclass
+class State:
+    """After t steps: K hypotheses that go on, best first, and what ended."""
+
+    step: Array  # i32 scalar, t
+    tokens: Array  # i32 [B, K, max_length], generated ones
+    last: Array  # i32 [B, K], the newest of them
+    lineage: Array  # i32 [B, K, max_length], the row in which each token of a hypothesis is fed
+    scores: Array  # f32 [B, K], log-probabilities; -inf where no hypothesis is yet
+    best: Array  # i32 [B, max_length], tokens of the best that ended
+    length: Array  # i32 [B], how many, eos included
+    ended: Array  # bool [B], by eos
+    finished: Array  # f32 [B, K], scores by length of the K best that ended, best first; -inf for none
+    steps: Array  # i32 [B], taken until it was over
+    done: Array  # bool [B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Beam:
+    """The best hypothesis by log-probability / length**length_penalty that `beams` of them side by side lead to.
+
+    Hypotheses, scores and end are those of Hugging Face's `generate` with its default early_stopping=False: each step
+    keeps the best `beams` of all continuations without eos; one with eos counts if it is among the best `beams` of all;
+    what has no eos after `max_length` tokens ends there. It is over once as many have ended, and even the worst of them
+    beats the best that goes on, judged by its present length.
+
+    Nothing in the cache moves when a beam continues another: it sees the rows of its own line.
+    """
+
+    max_length: int  # tokens, eos included
+    beams: int  # K; the vocabulary has at least twice as many tokens
+    length_penalty: float = 1.0
+    bos: int = 0
+    eos: int = 1
+
+    @property
+    def rows(self) -> int:
+        """One a beam."""
+        return self.beams
+
+    @property
+    def slots(self) -> int:
+        """bos once, then one a beam and step."""
+        return 1 + self.beams * (self.max_length - 1)
+
+    def init(self, batch: int) -> State:
+        """bos alone, in the first row."""
+        tokens = jnp.zeros((batch, self.beams, self.max_length), jnp.int32)
+        none, zeros = jnp.full((batch, self.beams), -jnp.inf), jnp.zeros(batch, jnp.int32)
+        return State(
+            step=jnp.int32(0),
+            tokens=tokens,
+            last=tokens[:, :, 0] + self.bos,
+            lineage=tokens,
+            scores=none.at[:, 0].set(0.0),
+            best=tokens[:, 0],
+            length=zeros,
+            ended=zeros > 0,
+            finished=none,
+            steps=zeros,
+            done=zeros > 0,
+        )
+
+    def query(self, state: State) -> tuple[State, Query]:
+        """The last token of each hypothesis sees those before it."""
+        row = jnp.arange(self.beams)[None]
+        live = ~state.done[:, None] & (state.scores > -jnp.inf)
+        return state, Query(state.last, row, jnp.full_like(row, state.step), live, lineage=state.lineage)
+
+    def choose(self, logits: Array) -> tuple[Array, Array]:
+        """Log-probabilities f32 [N, 2K] and ids i32 [N, 2K] of the best: of 2K at most K are eos, so K can go on."""
+        best, ids = jax.lax.top_k(logits.T, 2 * self.beams)
+        return best - jax.nn.logsumexp(logits, axis=0)[:, None], ids
+
+    def advance(self, state: State, answers: tuple[Array, Array]) -> State:
+        """Chooses among all continuations of an example those that end and those that go on."""
+        values, ids = answers
+        batch, step = values.shape[0], state.step + 1
+        full, by_length = step == self.max_length, step.astype(jnp.float32) ** self.length_penalty
+        scores, place = jax.lax.top_k((state.scores[:, :, None] + values).reshape(batch, -1), 2 * self.beams)
+        parent, found = place // values.shape[2], jnp.take_along_axis(ids.reshape(batch, -1), place, axis=1)
+
+        def continued(which: Array) -> tuple[Array, Array, Array]:
+            """Tokens, newest token and lineage of some candidates [B, M]."""
+            parents = jnp.take_along_axis(parent, which, axis=1)[:, :, None]
+            last = jnp.take_along_axis(found, which, axis=1)
+            tokens, lineage = (jnp.take_along_axis(x, parents, axis=1) for x in (state.tokens, state.lineage))
+            return tokens.at[:, :, step - 1].set(last), last, lineage
+
+        is_eos = found == self.eos
+        ends = (is_eos | full) & (jnp.arange(2 * self.beams) < self.beams) & ~state.done[:, None]
+        ending = jnp.where(ends, scores / by_length, -jnp.inf)
+        finished = jax.lax.top_k(jnp.concatenate([state.finished, ending], axis=1), self.beams)[0]
+        first = ending.argmax(axis=1)[:, None]
+        better = (ending.max(axis=1) > state.finished[:, 0])[:, None]
+        going, kept = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), self.beams)
+        tokens, last, lineage = continued(kept)
+        over = (going[:, 0] / by_length <= finished[:, -1]) | full
+        return State(
+            step=step,
+            tokens=tokens,
+            last=last,
+            lineage=lineage.at[:, :, step].set(jnp.arange(self.beams)),
+            scores=going,
+            best=jnp.where(better, continued(first)[0][:, 0], state.best),
+            length=jnp.where(better[:, 0], step, state.length),
+            ended=jnp.where(better, jnp.take_along_axis(is_eos, first, axis=1), state.ended[:, None])[:, 0],
+            finished=finished,
+            steps=jnp.where(state.done, state.steps, step),
+            done=state.done | over,
+        )
+
+    def done(self, state: State) -> Array:
+        """As found by the last step."""
+        return state.done
+
+    def result(self, state: State) -> Decoded:
+        """One row, the best that ended."""
+        code = jnp.where(state.ended, TRUNCATIONS.index(None), TRUNCATIONS.index("max_length"))
+        return Decoded(
+            tokens=state.best[:, None],
+            lengths=(state.length - state.ended)[:, None],
+            steps=state.steps,
+            truncated=code.astype(jnp.int32),
+        )

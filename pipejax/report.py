@@ -1,0 +1,51 @@
+"""What a decode came to: examples, time, steps, and what was cut."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+
+@dataclasses.dataclass
+class Report:
+    """What a decode came to, as sums."""
+
+    examples: int = 0
+    seconds: float = 0.0  # generate and detokenise; compilation and tokenisation left out
+    compile_seconds: float = 0.0
+    shapes: int = 0  # compiled
+    steps: int = 0
+    other_steps: int | None = 0  # ideal steps of the other strategy for the same rows, unbounded; None: unknown rows
+    cut_sources: int = 0
+    truncated: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def summary(self, strategy: str) -> dict[str, Any]:
+        """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""
+        count = max(self.examples, 1)
+        own, other = self.steps / count, self.other_steps / count if self.other_steps else None
+        sequential, pipelined = (own, other) if strategy == "sequential" else (other, own)
+        return {
+            "steps": own,
+            "sequential_steps": sequential,
+            "pipelined_steps": pipelined,
+            "step_ratio": sequential / pipelined if sequential and pipelined else None,
+            "examples_per_second": self.examples / self.seconds if self.seconds else None,
+            "compile_seconds": self.compile_seconds,
+            "compiled_shapes": self.shapes,
+            "truncated": dict(sorted(self.truncated.items())),
+            "cut_sources": self.cut_sources,
+        }
+
+    def lines(self, strategy: str) -> list[str]:
+        """The summary for people."""
+        s = self.summary(strategy)
+        ratio = s["step_ratio"] and (
+            f"; ideal step ratio sequential/pipelined {s['step_ratio']:.2f} "
+            f"({s['sequential_steps']:.1f} / {s['pipelined_steps']:.1f})"
+        )
+        cuts = ", ".join(f"{n} by {name}" for name, n in s["truncated"].items()) or "none"
+        return [
+            f"{self.examples} examples, {s['examples_per_second'] or 0:.2f} examples/s (compilation left out: "
+            f"{self.compile_seconds:.1f} s for {self.shapes} shapes)",
+            f"{s['steps']:.1f} steps on average{ratio or ''}",
+            f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}",
+        ]

@@ -1,0 +1,115 @@
+"""Beam search against Hugging Face's on torch: tokens, ends and decoder steps over random models, batches included."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import torch
+from one_program import compiled
+from test_decoding import padded, rows_of, sources
+from transformers import T5ForConditionalGeneration
+
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.convert import write_hf
+from pipejax.decoding import TRUNCATIONS, Schedule, make
+from pipejax.errors import UserError
+from pipejax.generate import Generator
+
+V1_0 = T5Config(
+    vocab_size=10,
+    d_model=12,
+    d_kv=4,
+    d_ff=16,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=1,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+DEEPER = dataclasses.replace(V1_0, num_layers=2, num_decoder_layers=2)
+V1_1 = dataclasses.replace(V1_0, vocab_size=13, feed_forward="gated-gelu", tied_head=False, scale_head=False)
+
+# config, beams, length penalty, max_length, batch; sizes to run through: queries of a step, slots
+SETTINGS = [
+    (DEEPER, 2, 1.0, 14, 4, (6,), (8,)),
+    (V1_0, 4, -1.0, 11, 1, (), ()),
+    (V1_0, 5, 2.0, 12, 5, (), ()),
+    (V1_1, 3, 0.0, 13, 5, (6,), ()),
+    (V1_1, 5, 0.6, 16, 4, (), (20,)),
+]
+MODELS = 8  # random models a setting
+
+
+@pytest.fixture
+def in_torch(tmp_path):
+    """The same model for transformers."""
+
+    def convert(config, params):
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_hf(config, params, directory, None)
+        return T5ForConditionalGeneration.from_pretrained(directory).eval()
+
+    return convert
+
+
+def generate(model, texts, **settings):
+    """What transformers finds after bos, and how often it asks the decoder."""
+    source, length = padded(texts)
+    mask, calls = np.arange(source.shape[1]) < length[:, None], []
+    hook = model.decoder.register_forward_hook(lambda *_: calls.append(1))
+    ids, mask = torch.tensor(source).long(), torch.tensor(mask).long()
+    found = model.generate(ids, attention_mask=mask, do_sample=False, **settings)[:, 1:].tolist()
+    hook.remove()
+    return found, len(calls)
+
+
+def until_eos(tokens):
+    """The tokens before eos, and what cut them off."""
+    return (tokens[: tokens.index(1)], None) if 1 in tokens else (tokens, "max_length")
+
+
+@pytest.mark.parametrize(
+    "config, beams, penalty, max_length, batch, queries, prefixes",
+    SETTINGS,
+    ids=lambda x: x.feed_forward if isinstance(x, T5Config) else None,
+)
+def test_beam_search_is_that_of_transformers(config, beams, penalty, max_length, batch, queries, prefixes, in_torch):
+    decode = DecodeConfig(max_length=max_length, beams=beams, length_penalty=penalty)
+    strategy = make("sequential", GridConfig(), decode, bos=0, eos=1)
+    program = compiled(config, strategy, Schedule.fit(strategy, batch, queries=queries, prefixes=prefixes))
+    seen = Counter()
+    for seed in range(MODELS):
+        rng = np.random.default_rng([seed, beams, batch, 5])
+        params = oracle.random_params(config, rng, eos_scale=1.5)
+        texts, model = sources(rng, batch, config.vocab_size), in_torch(config, params)
+        expected, calls = generate(model, texts, num_beams=beams, length_penalty=penalty, max_new_tokens=max_length)
+        greedy, _ = generate(model, texts, max_new_tokens=max_length)
+        decoded = jax.device_get(program(params, *padded(texts)))
+        for b, tokens in enumerate(expected):
+            row, truncated = until_eos(tokens)
+            assert rows_of(decoded, b) == [row]
+            assert TRUNCATIONS[decoded.truncated[b]] == truncated
+            seen[truncated] += 1
+            seen["other than greedy"] += row != until_eos(greedy[b])[0]
+            seen["ahead of another"] += len(row) + 1 < decoded.steps[b] or decoded.steps[b] < decoded.steps.max()
+        assert decoded.steps.max() == calls
+    assert seen[None] and seen["max_length"] and min(seen["other than greedy"], seen["ahead of another"]) > 2, seen
+
+
+def test_generator_decodes_with_beams(in_torch):
+    """In its own sizes, sources of any length, batches filled up."""
+    rng = np.random.default_rng(8)
+    params = oracle.random_params(V1_1, rng, eos_scale=1.5)
+    texts, model = sources(rng, 5, V1_1.vocab_size), in_torch(V1_1, params)
+    decode = DecodeConfig(max_length=50, beams=3, length_penalty=1.2, batch_size=2)
+    generator = Generator(Config(model=V1_1, decode=decode, train=TrainConfig(objective="none")), params, None)
+    records = generator.decode(texts)
+    for text, record in zip(texts, records, strict=True):
+        [tokens], calls = generate(model, [text], num_beams=3, length_penalty=1.2, max_new_tokens=50)
+        row, truncated = until_eos(tokens)
+        assert (record["row_ids"], record["steps"], record["truncated"]) == ([row], calls, truncated)
+    with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, since beam search is sequential"):
+        generator.decode(texts, strategy="pipelined")
