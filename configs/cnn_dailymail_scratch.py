@@ -5,8 +5,7 @@
     python -m experiments.tables --output tables --run --sizes scratch --tasks cnn_dailymail --set data.tokenizer=DIR
 
 The tokenizer is T5's; the data are what `python -m pipejax.data prepare cnn_dailymail` wrote, or with
-`--set data.task=jsonl` lines of one's own. Two cores: about 20 minutes for each objective. Nothing in the paper
-compares with it.
+`--set data.task=jsonl` lines of one's own. Never trained to its end yet; nothing in the paper compares with it.
 """
 
 from pipejax.recipes import scratch

@@ -5,7 +5,8 @@
     python -m experiments.tables --output tables --run --sizes scratch --tasks kp20k --crossed --set data.tokenizer=DIR
 
 The tokenizer is T5's; the data are what `python -m pipejax.data prepare kp20k` wrote, or with `--set data.task=jsonl`
-lines of one's own. Two cores: about 20 minutes for each objective. Nothing in the paper compares with it.
+lines of one's own. Two cores: about half a second an update. A few thousand documents do not teach it to copy phrases
+(docs/LOG.md); take the whole set. Nothing in the paper compares with it.
 """
 
 from pipejax.recipes import scratch
