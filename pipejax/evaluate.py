@@ -63,7 +63,7 @@ def evaluate(
             records[-1]["seconds"] = report.seconds - before
     data = generator.config.data
     metric = metric or data.metric or make_task(data).metric
-    if metric == "rouge" and not generator.config.data.separator.strip():
+    if metric == "rouge" and not data.separator.strip():
         # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
         for record in records:
             record["rows"] = sentences(record["text"])

@@ -83,12 +83,15 @@ def _write(
     overrides: Sequence[str],
 ) -> None:
     every = grid_of(tasks, sizes, dict.fromkeys(paper.TABLES[4], paper.DELAYS[1:]))
-    results = {
-        (cell, split): found
+    ways = [Way("sequential"), *([Way("sequential", beams)] if beams > 1 else []), Way("pipelined")]
+    evaluated = {
+        (cell, split, way): found
         for cell in every
         for split in splits
-        if (found := read(cell, workdir, split, Way(cell.objective), log=cli.note))
+        for way in ways
+        if (found := read(cell, workdir, split, way, log=cli.note))
     }
+    results = {(c, split): found for (c, split, way), found in evaluated.items() if way == Way(c.objective)}
     gaps = {}
     for task, size, split in {(cell.task, cell.size, split) for cell, split in results}:
         both = {objective: Cell(task, size, objective) for objective in STRATEGIES}
@@ -104,11 +107,9 @@ def _write(
         parts.append((f"Table {number}: {', '.join(paper.TITLES[task] for task in members)}", text))
     sentences = [task for task in paper.TABLES[4] if task in tasks]
     parts.append(("Table 5: Δt, test split", report.table_5(sentences, sizes[0], results)))
-    last, plain = splits[-1], [cell for cell in every if cell.delay == 1]
-    ways = [Way("sequential"), *([Way("sequential", beams)] if beams > 1 else []), Way("pipelined")]
-    found_by = {(c, w): s for c in plain for w in ways if (s := read(c, workdir, last, w, log=cli.note))}
-    several = [c for c in plain if sum((c, way) in found_by for way in ways) > 1]
-    text = report.crossed(several, ways, last, lambda cell, way: found_by.get((cell, way)))
+    last = splits[-1]
+    several = [c for c in every if c.delay == 1 and sum((c, last, way) in evaluated for way in ways) > 1]
+    text = report.crossed(several, ways, last, lambda cell, way: evaluated.get((cell, last, way)))
     parts.append(("Models and decoders", text))
     pictures = _draw(output, tasks, sizes[0], last, results)
     text = "\n\n".join(f"## {title}\n\n{body or 'Nothing measured.'}" for title, body in parts)
