@@ -99,6 +99,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(("data", "fsdp")))
 
 
+def split_batch(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """An array within a computation, laid out as batches are."""
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """A batch, split over data and fsdp. Every process has made the whole one, and each device takes its part of it."""
     sharding = batch_sharding(mesh)

@@ -44,6 +44,11 @@ def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
     return np.where(distances < exact, distances, np.minimum(logarithmic, count - 1)).astype(np.int32)
 
 
+def unpinned(x: Array) -> Array:
+    """Leaves it to XLA where activations lie."""
+    return x
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm without mean or bias, in float32."""
 
@@ -186,7 +191,13 @@ class DecoderLayer(nn.Module):
 
 
 def apply_layers(
-    layers: Sequence[nn.Module], x: Array, *seen: Array, deterministic: bool, remat: str, keys: Callable[[], Array]
+    layers: Sequence[nn.Module],
+    x: Array,
+    *seen: Array,
+    deterministic: bool,
+    remat: str,
+    keys: Callable[[], Array],
+    pin: Callable[[Array], Array],
 ) -> Array:
     """Runs x through a stack of equal layers: `x = layer(x, *seen, deterministic)`.
 
@@ -201,6 +212,7 @@ def apply_layers(
       deterministic: False applies dropout.
       remat: one of `pipejax.config.REMATS`.
       keys: makes the rng from which each layer's dropout key is folded; called only if dropout applies.
+      pin: says where x lies between layers of a scan, inside of which XLA would lay it out as the weights are.
     """
     if remat == "none":
         for layer in layers:
@@ -215,7 +227,7 @@ def apply_layers(
     def body(x: Array, given: tuple[Any, Array | None]) -> tuple[Array, None]:
         params, key = given
         rngs = None if key is None else {"dropout": key}
-        return layer.apply({"params": params}, x, *seen, deterministic, rngs=rngs), None  # type: ignore[return-value]
+        return layer.apply({"params": params}, pin(x), *seen, deterministic, rngs=rngs), None  # type: ignore[return-value]
 
     policies = jax.checkpoint_policies
     kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
@@ -230,6 +242,7 @@ class Encoder(nn.Module):
     dtype: DTypeLike
     dropout: float
     remat: str = "none"
+    pin: Callable[[Array], Array] = unpinned
 
     def setup(self) -> None:
         c = self.config
@@ -241,10 +254,15 @@ class Encoder(nn.Module):
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
         positions = jnp.arange(x.shape[1])
         bias = self.relative_bias((positions[None, :] - positions[:, None])[None])
+        if self.remat == "none":
+            # Else its gradient is summed over the examples in each layer, which takes XLA long on CPUs. A scan is there
+            # to save memory, and had better keep the sum.
+            bias = jnp.broadcast_to(bias, (x.shape[0], *bias.shape[1:]))
         seen = bias, jnp.where(mask[:, None, None, :], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         keys = partial(self.make_rng, "dropout")
-        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys)
+        how: dict[str, Any] = {"deterministic": deterministic, "remat": self.remat, "keys": keys, "pin": self.pin}
+        x = apply_layers(self.layers, x, *seen, **how)
         return self.drop(self.norm(x), deterministic=deterministic)
 
 
@@ -255,6 +273,7 @@ class Decoder(nn.Module):
     dtype: DTypeLike
     dropout: float
     remat: str = "none"
+    pin: Callable[[Array], Array] = unpinned
 
     def setup(self) -> None:
         c = self.config
@@ -275,7 +294,8 @@ class Decoder(nn.Module):
         memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
-        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys)
+        how: dict[str, Any] = {"deterministic": deterministic, "remat": self.remat, "keys": keys, "pin": self.pin}
+        x = apply_layers(self.layers, x, *seen, **how)
         return self.drop(self.norm(x), deterministic=deterministic)
 
 
@@ -298,12 +318,13 @@ class T5(nn.Module):
     dtype: DTypeLike = jnp.float32
     dropout: float = 0.0
     remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
+    pin: Callable[[Array], Array] = unpinned  # where activations [B, L, D] lie, if on several devices
 
     def setup(self) -> None:
         c = self.config
         self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype)
-        self.encoder = Encoder(c, self.dtype, self.dropout, self.remat)
-        self.decoder = Decoder(c, self.dtype, self.dropout, self.remat)
+        self.encoder = Encoder(c, self.dtype, self.dropout, self.remat, self.pin)
+        self.decoder = Decoder(c, self.dtype, self.dropout, self.remat, self.pin)
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
 

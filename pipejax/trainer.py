@@ -145,7 +145,8 @@ class Trainer:
         train = config.train
         _check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
-        self.model = T5(config.model, dtype=dtype, dropout=train.dropout, remat=train.remat)
+        pin = partial(sharding.split_batch, mesh=self.mesh)
+        self.model = T5(config.model, dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin)
         self.optimizer = make_optimizer(train)
         self.key = jax.random.key(train.seed)
         self.abstract = jax.eval_shape(partial(self._birth, config.model), self.key)
@@ -160,7 +161,7 @@ class Trainer:
             out_shardings=(self.shardings, replicated),
         )
         self._programs: dict[tuple[Any, ...], Any] = {}
-        loss = partial(batch_loss, T5(config.model, dtype=dtype, remat=train.remat), dropout=None)
+        loss = partial(batch_loss, T5(config.model, dtype=dtype, remat=train.remat, pin=pin), dropout=None)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
     def _birth(self, model: T5Config, key: Array) -> TrainState:
