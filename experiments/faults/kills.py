@@ -127,7 +127,6 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "identical": identical,
         "interval": EVERY,
         "steps_lost_at_most": lost,
-        # A save is committed before the next one begins: at worst that next one is just beginning.
-        "ok": identical == len(results) and lost <= 2 * EVERY,
+        "ok": identical == len(results) and lost <= EVERY,
         "failures": [result for result in results if not result["identical"]],
     }
