@@ -15,7 +15,7 @@ from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import make_task
-from pipejax.data.core import TrainingBatches, prefetch
+from pipejax.data.core import TrainingBatches, identity, prefetch
 from pipejax.errors import UserError
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import split_rows
@@ -36,8 +36,11 @@ class Start:
     tokenizer: Tokenizer
 
 
-def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[str], None]) -> Start:
-    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
+def begin(config: Config, directory: RunDirectory, store: Store, data: str, log: Callable[[str], None]) -> Start:
+    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which.
+
+    `data` stands for the training examples: they must be those that the run began with.
+    """
     trainer: Trainer | None = None
 
     def expect(saved: Config) -> dict[str, Any]:
@@ -55,6 +58,11 @@ def begin(config: Config, directory: RunDirectory, store: Store, log: Callable[[
     if had_steps and own is None:
         log(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
+        if own.metadata.get("data", data) != data:
+            raise UserError(
+                f"{directory.path}: data.train: found other examples than the run was trained on so far; expected the "
+                "same on resume; take another --workdir for another experiment"
+            )
         log(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
         with processes.together(UserError):
@@ -173,11 +181,12 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
         if not len(train):
             raise UserError("data.train: found nothing; expected the examples to train on")
     processes.check_same(config_lib.to_json(config), "the config")
-    processes.check_same(f"{len(train)} {train[0]} {train[len(train) - 1]}", "data.train")
+    data = identity(train)
+    processes.check_same(data, "data.train")
     stop = Stop()
     try:
         with RunDirectory(workdir, log) as directory:
-            return _fit(config, directory, train, dev, stop, log, profile)
+            return _fit(config, directory, train, dev, data, stop, log, profile)
     finally:
         stop.restore()
 
@@ -191,13 +200,14 @@ def _fit(
     directory: RunDirectory,
     train: Any,
     dev: Any,
+    data: str,
     stop: Stop,
     log: Callable[[str], None],
     profile: int,
 ) -> int:
     clock, keep, keep_every = Clock(), config.train.keep_checkpoints, config.train.keep_every
     store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
-    start = begin(config, directory, store, log)
+    start = begin(config, directory, store, data, log)
     trainer, state, config = start.trainer, start.state, start.trainer.config
     if start.step >= config.train.steps:
         store.close()
@@ -233,6 +243,9 @@ def _fit(
             trace.before(step + 1)
             state, metrics = program(state, arrays, trainer.dropout_key(step + 1))
             step += 1
+            if step == saved + 1:  # its save went on beside this one step: a crash never costs more than one interval
+                with clock("checkpoint"):
+                    store.settle()
             trace.after(step, metrics)
             window.add(step, batch, metrics)
             last, note = step == steps, ""
@@ -251,7 +264,7 @@ def _fit(
                 note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
             if saves:
                 with clock("checkpoint"):
-                    saved = step if _save(store, step, state, config) else saved
+                    saved = step if _save(store, step, state, config, data) else saved
             progress.add(1, note)
         if window.steps:
             with processes.together(UserError):
@@ -267,7 +280,7 @@ def _fit(
     with clock("checkpoint"):
         done = store.settle()
         if saved < step or not done:
-            done = _save(store, step, state, config, wait=True)
+            done = _save(store, step, state, config, data, wait=True)
         store.close()
         examiner.store.close()
     clock.lap()
@@ -285,8 +298,9 @@ def _fit(
     return 0
 
 
-def _save(store: Store, step: int, state: TrainState, config: Config, *, wait: bool = False) -> bool:
-    return store.save(step, {"params": state.params, "state": state.optimizer}, config=config, wait=wait)
+def _save(store: Store, step: int, state: TrainState, config: Config, data: str, *, wait: bool = False) -> bool:
+    items = {"params": state.params, "state": state.optimizer}
+    return store.save(step, items, config=config, metadata={"data": data}, wait=wait)
 
 
 def _last_line(event: str, step: int, state: TrainState, seconds: dict[str, float]) -> dict[str, Any]:

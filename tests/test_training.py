@@ -25,6 +25,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshCon
 from pipejax.data import demo
 from pipejax.data.core import Example, TrainingBatches, encode, prefetch
 from pipejax.errors import UserError
+from pipejax.run_directory import RunDirectory
 from pipejax.tokenizer import Tokenizer
 from pipejax.training import fit
 
@@ -191,6 +192,44 @@ def test_a_step_of_a_lost_stretch_is_saved_again(tmp_path):
     assert store.close()
     restored = store.restore(4)
     assert restored.metadata == {"score": [2.0]} and restored.items["params"]["a"].tolist() == [2.0] * 3
+
+
+def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tmp_path, monkeypatch):
+    lost = []
+    write = RunDirectory.log_metrics
+
+    def watch(directory, values):
+        committed = [int(path.name) for path in (directory.path / "checkpoints").glob("*") if path.name.isdigit()]
+        if values["event"] == "train":
+            lost.append(values["step"] - max(committed, default=0))
+        write(directory, values)
+
+    monkeypatch.setattr(RunDirectory, "log_metrics", watch)  # these saves take longer than these steps
+    config = change(CONFIG, train={"steps": 12, "checkpoint_every": 2, "evaluate_every": 12, "evaluate_examples": 1})
+    assert fit(config, tmp_path / "run", log=quiet) == 0
+    assert len(lost) == 12 and set(lost) == {1, 2}
+
+
+def test_other_training_examples_are_refused_on_resume(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer")
+    lines = [
+        json.dumps({"id": e.id, "source": e.source, "targets": e.targets}) for e in demo.examples("train")[: 3 * 8]
+    ]
+    data = {"task": "jsonl", "train": str(tmp_path / "train.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
+    config = change(CONFIG, data=data, train={"steps": 2})
+    Path(data["train"]).write_text("\n".join(lines))
+    assert fit(config, tmp_path / "run", log=quiet) == 0
+    further = change(config, train={"steps": 3})
+    Path(data["train"]).write_text(
+        "\n".join([*lines[:9], lines[9].replace('"source": "', '"source": "the '), *lines[10:]])
+    )
+    before = metrics(tmp_path / "run")
+    with pytest.raises(UserError, match=r"data\.train: found other examples"):
+        fit(further, tmp_path / "run", log=quiet)
+    assert metrics(tmp_path / "run") == before
+    Path(data["train"]).write_text("\n".join(lines))
+    assert fit(further, tmp_path / "run", log=quiet) == 0
+    assert metrics(tmp_path / "run")[-1]["step"] == 3
 
 
 def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):

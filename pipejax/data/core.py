@@ -6,6 +6,7 @@ share a row, one after the other, so that little of it is padding.
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +36,13 @@ class Task(Protocol):
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of "train", "dev" or "test"; empty if there are none."""
 
+    def source(self, value: dict[str, Any], place: str) -> str:
+        """What the model reads of an unlabelled record at "FILE:LINE": its fields as in training, or its "source".
+
+        Raises:
+          UserError: a field is absent or no text.
+        """
+
     def tokenizer(self) -> Tokenizer | None:
         """The task's own tokenizer, if it has one."""
 
@@ -57,6 +65,13 @@ class Batch(NamedTuple):
     lengths: np.ndarray  # i64 [B, 2], real source tokens and target slots of each example
     cut_sources: int
     cut_targets: int
+
+
+def identity(examples: Sequence[Example], most: int = 1000) -> str:
+    """What tells a set of examples from another: a digest of their number and of up to about `most`, evenly spread."""
+    spread = range(0, len(examples), -(-len(examples) // most) or 1)
+    told = repr((len(examples), *(examples[i] for i in spread)))
+    return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def bucket(length: int) -> int:
