@@ -2,8 +2,9 @@
 
     python decode.py --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
 
-Input lines are {"id", "source"} or {"id", "source_ids"}; "-" is standard input or output. Compiled programs are kept
-in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
+Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task makes its source of, such as
+"question" and "context"; "-" is standard input or output. Compiled programs are kept in the user's cache directory, or
+in $PIPEJAX_CACHE if that is set ("off": nowhere).
 """
 
 from collections.abc import Sequence

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipejax.data import TASKS, make_task
 from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
 from pipejax.errors import UserError
 from pipejax.generate import WINDOW, Generator, Record, Source
@@ -87,12 +88,14 @@ def decode_file(
 
 
 def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Source]:
-    """Sources that the generator can decode, from ("FILE:LINE", object)."""
+    """Sources that the generator can decode, from ("FILE:LINE", object): with the template that it was trained with."""
+    data = generator.config.data
+    read = make_task(data).source if data.task in TASKS else lambda value, place: text_of(value, "source", place)
     for place, value in lines:
         if "source" in value and "source_ids" in value:
             raise UserError(f'{place}: found "source" and "source_ids"; expected one of them')
         if "source_ids" not in value:
-            yield generator.check(Source(id_of(value, place), text_of(value, "source", place)), place)
+            yield generator.check(Source(id_of(value, place), read(value, place)), place)
             continue
         ids = value["source_ids"]
         if not isinstance(ids, list):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -327,6 +328,42 @@ def test_a_full_disk_is_one_line(checkpoints, decoded, tmp_path):
     generator, source = generate.load(checkpoints / "none"), str(tmp_path / "in.jsonl")
     with pytest.raises(UserError, match=r"--output /dev/full: cannot be written \(No space left"):
         records.decode_file(generator, source, "/dev/full", strategy=None, batch_size=None, log=str)
+
+
+TEMPLATE = {"task": "jsonl", "source_template": "Question: {question} Context: {context}"}
+SUMMARIZE = {"task": "csv", "source_template": "summarize: {source}", "rows": "delimiter"}
+ASKED = {"question": "who sang it", "context": "It was  sung."}
+
+
+@pytest.mark.parametrize(
+    ("data", "value", "read"),
+    [
+        (TEMPLATE, ASKED, "Question: who sang it Context: It was  sung."),
+        (TEMPLATE, {"source": "as it is"}, "as it is"),
+        (TEMPLATE, {"question": "who"}, 'found no "context"'),
+        (TEMPLATE, {**ASKED, "context": 3}, '"context": found a number'),
+        (SUMMARIZE, {"source": "a"}, "summarize: a"),
+        ({"task": "jsonl"}, {"source": "a"}, "a"),
+        ({"task": "none"}, {"source": "a"}, "a"),  # converted weights
+        ({"task": "demo"}, {"source": "a"}, "a"),
+        ({"task": "msqa"}, ASKED, "Question: who sang it Context: It was sung."),
+        ({"task": "kp20k"}, {"title": "``T''", "abstract": "<digit> owls"}, 'Title: "T" Context: # owls'),
+        ({"task": "cnn_dailymail"}, {"article": "a b"}, "summarize: a b"),
+        ({"task": "cnn_dailymail"}, {"source": "``a''"}, "``a''"),
+        ({"task": "msqa"}, {"question": "who"}, 'found no "context"'),
+        ({"task": "msqa"}, {"question": ["who"], "context": "a"}, '"question": found a list'),
+    ],
+    ids=str,
+)
+def test_fields_are_read_as_in_training(data, value, read):
+    generator = SimpleNamespace(config=Config(data=DataConfig(**data)), check=lambda source, place: source)
+    lines = iter([("FILE:7", {"id": "1", **value})])
+    if read.startswith(("found", '"')):
+        with pytest.raises(UserError, match=f"FILE:7: {read}"):
+            list(records.read_sources(generator, lines))
+    else:
+        (source,) = records.read_sources(generator, lines)
+        assert (source.id, source.content) == ("1", read)
 
 
 # In processes of their own.

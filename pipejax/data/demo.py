@@ -11,11 +11,12 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from pipejax.data.core import Example
+from pipejax.data.lines import text_of
 from pipejax.tokenizer import Tokenizer, import_transformers
 
 T = TypeVar("T")
@@ -98,6 +99,10 @@ class DemoTask:
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of "train", "dev" or "test"."""
         return examples(split)
+
+    def source(self, value: dict[str, Any], place: str) -> str:
+        """The note itself."""
+        return text_of(value, "source", place)
 
     def tokenizer(self) -> Tokenizer:
         """The word-level tokenizer that `build_tokenizer` writes."""

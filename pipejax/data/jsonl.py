@@ -30,6 +30,14 @@ class FilesTask:
         """All examples of a split, checked line by line; none if the config names no file."""
         return self._examples(self.paths[split]) if self.paths[split] else []
 
+    def source(self, value: dict[str, Any], place: str) -> str:
+        """The template with a record's fields; its "source" as it is, if the template's are not all there."""
+        whole = "source" in value and not all(field in value for field in self._template.fields)
+        return text_of(value, "source", place) if whole else self._filled(value, place)
+
+    def _filled(self, value: dict[str, Any], place: str) -> str:
+        return self._template.fill({field: text_of(value, field, place) for field in self._template.fields})
+
     def tokenizer(self) -> Tokenizer | None:
         """It has none: `data.tokenizer` or the starting checkpoint brings one."""
         return None
@@ -39,7 +47,7 @@ class FilesTask:
         examples, seen = [], dict[str, str]()
         for place, value in self._read(path):
             name = str(id_of(value, place))
-            source = self._template.fill({field: text_of(value, field, place) for field in self._template.fields})
+            source = self._filled(value, place)
             if name in seen:
                 line = seen[name].rpartition(":")[2]
                 raise UserError(f'{place}: "id": found {name!r} again; it was used in line {line}')

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from pipejax.config import DataConfig, GridConfig
 from pipejax.data.core import Example
+from pipejax.data.lines import text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import plain
 from pipejax.errors import UserError
@@ -61,6 +62,12 @@ class PublishedTask:
         source = self._source(self.published.splits[split])
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 
+    def source(self, value: dict[str, Any], place: str) -> str:
+        """What the fields of a record make, in the spelling of training; or its "source" as it is."""
+        if "source" in value:
+            return text_of(value, "source", place)
+        return plain(self.published.source(_Fields(value, place)), self.published.placeholders)
+
     def tokenizer(self) -> Tokenizer | None:
         """It has none: `data.tokenizer` or the starting checkpoint brings one."""
         return None
@@ -89,6 +96,17 @@ class PublishedTask:
         rows = (spell(row) for row in self.published.targets(record))
         name = record.get("id") or f"{split}-{index}"
         return Example(name, spell(self.published.source(record)), tuple(row for row in rows if row))
+
+
+class _Fields(dict[str, Any]):
+    """A record of unknown origin: a field that is absent or no text is an error that names its place."""
+
+    def __init__(self, value: dict[str, Any], place: str) -> None:
+        super().__init__(value)
+        self._place = place
+
+    def __getitem__(self, key: str) -> str:
+        return text_of(dict(self), key, self._place)
 
 
 class PreparedExamples(Sequence[Example]):
