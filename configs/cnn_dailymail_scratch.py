@@ -1,13 +1,15 @@
-"""CNN/DailyMail from random weights, a T5 small enough for two CPU cores: a comparison of objectives, not of scores.
+"""CNN/DailyMail for a small T5 of one's own making: a comparison of objectives, not of scores.
 
+    python -m experiments.pretraining --output runs/copying texts.jsonl ...     # and train it: see configs/copying.py
     python train.py --config configs/cnn_dailymail_scratch.py --workdir runs/cnn_dailymail_scratch_pipelined \
-        --set data.tokenizer=DIR --set data.data_dir=DIR
-    python -m experiments.tables --output tables --run --sizes scratch --tasks cnn_dailymail --set data.tokenizer=DIR
+        --set data.data_dir=DIR
+    python -m experiments.tables --output tables --run --sizes scratch --tasks cnn_dailymail --crossed
 
-The tokenizer is T5's; the data are what `python -m pipejax.data prepare cnn_dailymail` wrote, or with
-`--set data.task=jsonl` lines of one's own. Never trained to its end yet; nothing in the paper compares with it.
+The data are what `python -m pipejax.data prepare cnn_dailymail` wrote, or, with data.task=jsonl, data.train, data.dev
+and data.test, lines of one's own. What came of it on two CPU cores is in docs/LOG.md. Nothing in the paper compares
+with it.
 """
 
 from pipejax.recipes import scratch
 
-config = scratch("cnn_dailymail", steps=1600, max_source=256)
+config = scratch("cnn_dailymail", steps=1200, max_source=192)

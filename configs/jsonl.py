@@ -4,8 +4,9 @@
     python train.py --config configs/jsonl.py --workdir runs/mine \
         --set train.init_from=checkpoints/flan-t5-base --set data.train=train.jsonl --set data.dev=dev.jsonl
 
-The rate, batch and grid are the paper's (section 4.3). Its hardware was one 24 GB card for T5-Base; with less, lower
-train.batch_size or data.max_source.
+The rate, batch and grid are the paper's (section 4.3). T5-Base fits one card of 24 GB, as the paper's did, by estimate:
+each batch is computed in four parts and layers are computed twice. With more memory, train.accumulate=1 and
+train.remat=none are faster; with less, lower train.batch_size or data.max_source.
 """
 
 from pipejax.config import Config, DataConfig, GridConfig, TrainConfig
@@ -14,5 +15,5 @@ config = Config(
     name="jsonl",
     grid=GridConfig(delay=1, time_max=50, sub_max=20),
     data=DataConfig(task="jsonl", max_source=2048, max_target=512, separator=" ; "),
-    train=TrainConfig(steps=2000, batch_size=24, learning_rate=1e-4, warmup_steps=100),
+    train=TrainConfig(steps=2000, batch_size=24, accumulate=4, remat="layers", learning_rate=1e-4, warmup_steps=100),
 )

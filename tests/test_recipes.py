@@ -130,18 +130,41 @@ def test_dry_run(name, tiny, trainers, tmp_path):
     assert {len(trainer._programs) for trainer in trainers.values()} == {1} and len(trainers) <= 3  # by mesh and kind
 
 
+TWO_STEPS = {f"train.{key}": 2 for key in ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")}
+TWO_STEPS |= {"train.evaluate_examples": 1, "train.pack": 2, "mesh.data": 1, "decode.max_length": 8}
+TWO_STEPS |= {"data.max_source": 16, "data.max_target": 5, "grid.time_max": 8}
+
+
+def ends_at_two(config: Config, run: Path) -> bool:
+    assert training.fit(config, run, log=lambda line: None) == 0
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+
+
 @pytest.mark.parametrize("name", ["kp20k_scratch", "cnn_dailymail_scratch"])
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
-def test_dry_run_from_random_weights(name, objective, tiny, trainers, tmp_path):
-    settings = {f"model.{key}": value for key, value in dataclasses.asdict(MODEL).items()}
-    settings |= {f"train.{key}": 2 for key in ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")}
-    settings |= {"train.objective": objective, "train.evaluate_examples": 1, "train.length_group": 1, "train.pack": 2}
-    settings |= {"data.tokenizer": tiny / "tokenizer", "data.data_dir": tiny / "data", "mesh.data": 1}
-    settings |= {"data.max_source": 16, "data.max_target": 5, "grid.time_max": 8, "decode.max_length": 8}
+def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, trainers, tmp_path):
+    settings = TWO_STEPS | {"train.objective": objective, "train.init_from": tiny / "checkpoint"}
+    settings |= {"data.data_dir": tiny / "data"}
     config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])
-    assert config.data.task == name.removesuffix("_scratch") and not config.train.init_from
-    assert training.fit(config, tmp_path / "run", log=lambda line: None) == 0
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+    assert config.data.task == name.removesuffix("_scratch")
+    assert ends_at_two(config, tmp_path / "run")
+
+
+def test_dry_run_of_the_pretraining(tiny, tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"id": str(i), "source": "a b", "targets": ["a b"]}) + "\n" for i in range(16)))
+    settings = TWO_STEPS | {f"model.{key}": value for key, value in dataclasses.asdict(MODEL).items()}
+    settings |= {"data.tokenizer": tiny / "tokenizer", "data.train": lines, "data.dev": lines}
+    config = load(CONFIGS / "copying.py", [f"{key}={value}" for key, value in settings.items()])
+    assert ends_at_two(config, tmp_path / "run")
+
+
+def test_what_docs_clusters_starts_comes_out_even():
+    """Its recipes have eight GPUs, as this machine's eight devices."""
+    started = (CONFIGS.parent / "docs" / "clusters.md").read_text().split("configs/msqa_large_pipelined.py")[1:]
+    assert len(started) == 5 and all("train.accumulate=1" in text[:200] for text in started)
+    config = load(CONFIGS / "msqa_large_pipelined.py", ["train.accumulate=1"])
+    assert dict(Trainer(dataclasses.replace(config, model=MODEL)).mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1}
 
 
 def test_steps_are_ten_epochs():

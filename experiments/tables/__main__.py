@@ -6,8 +6,8 @@
 --run trains and evaluates what is missing: each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, made by train.py
 from configs/, and evaluated by `python -m pipejax.evaluate` at batch 1, so runs made elsewhere can be put there too.
 The same command goes on after an interruption. Writes DIR/tables.md, figure_4.png, figure_5.png and results.json. The
-size "scratch" is a small T5 from random weights, for those without a GPU: the comparison is the same, the scores are
-not comparable with the paper's.
+size "scratch" is a small T5 pretrained by `python -m experiments.pretraining`, for those without a GPU: the comparison
+is the same, the scores are not comparable with the paper's.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ Scores = dict[str, Any]  # what `python -m pipejax.evaluate` writes
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A task, a size, what it is trained for, and Δt. "scratch" is a small T5 from random weights, not the paper's."""
+    """A task, a size, what it is trained for, and Δt. "scratch" is a small T5 of our own, not the paper's."""
 
     task: str
     size: str

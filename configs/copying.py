@@ -1,0 +1,35 @@
+"""A T5 small enough to be pretrained on two CPU cores: `experiments/pretraining.py` makes examples of any texts.
+
+    python -m experiments.pretraining --output runs/copying texts.jsonl ...
+    python train.py --config configs/copying.py --workdir runs/copying/words --set train.init_from=runs/copying/start \
+        --set data.train=runs/copying/words.jsonl --set train.steps=500
+    python train.py --config configs/copying.py --workdir runs/copying/run --set train.init_from=runs/copying/words \
+        --set data.train=runs/copying/train.jsonl --set data.dev=runs/copying/dev.jsonl
+
+`configs/kp20k_scratch.py` and `configs/cnn_dailymail_scratch.py` go on from it. docs/LOG.md has the time it takes.
+"""
+
+from pipejax.config import Config, DataConfig, DecodeConfig, T5Config, TrainConfig
+
+config = Config(
+    name="copying",
+    model=T5Config(vocab_size=4000, d_model=192, d_kv=64, d_ff=768, num_heads=4, num_layers=3, num_decoder_layers=2),
+    data=DataConfig(max_source=128, max_target=96, metric="rouge"),
+    train=TrainConfig(
+        objective="sequential",
+        steps=1600,
+        batch_size=16,
+        length_group=1,  # all stretches are of like length, and each other length would be compiled
+        learning_rate=1e-3,
+        schedule="linear",
+        warmup_steps=200,
+        beta2=0.98,
+        weight_decay=0.01,
+        dropout=0.0,
+        log_every=100,
+        evaluate_every=2000,
+        evaluate_examples=100,
+        checkpoint_every=500,
+    ),
+    decode=DecodeConfig(max_length=96),
+)
