@@ -341,7 +341,7 @@ ASKED = {"question": "who sang it", "context": "It was  sung."}
         (TEMPLATE, ASKED, "Question: who sang it Context: It was  sung."),
         (TEMPLATE, {"source": "as it is"}, "as it is"),
         (TEMPLATE, {"question": "who"}, 'found no "context"'),
-        (TEMPLATE, {**ASKED, "context": 3}, '"context": found a number'),
+        (TEMPLATE, {**ASKED, "context": 3}, '"context": found the number 3'),
         (SUMMARIZE, {"source": "a"}, "summarize: a"),
         ({"task": "jsonl"}, {"source": "a"}, "a"),
         ({"task": "none"}, {"source": "a"}, "a"),  # converted weights
