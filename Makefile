@@ -18,7 +18,7 @@ demo: venv-run  ## train a small model on the CPU and decode with it
 	@$(RUN) -m experiments.demo $(ARGS)
 
 test: venv  ## the test suite, on two cores; make test ARGS="-k grid" for a part of it
-	@$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: venv  ## lint, format and types: ruff and mypy
 	@$(RUN) -m ruff check .

@@ -6,7 +6,8 @@
     python train.py --config configs/copying.py --workdir runs/copying/run --set train.init_from=runs/copying/words \
         --set data.train=runs/copying/train.jsonl --set data.dev=runs/copying/dev.jsonl
 
-`configs/kp20k_scratch.py` and `configs/cnn_dailymail_scratch.py` go on from it. docs/LOG.md has the time it takes.
+`configs/kp20k_scratch.py` and `configs/cnn_dailymail_scratch.py` go on from it. docs/LOG.md has what fewer
+updates took.
 """
 
 from pipejax.config import Config, DataConfig, DecodeConfig, T5Config, TrainConfig

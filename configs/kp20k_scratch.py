@@ -5,8 +5,8 @@
     python -m experiments.tables --output tables --run --sizes scratch --tasks kp20k --crossed
 
 The data are what `python -m pipejax.data prepare kp20k` wrote, or, with data.task=jsonl, data.train, data.dev and
-data.test, lines of one's own. What came of it on two CPU cores is in docs/LOG.md. Nothing in the paper compares with
-it.
+data.test, lines of one's own. What came of fewer steps on two CPU cores is in docs/LOG.md. Nothing in the paper
+compares with it.
 """
 
 from pipejax.recipes import scratch

@@ -9,8 +9,8 @@
 A few thousand labelled documents do not teach random weights to copy. Their texts do. First random words, to be written
 again: nothing but copying helps there. Then two examples of every stretch of a document, with the templates of the
 published tasks: "Title: ... Context: ..." asks for the phrases that are frequent in the document and rare elsewhere,
-in order of appearance; "summarize: ..." asks for the first sentences. Each target is one row, so the model is an
-ordinary T5 to both objectives, as the paper's are.
+in order of appearance; "summarize: ..." asks for the first sentences. Each target is one row, as an ordinary T5 writes
+it and as the paper's were pretrained: the sequential objective goes on in the form it knows, rows are new.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from pipejax.t5 import init_params
 from pipejax.tokenizer import Tokenizer, import_transformers
 
 ROOT = Path(__file__).parent.parent
-STRETCH = 64  # words of a source, at the most, but for its title
+STRETCH = 64  # words of a source, at the most, but for the template's
 PHRASES, SENTENCES = 5, 2  # of a target, at the most
 COMMON = 200  # words, by the documents they stand in, that begin and end no phrase
 DEV = 200  # one document in so many is kept for the loss on unseen text
@@ -67,23 +67,28 @@ def main(argv: Sequence[str]) -> int:
     documents = [text.plain(document) for path in flags.files for document in read(path)]
     if not documents:
         raise UserError(f"{flags.files[0]}: found no lines; expected texts")
-    with tempfile.TemporaryDirectory() as scratch:
-        learn_tokenizer(documents, config.model.vocab_size).save(scratch)
-        untrained = dataclasses.replace(config, train=dataclasses.replace(config.train, objective="none"))
-        save_params(output / "start", untrained, weights(config.model), tokenizer_source=Path(scratch))
+    if not any(character.isalpha() for document in documents for character in document):
+        raise UserError(f"{flags.files[0]}: found no words; expected texts")
     parts: dict[str, list[str]] = {"words": [], "train": [], "dev": []}
     for number, drawn in enumerate(random_words(documents)):
         parts["words"].append(json.dumps({"id": str(number), "source": drawn, "targets": [drawn]}))
     progress = Progress("making examples", len(documents), unit="document")
     for number, found in enumerate(examples(documents)):
-        split = "dev" if zlib.crc32(str(number).encode()) % DEV == 0 else "train"
+        split = "dev" if number % DEV == DEV // 2 or number == len(documents) - 1 else "train"
         for name, source, target in found:
             value = {"id": f"{number}/{name}", "source": source, "targets": [target]}
             parts[split].append(json.dumps(value, ensure_ascii=False))
         progress.add(1)
     progress.close()
-    for split, lines in parts.items():
-        write_text(output / f"{split}.jsonl", "\n".join(lines) + "\n")
+    try:
+        for split, lines in parts.items():
+            write_text(output / f"{split}.jsonl", "\n".join(lines) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+    with tempfile.TemporaryDirectory() as scratch:  # last: once they are there, the command is done
+        learn_tokenizer(documents, config.model.vocab_size).save(Path(scratch) / "tokenizer")
+        untrained = dataclasses.replace(config, train=dataclasses.replace(config.train, objective="none"))
+        save_params(output / "start", untrained, weights(config.model), tokenizer_source=Path(scratch) / "tokenizer")
     cli.note(f"{len(documents)} documents: {len(parts['train'])} examples, {len(parts['dev'])} for the dev split")
     return 0
 
@@ -94,8 +99,8 @@ def read(path: str) -> Iterator[str]:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             for place, value in read_objects(file, path):
                 yield text_of(value, "source", place)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def weights(model: T5Config) -> Any:
@@ -184,7 +189,7 @@ def phrases_of(words: Sequence[str], common: set[str], rarity: dict[str, float])
 
 
 def best(source: str, phrases: dict[tuple[str, ...], float]) -> list[str]:
-    """The phrases in the source that say most, as they first appear; none is a part of another."""
+    """The phrases in the source that say most, as they first appear; no two share a word."""
     words = words_of(source)
     first: dict[tuple[str, ...], int] = {}
     for length in (3, 2, 1):
@@ -199,12 +204,12 @@ def best(source: str, phrases: dict[tuple[str, ...], float]) -> list[str]:
 
 
 def stretches(document: str) -> Iterator[list[str]]:
-    """Runs of two or more whole sentences, of at most STRETCH words."""
+    """Runs of two or more successive sentences, of at most STRETCH words; none of more than half as many."""
     run: list[str] = []
     size = 0
     for sentence in text.sentences(document):
         length = len(sentence.split())
-        if size + length > STRETCH:
+        if length > STRETCH // 2 or size + length > STRETCH:
             if len(run) > 1:
                 yield run
             run, size = [], 0

@@ -83,7 +83,9 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
         terms[f"kept of {depth} {name} layers"] = depth * kept
         # In the backward pass of a layer everything is there, and the gradient of most of it.
         terms[f"one {name} layer at work"] = (0 if train.remat == "none" else dots + rest) + dots + rest + noise
-    terms["position biases and their gradient"] = 2 * 4 * heads * (length**2 + groups * slots**2)
+    # Without a scan the gradient of the encoder's is held for each example.
+    copies = 1 + (batch if train.remat == "none" else 1)
+    terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)
     parts = max(-(-flat * model.vocab_size // 2**25), 1)
     terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
     terms["encoded source and its gradient"] = 2 * stream(tokens)

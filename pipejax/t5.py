@@ -318,7 +318,7 @@ class T5(nn.Module):
     dtype: DTypeLike = jnp.float32
     dropout: float = 0.0
     remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
-    pin: Callable[[Array], Array] = unpinned  # where activations [B, L, D] lie, if on several devices
+    pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
 
     def setup(self) -> None:
         c = self.config

@@ -15,7 +15,7 @@ from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import make_task
-from pipejax.data.core import TrainingBatches, identity, prefetch
+from pipejax.data.core import TrainingBatches, fingerprint, prefetch
 from pipejax.errors import UserError
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import split_rows
@@ -58,11 +58,12 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
     if had_steps and own is None:
         log(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
-        if own.metadata.get("data", data) != data:
-            raise UserError(
-                f"{directory.path}: data.train: found other examples than the run was trained on so far; expected the "
-                "same on resume; take another --workdir for another experiment"
-            )
+        with processes.together(UserError):
+            if own.metadata.get("data", data) != data:
+                raise UserError(
+                    f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
+                    "the same on resume; take another --workdir for another experiment"
+                )
         log(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
         with processes.together(UserError):
@@ -180,8 +181,8 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
         train, dev = task.examples("train"), task.examples("dev")
         if not len(train):
             raise UserError("data.train: found nothing; expected the examples to train on")
+        data = fingerprint(train)
     processes.check_same(config_lib.to_json(config), "the config")
-    data = identity(train)
     processes.check_same(data, "data.train")
     stop = Stop()
     try:
@@ -243,7 +244,8 @@ def _fit(
             trace.before(step + 1)
             state, metrics = program(state, arrays, trainer.dropout_key(step + 1))
             step += 1
-            if step == saved + 1:  # its save went on beside this one step: a crash never costs more than one interval
+            if step == saved + 1:  # the save went on beside this one step: a crash never costs more than one interval
+                jax.block_until_ready(metrics)
                 with clock("checkpoint"):
                     store.settle()
             trace.after(step, metrics)

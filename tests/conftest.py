@@ -29,6 +29,16 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[name.upper()] = str(value)  # for the commands that tests start
 
 
+# Files that take minutes: first, so that no worker is left alone with one of them in the end.
+SLOW = ("trainer", "training", "faults", "processes", "recipes", "tables", "monitoring", "plan", "decoding", "records")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow files first; all else stays in order."""
+    place = {f"test_{name}": i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The directory of real data sets and T5's tokenizer; without it the test is skipped."""

@@ -340,6 +340,7 @@ ASKED = {"question": "who sang it", "context": "It was  sung."}
     [
         (TEMPLATE, ASKED, "Question: who sang it Context: It was  sung."),
         (TEMPLATE, {"source": "as it is"}, "as it is"),
+        (TEMPLATE, {**ASKED, "source": "as it is"}, "as it is"),
         (TEMPLATE, {"question": "who"}, 'found no "context"'),
         (TEMPLATE, {**ASKED, "context": 3}, '"context": found the number 3'),
         (SUMMARIZE, {"source": "a"}, "summarize: a"),

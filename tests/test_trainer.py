@@ -301,7 +301,7 @@ def test_meshes_agree(tokenizer, options, capfd):
     config = change(CONFIG, train=options)
     arrays = [TrainingBatches(demo.examples("train"), tokenizer, config, MODEL)[0].arrays] * 3
     births, seen = [], []
-    for mesh in MESHES if len(options) == 1 else (MESHES[0], *MESHES[2:4]):
+    for mesh in MESHES if len(options) == 1 else (MESHES[0], MESHES[3]):
         chosen = change(config, mesh=mesh)
         births.append(jax.device_get(Trainer(chosen).fresh().params))
         seen.append([float(values["loss"]) for values in train(chosen, arrays)[1]])

@@ -67,8 +67,8 @@ class Batch(NamedTuple):
     cut_targets: int
 
 
-def identity(examples: Sequence[Example], most: int = 1000) -> str:
-    """What tells a set of examples from another: a digest of their number and of up to about `most`, evenly spread."""
+def fingerprint(examples: Sequence[Example], most: int = 1000) -> str:
+    """A digest of the number of examples and of `most` of them at the most, evenly spread: reading all takes long."""
     spread = range(0, len(examples), -(-len(examples) // most) or 1)
     told = repr((len(examples), *(examples[i] for i in spread)))
     return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()

@@ -31,8 +31,8 @@ class FilesTask:
         return self._examples(self.paths[split]) if self.paths[split] else []
 
     def source(self, value: dict[str, Any], place: str) -> str:
-        """The template with a record's fields; its "source" as it is, if the template's are not all there."""
-        whole = "source" in value and not all(field in value for field in self._template.fields)
+        """A record's "source" as it is, unless that is a field of the template; else the template with its fields."""
+        whole = "source" in value and "source" not in self._template.fields
         return text_of(value, "source", place) if whole else self._filled(value, place)
 
     def _filled(self, value: dict[str, Any], place: str) -> str:
