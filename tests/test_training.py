@@ -204,7 +204,15 @@ def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tm
             lost.append(values["step"] - max(committed, default=0))
         write(directory, values)
 
-    monkeypatch.setattr(RunDirectory, "log_metrics", watch)  # these saves take longer than these steps
+    handler = orbax.checkpoint.StandardCheckpointHandler
+    finish = handler.finalize
+
+    def late(self, *args):
+        time.sleep(0.3)  # longer than a step: what waits for no save would be far ahead by now
+        return finish(self, *args)
+
+    monkeypatch.setattr(handler, "finalize", late)
+    monkeypatch.setattr(RunDirectory, "log_metrics", watch)
     config = change(CONFIG, train={"steps": 12, "checkpoint_every": 2, "evaluate_every": 12, "evaluate_examples": 1})
     assert fit(config, tmp_path / "run", log=quiet) == 0
     assert len(lost) == 12 and set(lost) == {1, 2}
