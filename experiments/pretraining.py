@@ -70,10 +70,11 @@ def main(argv: Sequence[str]) -> int:
     if not any(character.isalpha() for document in documents for character in document):
         raise UserError(f"{flags.files[0]}: found no words; expected texts")
     parts: dict[str, list[str]] = {"words": [], "train": [], "dev": []}
-    for number, drawn in enumerate(random_words(documents)):
+    counts = document_frequencies(documents)
+    for number, drawn in enumerate(random_words(counts)):
         parts["words"].append(json.dumps({"id": str(number), "source": drawn, "targets": [drawn]}))
     progress = Progress("making examples", len(documents), unit="document")
-    for number, found in enumerate(examples(documents)):
+    for number, found in enumerate(examples(documents, counts)):
         split = "dev" if number % DEV == DEV // 2 or number == len(documents) - 1 else "train"
         for name, source, target in found:
             value = {"id": f"{number}/{name}", "source": source, "targets": [target]}
@@ -140,11 +141,16 @@ def learn_tokenizer(documents: Iterable[str], size: int) -> Tokenizer:
     return Tokenizer(import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend, **names))
 
 
-def examples(documents: Sequence[str]) -> Iterator[list[tuple[str, str, str]]]:
-    """Yields each document's examples: ("STRETCH/KIND", source, target)."""
+def document_frequencies(documents: Iterable[str]) -> Counter[str]:
+    """In how many documents each word stands; words in order of appearance, so that ties are the same in each run."""
     counts: Counter[str] = Counter()
     for document in documents:
-        counts.update(set(words_of(document)))
+        counts.update(dict.fromkeys(words_of(document), 1))
+    return counts
+
+
+def examples(documents: Sequence[str], counts: Counter[str]) -> Iterator[list[tuple[str, str, str]]]:
+    """Yields each document's examples, given its words' document frequencies: ("STRETCH/KIND", source, target)."""
     common = {word for word, _ in counts.most_common(COMMON)}
     rarity = {word: math.log(len(documents) / count) for word, count in counts.items()}
     for document in documents:
@@ -159,12 +165,10 @@ def examples(documents: Sequence[str]) -> Iterator[list[tuple[str, str, str]]]:
         yield found
 
 
-def random_words(documents: Sequence[str], *, count: int = 10_000, known: int = 20_000) -> Iterator[str]:
+def random_words(counts: Counter[str], *, count: int = 10_000, known: int = 20_000) -> Iterator[str]:
     """Yields `count` texts of 6 to 14 words, each drawn alike from the `known` words that stand in most documents."""
-    counts: Counter[str] = Counter()
-    for document in documents:
-        counts.update({word for word in words_of(document) if word.isalpha()})
-    words, chance = [word for word, _ in counts.most_common(known)], random.Random(0)
+    words = [word for word, _ in counts.most_common() if word.isalpha()][:known]
+    chance = random.Random(0)
     for _ in range(count):
         yield " ".join(chance.choices(words, k=chance.randint(6, 14)))
 

@@ -261,8 +261,7 @@ class Encoder(nn.Module):
         seen = bias, jnp.where(mask[:, None, None, :], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         keys = partial(self.make_rng, "dropout")
-        how: dict[str, Any] = {"deterministic": deterministic, "remat": self.remat, "keys": keys, "pin": self.pin}
-        x = apply_layers(self.layers, x, *seen, **how)
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
         return self.drop(self.norm(x), deterministic=deterministic)
 
 
@@ -294,8 +293,7 @@ class Decoder(nn.Module):
         memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
-        how: dict[str, Any] = {"deterministic": deterministic, "remat": self.remat, "keys": keys, "pin": self.pin}
-        x = apply_layers(self.layers, x, *seen, **how)
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
         return self.drop(self.norm(x), deterministic=deterministic)
 
 

@@ -34,9 +34,10 @@ def words_only(text):
 
 
 def by_name():
+    counts = pretraining.document_frequencies(DOCUMENTS)
     return {
         f"{number}/{name}": (source, target)
-        for number, found in enumerate(pretraining.examples(DOCUMENTS))
+        for number, found in enumerate(pretraining.examples(DOCUMENTS, counts))
         for name, source, target in found
     }
 
