@@ -1,4 +1,4 @@
-"""What turns gradients into updates: schedules, AdamW and Adafactor, clipping, and what is left as it is."""
+"""What turns gradients into updates: schedules, AdamW and Adafactor, and what is left as it is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW or Adafactor after clipping by global norm; norms and relative biases do not decay."""
+    """AdamW or Adafactor, for gradients clipped already; norms and relative biases do not decay."""
 
     def decays(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
@@ -39,10 +39,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     if config.optimizer == "adafactor":
         # Rates are relative to a parameter's own size here (Shazeer and Stern 2018); 1e-3 is usual for T5. optax's own
         # decay for it knows no rate.
-        update = optax.chain(optax.adafactor(rate), _decay(rate, decay, decays))
-    else:
-        update = optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
+        return optax.chain(optax.adafactor(rate), _decay(rate, decay, decays))
+    return optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
 
 
 def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Any], Any]) -> optax.GradientTransformation:

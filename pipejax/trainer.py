@@ -91,6 +91,7 @@ def train_step(
     key: Array,
     *,
     accumulate: int = 1,
+    clip_norm: float = 1.0,
     freeze: str = "none",
     place: Callable[[Any], Any] = lambda params: params,
     rate: optax.Schedule = lambda count: 0.0,
@@ -121,12 +122,19 @@ def train_step(
         parts = jnp.arange(accumulate), take_apart(batch, accumulate)
         ((total, count), gradient), _ = jax.lax.scan(add, zero, parts)
     divisor = jnp.maximum(count, 1)
-    gradient = jax.tree.map(lambda x: x / divisor, gradient)
-    norm = optax.tree.norm(gradient)
-    updates, optimizer_state = optimizer.update(gradient, state.optimizer, trained)
-    new = TrainState(merge(optax.apply_updates(trained, updates), fixed), optimizer_state)
+    norm = optax.tree.norm(gradient) / divisor
     good = jnp.isfinite(total) & jnp.isfinite(norm)
-    new = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
+    # Mean and clipping by global norm in one factor, and the whole update in a branch: so XLA works in the donated
+    # buffers, where a division before and a choice of each array after it would each be a pass over all parameters.
+    factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
+
+    def update(state: TrainState) -> TrainState:
+        trained, fixed = split(state.params, freeze)
+        scaled = jax.tree.map(lambda x: x * factor, gradient)
+        updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
+        return TrainState(merge(optax.apply_updates(trained, updates), fixed), optimizer_state)
+
+    new = jax.lax.cond(good, update, lambda state: state, state)
     metrics = {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
     return new, metrics | {"learning_rate": jnp.float32(rate(updates_made(state.optimizer)))}
 
@@ -153,7 +161,7 @@ class Trainer:
         self.shardings = self._shardings()
         replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
         options: dict[str, Any] = {"accumulate": train.accumulate, "freeze": train.freeze, "place": place}
-        options["rate"] = learning_rate(train)
+        options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
             donate_argnums=0,
