@@ -169,6 +169,10 @@ def _few(ids: list[str], most: int = 8) -> str:
     return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
+class _Stopped(Exception):
+    """Ends a decode between two batches."""
+
+
 class Examiner:
     """Scores the dev split and keeps the best parameters apart."""
 
@@ -196,15 +200,30 @@ class Examiner:
         part = config.train.batch_size // config.train.accumulate
         self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
 
-    def evaluate(self, step: int, params: Any, progress: Progress) -> None:
-        """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept."""
+    def evaluate(self, step: int, params: Any, progress: Progress, stopped: Callable[[], bool]) -> bool:
+        """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
+
+        `stopped` is asked after each batch: once it says True the evaluation is given up, and leaves nothing behind.
+
+        Returns:
+          whether the evaluation came to its end.
+        """
         weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
             self.generator = Generator(self.config, weights, self.tokenizer)
         else:
             self.generator.set_params(weights)
-        values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size)
-        self.generator.forget_params()  # training needs the room
+
+        def tick(count: int) -> None:
+            if stopped():
+                raise _Stopped
+
+        try:
+            values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size, tick=tick)
+        except _Stopped:
+            return False
+        finally:
+            self.generator.forget_params()  # training needs the room
         loss = self._dev_loss(params)
         params_fp = digest(fingerprints(params))
         self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
@@ -217,6 +236,7 @@ class Examiner:
             step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
         ):
             self.best = score
+        return True
 
     def _dev_loss(self, params: Any) -> float:
         batches = fixed_batches(self.encoded, self.parts)

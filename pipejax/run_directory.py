@@ -136,26 +136,33 @@ class RunDirectory:
 
     def _cut_metrics(self, step: int) -> None:
         """Drops lines of later steps than the one that training resumes at, those of ends, and one torn by a crash."""
-        path = self.path / "metrics.jsonl"
-        if not path.is_file():
-            return
-        kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                values = json.loads(line)
-                if values["step"] <= step and values.get("event") not in ("stopped", "end"):
-                    kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
-                continue
-        write_text(path, "".join(kept))
+        if (self.path / "metrics.jsonl").is_file():
+            kept = (
+                line
+                for line, values in self._logged()
+                if values["step"] <= step and values.get("event") not in ("stopped", "end")
+            )
+            write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
+
+    def _logged(self) -> list[tuple[str, dict[str, Any]]]:
+        """The lines of the log and what they hold; what is no line of a log is left out."""
+        path, lines = self.path / "metrics.jsonl", []
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+                with contextlib.suppress(ValueError):
+                    values = json.loads(line)
+                    if isinstance(values, dict) and isinstance(values.get("step"), int):
+                        lines.append((line, values))
+        return lines
+
+    def has(self, event: str, step: int) -> bool:
+        """Whether the log has such a line of that step; all processes are told what the first one finds."""
+        found = self.writes and any((v.get("event"), v["step"]) == (event, step) for _, v in self._logged())
+        return processes.same(found)
 
     def finish(self, last: dict[str, Any]) -> None:
         """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""
-        path = self.path / "metrics.jsonl"
-        if not self.writes:
-            return
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        if not any('"end"' in line and f'"step": {last["step"]},' in line and line.endswith("}") for line in lines):
+        if not self.has(last["event"], last["step"]) and self.writes:
             self._cut_metrics(last["step"])
             self.log_metrics(last)
 

@@ -210,7 +210,7 @@ def _fit(
     store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
     start = begin(config, directory, store, data, log)
     trainer, state, config = start.trainer, start.state, start.trainer.config
-    if start.step >= config.train.steps:
+    if start.step >= config.train.steps and not (len(dev) and owes(directory, start.step, config)):
         store.close()
         directory.finish(_last_line("end", start.step, state, {}))
         log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
@@ -233,7 +233,11 @@ def _fit(
     window = Window(config, write, progress, list(trainer.mesh.devices.flat), clock)
     trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
     step, saved, steps = start.step, start.step, config.train.steps
+    examined = True
     try:
+        if len(dev) and owes(directory, step, config):
+            with clock("evaluation"):
+                examined = examiner.evaluate(step, state.params, progress, stop.asked)
         while step < steps and not stop.asked():
             window.settle()
             with clock("data"):
@@ -251,19 +255,19 @@ def _fit(
             trace.after(step, metrics)
             window.add(step, batch, metrics)
             last, note = step == steps, ""
-            evaluates = len(dev) > 0 and (step % config.train.evaluate_every == 0 or last)
+            evaluates = len(dev) > 0 and evaluated(step, config)
             saves = step % config.train.checkpoint_every == 0 and not last
             if evaluates or saves:
                 jax.block_until_ready(metrics)  # what is waited for here is the step's time
-            # Evaluation first: whoever is killed in between repeats both, and no evaluation is ever left out.
-            if evaluates:
-                with clock("evaluation"):
-                    examiner.evaluate(step, state.params, progress)
             # The log before the checkpoint: whoever goes on from that does not write this line again.
             if last or step % config.train.log_every == 0:
                 with processes.together(UserError):
                     values = window.flush()
                 note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
+            # The evaluation, too: whoever is killed in it repeats it. One that is stopped is made up for on resume.
+            if evaluates:
+                with clock("evaluation"):
+                    examined = examiner.evaluate(step, state.params, progress, stop.asked)
             if saves:
                 with clock("checkpoint"):
                     saved = step if _save(store, step, state, config, data) else saved
@@ -286,18 +290,29 @@ def _fit(
         store.close()
         examiner.store.close()
     clock.lap()
-    write(_last_line("end" if step == steps else "stopped", step, state, clock.totals))
+    ended = step == steps and examined
+    write(_last_line("end" if ended else "stopped", step, state, clock.totals))
     boards.close()
     progress.close()
     if not done:
         log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")
         return 1
     log("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items()))
-    if stop.agreed and step < steps:
+    if stop.agreed and not ended:
         log(f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there")
         return 128 + stop.agreed
     log(f"trained for {step} steps; checkpoints in {directory.path / 'checkpoints'}")
     return 0
+
+
+def evaluated(step: int, config: Config) -> bool:
+    """Whether the dev split is decoded after this step."""
+    return step % config.train.evaluate_every == 0 or step == config.train.steps
+
+
+def owes(directory: RunDirectory, step: int, config: Config) -> bool:
+    """Whether a run that goes on from this step was stopped in the evaluation after it."""
+    return step > 0 and evaluated(step, config) and not directory.has("evaluation", step)
 
 
 def _save(store: Store, step: int, state: TrainState, config: Config, data: str, *, wait: bool = False) -> bool:

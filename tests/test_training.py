@@ -19,7 +19,7 @@ import torch
 from transformers import T5Config as HfConfig
 from transformers import T5ForConditionalGeneration
 
-from pipejax import checkpoint, convert
+from pipejax import checkpoint, convert, monitoring
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.data import demo
@@ -250,6 +250,38 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
             fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
     fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
     assert [line["step"] for line in metrics(tmp_path) if line["event"] == "evaluation"] == [3]
+
+
+@pytest.mark.parametrize("at", [3, 6])
+def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, tmp_path, monkeypatch, at):
+    config, decode = change(CONFIG, decode={"batch_size": 4}), monitoring.evaluate
+    evaluations = []
+
+    def signalled(*args, tick, **kwargs):
+        evaluations.append(0)
+
+        def ask(count):
+            evaluations[-1] += count
+            if len(evaluations) == at // 3:
+                signal.raise_signal(signal.SIGTERM)
+            tick(count)
+
+        return decode(*args, tick=ask, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(monitoring, "evaluate", signalled)
+        assert fit(config, tmp_path, log=quiet) == 128 + signal.SIGTERM
+    assert evaluations[-1] == 4  # of eight examples
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if line["event"] == "evaluation"] == [3][: at // 3 - 1]
+    assert (lines[-1]["event"], lines[-1]["step"]) == ("stopped", at)
+    assert checkpoint.open_run(tmp_path, log=quiet).step == at
+    assert fit(config, tmp_path, log=quiet) == 0
+    expected = untimed(metrics(finished))
+    assert untimed(metrics(tmp_path)) == expected and [line["event"] for line in expected].count("evaluation") == 2
+    assert checkpoint.open_run(tmp_path, best=True, log=quiet).step == checkpoint.open_run(finished, best=True).step
+    before = metrics(tmp_path)
+    assert fit(config, tmp_path, log=quiet) == 0 and metrics(tmp_path) == before
 
 
 def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_holds(finished, tmp_path):

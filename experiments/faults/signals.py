@@ -10,7 +10,7 @@ from experiments.faults import runs
 from experiments.faults.runs import Command, Commands
 
 PHASES = ("compile", "step", "evaluation", "save")
-SETTINGS = ("train.steps=300", "train.evaluate_every=150", "train.checkpoint_every=100")
+SETTINGS = ("train.steps=300", "train.evaluate_every=150", "train.checkpoint_every=100", "decode.batch_size=1")
 
 
 def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[str, Any]:
@@ -24,12 +24,14 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
         phase, which = PHASES[number % len(PHASES)], (signal.SIGTERM, signal.SIGINT)[number // len(PHASES) % 2]
         command = commands.train(config, workdir, *SETTINGS, cold=phase == "compile")
         reached = _wait(phase, command, workdir, chance)
-        made = runs.steps_made(workdir)
+        made, evaluations = runs.steps_made(workdir), _evaluations(workdir)
         command.send(which)
         code = command.end()
         logged, steps = runs.steps_made(workdir), runs.committed(workdir)
         # The step under way is finished; while it was being asked for, another may have been.
         prompt = bool(steps) and steps[-1] == logged and logged <= made + 3
+        if phase == "evaluation":  # given up at once
+            reached, prompt = reached and evaluations == 0, prompt and _evaluations(workdir) == 0
         again = commands.train(config, workdir, *SETTINGS).end()
         results.append(
             {
@@ -54,6 +56,10 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
     }
 
 
+def _evaluations(workdir: Path) -> int:
+    return sum(line["event"] == "evaluation" for line in runs.metrics(workdir))
+
+
 def _wait(phase: str, command: Command, workdir: Path, chance: random.Random) -> bool:
     if phase == "compile":
         came = runs.wait_for(lambda: "the first steps are slow" in "".join(command.said()), command)
@@ -63,7 +69,7 @@ def _wait(phase: str, command: Command, workdir: Path, chance: random.Random) ->
         wanted = chance.randrange(1, 100)
         return runs.wait_for(lambda: runs.steps_made(workdir) >= wanted, command)
     if phase == "evaluation":
-        came = runs.wait_for(lambda: runs.steps_made(workdir) >= 150, command)
-        time.sleep(chance.uniform(0, 0.1))
+        came = runs.wait_for(lambda: runs.steps_made(workdir) >= 150, command)  # which is logged before it begins
+        time.sleep(chance.uniform(0, 0.2))
         return came
     return runs.wait_for(lambda: any(workdir.glob("checkpoints/*.orbax-checkpoint-tmp*")), command)
