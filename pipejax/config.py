@@ -111,6 +111,7 @@ class TrainConfig:
     remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
     optimizer: str = setting("adamw", choices=OPTIMIZERS)
     freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
+    lora_rank: int = setting(0, least=0)  # of low-rank factors, which alone are trained; 0: none, all is trained
     learning_rate: float = setting(1e-4, above=0.0)
     schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
     warmup_steps: int = setting(100, least=0)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pipejax import processes
+from pipejax import lora, processes
 from pipejax.checkpoint import Store
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
@@ -100,7 +100,8 @@ class Window:
         self.train, self.model, self.log, self.progress = config.train, config.model, log, progress
         self.clock, self.steps, self.bad = clock, list[tuple[int, Batch, dict[str, Array]]](), 0
         peaks = [peak(device) for device in devices]
-        known = config.train.dtype != "float32" and config.train.freeze == "none" and all(peaks)
+        whole = config.train.freeze == "none" and not config.train.lora_rank
+        known = config.train.dtype != "float32" and whole and all(peaks)
         self.peak = sum(p for p in peaks if p) if known else None
 
     def add(self, step: int, batch: Batch, metrics: dict[str, Array]) -> None:
@@ -208,7 +209,7 @@ class Examiner:
         Returns:
           whether the evaluation came to its end.
         """
-        weights = processes.local(params)  # every process decodes all, by itself
+        weights = lora.merge(processes.local(params))  # every process decodes all, by itself
         if self.generator is None:
             self.generator = Generator(self.config, weights, self.tokenizer)
         else:

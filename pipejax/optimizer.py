@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from pipejax import lora
 from pipejax.config import TrainConfig
 from pipejax.t5 import VECTORS
 
@@ -63,11 +64,16 @@ def updates_made(state: optax.OptState) -> jax.Array:
     return count
 
 
-def split(params: Any, freeze: str) -> tuple[Any, Any]:
+def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
+    """Tells whether the parameter of a path is trained."""
+    return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))
+
+
+def split(params: Any, is_trained: Callable[[str], bool]) -> tuple[Any, Any]:
     """The trees of parameters that are trained and that are not."""
     flat = flatten_dict(params, sep="/")
-    fixed = {path: x for path, x in flat.items() if path.startswith(FROZEN[freeze])}
-    trained = {path: x for path, x in flat.items() if path not in fixed}
+    trained = {path: x for path, x in flat.items() if is_trained(path)}
+    fixed = {path: x for path, x in flat.items() if path not in trained}
     return unflatten_dict(trained, sep="/"), unflatten_dict(fixed, sep="/")
 
 

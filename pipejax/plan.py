@@ -75,7 +75,7 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     if train.accumulate > 1:
         terms["sum of the parts' gradients"] = gradients
     if train.remat != "none":
-        terms["stacked layers and their gradient"] = 2 * layers * wide
+        terms["stacked layers and their gradient"] = (1 if train.lora_rank else 2) * layers * wide
     layered = ((encoder, model.num_layers, tokens, "encoder"), (decoder, model.num_decoder_layers, flat, "decoder"))
     for costs, depth, count, name in layered:
         dots, rest, noise = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest", "noise"))
@@ -90,7 +90,8 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
     terms["encoded source and its gradient"] = 2 * stream(tokens)
     table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
-    terms["gradients of the table, by use"] = 2 * 4 * table  # both lookups and the head, until they are added up
+    if not train.lora_rank:
+        terms["gradients of the table, by use"] = 2 * 4 * table  # both lookups and the head, until they are added up
     # The two stacks are at work one after the other.
     smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
     del terms[smaller]

@@ -21,6 +21,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"lm_head/kernel", P("fsdp", "tensor")),
     (r".*/(query|key|value|wi|wi_0|wi_1)/kernel", P("fsdp", "tensor")),
     (r".*/(output|wo)/kernel", P("tensor", "fsdp")),
+    (r".*/lora_[ab]", P()),
     (r".*/relative_bias/embedding", P()),
     (r".*norm/scale", P()),
 )

@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
+from pipejax.lora import Linear
 
 Array = jax.Array
 VECTORS = ("norm/scale", "relative_bias/embedding")  # how the paths of parameters end that are no weight matrices
@@ -103,7 +104,7 @@ class Attention(nn.Module):
     def setup(self) -> None:
         c = self.config
         inner = c.num_heads * c.d_kv
-        dense = partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        dense = partial(Linear, dtype=self.dtype)
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
         self.query = dense(inner, kernel_init=nn.initializers.normal((c.d_model * c.d_kv) ** -0.5))
         self.key = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
@@ -137,7 +138,7 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
         c = self.config
-        dense = partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        dense = partial(Linear, dtype=self.dtype)
         inwards = partial(dense, c.d_ff, kernel_init=nn.initializers.normal(c.d_model**-0.5))
         drop = nn.Dropout(self.dropout)
         hidden = RMSNorm(c.layer_norm_epsilon, self.dtype, name="norm")(x)

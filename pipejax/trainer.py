@@ -14,12 +14,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from pipejax import grid, losses, sharding
+from pipejax import grid, lora, losses, sharding
 from pipejax.config import Config, T5Config
 from pipejax.data.core import pack_size
 from pipejax.errors import UserError
 from pipejax.generate import compute_dtype
-from pipejax.optimizer import learning_rate, make_optimizer, merge, split, updates_made
+from pipejax.optimizer import learning_rate, make_optimizer, merge, split, trained_paths, updates_made
 from pipejax.t5 import T5, init_params
 
 Array = jax.Array
@@ -92,7 +92,7 @@ def train_step(
     *,
     accumulate: int = 1,
     clip_norm: float = 1.0,
-    freeze: str = "none",
+    is_trained: Callable[[str], bool] = lambda path: True,
     place: Callable[[Any], Any] = lambda params: params,
     rate: optax.Schedule = lambda count: 0.0,
 ) -> tuple[TrainState, dict[str, Array]]:
@@ -100,10 +100,10 @@ def train_step(
 
     The batch is computed in `accumulate` parts. Their loss sums and gradients of sums are added up and divided once,
     by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
-    finite, the state stays as it was, to the bit. `place` says where parameters lie when they are used;
-    `rate` is only told in the metrics.
+    finite, the state stays as it was, to the bit. `is_trained` says it of a parameter's path; `place` says where
+    parameters lie when they are used; `rate` is only told in the metrics.
     """
-    trained, fixed = split(state.params, freeze)
+    trained, fixed = split(state.params, is_trained)
 
     def summed(trained: Any, part: Batch, key: Array) -> tuple[Array, Array]:
         return batch_loss(model, place(merge(trained, fixed)), part, key if model.dropout else None)
@@ -129,7 +129,7 @@ def train_step(
     factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
 
     def update(state: TrainState) -> TrainState:
-        trained, fixed = split(state.params, freeze)
+        trained, fixed = split(state.params, is_trained)
         scaled = jax.tree.map(lambda x: x * factor, gradient)
         updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
         return TrainState(merge(optax.apply_updates(trained, updates), fixed), optimizer_state)
@@ -156,11 +156,12 @@ class Trainer:
         pin = partial(sharding.split_batch, mesh=self.mesh)
         self.model = T5(config.model, dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin)
         self.optimizer = make_optimizer(train)
+        self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
         self.abstract = jax.eval_shape(partial(self._birth, config.model), self.key)
         self.shardings = self._shardings()
         replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
-        options: dict[str, Any] = {"accumulate": train.accumulate, "freeze": train.freeze, "place": place}
+        options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
         options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
@@ -176,11 +177,12 @@ class Trainer:
         return self._newborn(init_params(model, jax.random.fold_in(key, 0)))
 
     def _newborn(self, params: Any) -> TrainState:
+        params = lora.add(params, self.config.train.lora_rank, jax.random.fold_in(jax.random.fold_in(self.key, 0), 1))
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
     def trained(self, params: Any) -> Any:
         """The part of a tree of parameters that is trained."""
-        return split(params, self.config.train.freeze)[0]
+        return split(params, self._is_trained)[0]
 
     def _shardings(self) -> TrainState:
         params = sharding.param_shardings(self.abstract.params, self.mesh)
@@ -202,7 +204,7 @@ class Trainer:
             assert self.config.model is not None
             birth = partial(self._birth, self.config.model)
             return jax.jit(birth, out_shardings=self.shardings)(self.key)
-        params = sharding.put_tree(params, self.shardings.params)
+        params = sharding.put_tree(params, sharding.param_shardings(params, self.mesh))
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ LAYERS = (
         "config",
         "grid",
         "losses",
+        "lora",
         "progress",
         "processes",
         "cli",
@@ -77,7 +78,7 @@ NON_EDGES = (
 
 # Libraries that may have to be replaced one day, or that are slow to import, and the modules that know them.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "flax.linen": ("t5",),
+    "flax.linen": ("t5", "lora"),
     "flax.nnx": (),
     "orbax": ("checkpoint.store",),
     "transformers": ("convert", "tokenizer", "data.demo"),

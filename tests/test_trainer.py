@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 
-from pipejax import losses, optimizer, sharding, t5
+from pipejax import lora, losses, optimizer, sharding, t5
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.costs import training_flops
 from pipejax.data import demo
@@ -316,7 +316,9 @@ def test_meshes_agree(tokenizer, options, capfd):
 def test_every_parameter_matches_exactly_one_rule():
     gated = dataclasses.replace(MODEL, feed_forward="gated-gelu", tied_head=False)
     for model in (MODEL, gated):
-        shapes = jax.eval_shape(lambda key, model=model: t5.init_params(model, key), jax.random.key(0))
+        shapes = jax.eval_shape(
+            lambda key, model=model: lora.add(t5.init_params(model, key), 2, key), jax.random.key(0)
+        )
         for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]:
             path = sharding.path_of(keys)
             assert sum(bool(re.fullmatch(rule, path)) for rule, _ in sharding.RULES) == 1, path

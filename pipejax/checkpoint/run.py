@@ -1,5 +1,6 @@
 """Run directories as a whole: opened for their weights, written at once for converted ones."""
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -10,13 +11,14 @@ from typing import Any
 import jax
 
 from pipejax import config as config_lib
+from pipejax import lora
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
 from pipejax.errors import UserError
 
 
 def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
-    """The newest good step of a run directory, parameters only.
+    """The newest good step of a run directory, parameters only; low-rank factors are merged into their matrices.
 
     Raises:
       UserError: the directory is none, or none of its steps is good.
@@ -33,7 +35,7 @@ def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], 
     restored = Store(directory / kind).newest(None, log=log)
     if restored is None:
         raise UserError(f"{directory / kind}: found no good step; expected at least one")
-    return restored
+    return dataclasses.replace(restored, items={"params": lora.merge(restored.items["params"])})
 
 
 def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:
