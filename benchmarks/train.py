@@ -2,7 +2,7 @@
 
     python -m benchmarks.train --model base --pattern 8x14 --source 512 --batch 4 --peers hf --json OUT
 
-All train the same T5 on the same examples, whose answers are N rows of M tokens, with AdamW and without dropout.
+All train the same T5 on the same examples, whose answers are N rows of M tokens, with AdamW.
 "dense" computes every slot of a grid of --sub-max x --time-max with our own step, as a literal reading of the paper
 would.
 The systems take turns, each round in another order; times are medians, ratios the medians of each round's own ratio.
@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of every system (0)")
     parser.add_argument("--remat", choices=("none", "dots", "layers"), default="none")
     parser.add_argument("--sub-max", type=int, default=20, metavar="S", help="rows of the dense grid (20)")
     parser.add_argument("--time-max", type=int, default=50, metavar="T", help="time-steps of the dense grid (50)")
@@ -52,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
     config = Config(
         model=model,
         grid=GridConfig(delay=1, time_max=flags.time_max, sub_max=flags.sub_max),
-        train=TrainConfig(batch_size=flags.batch, dropout=0.0, dtype=flags.dtype, remat=flags.remat, weight_decay=0.01),
+        train=TrainConfig(
+            batch_size=flags.batch, dropout=flags.dropout, dtype=flags.dtype, remat=flags.remat, weight_decay=0.01
+        ),
         mesh=MeshConfig(data=1),
     )
     pipelined = [grid.flatten(answer, delay=1, bos=0, eos=1) for answer in answers]
@@ -70,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         makers[f"pipejax-{name}"] = _ours(config, params, batch.arrays)
     if "hf" in flags.peers.split(","):
         slots["hf"] = sum(len(t.inputs) for t in sequential)
-        makers["hf"] = _torch(model, params, source, joined, flags.threads)
+        makers["hf"] = _torch(model, params, source, joined, flags.threads, flags.dropout)
     names = list(makers)
     progress = Progress("measuring", len(names) * (flags.rounds + 1), unit="step")
     systems = {name: make() for name, make in makers.items()}
@@ -95,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
         }
         for name in names
     ]
-    print(f"{flags.model}, {flags.pattern}, batch {flags.batch}, source {flags.source}, {flags.dtype}")
+    print(
+        f"{flags.model}, {flags.pattern}, batch {flags.batch}, source {flags.source}, {flags.dtype}, dropout {flags.dropout}"
+    )
     print(f"{'system':<22}{'slots':>8}{'s a step':>12}{'x pipelined':>14}")
     for result in results:
         print("{system:<22}{slots:>8}{step_s:>12.3f}{over_pipelined:>14.2f}".format(**result))
@@ -137,7 +142,7 @@ def _ours(config: Config, params: Any, arrays: dict[str, np.ndarray]) -> Callabl
 
 
 def _torch(
-    model: T5Config, params: Any, source: np.ndarray, joined: list[list[list[int]]], threads: int
+    model: T5Config, params: Any, source: np.ndarray, joined: list[list[list[int]]], threads: int, dropout: float
 ) -> Callable[[], Step]:
     def make() -> Step:
         import tempfile
@@ -152,10 +157,12 @@ def _torch(
         with tempfile.TemporaryDirectory() as scratch:
             peer = T5ForConditionalGeneration.from_pretrained(write(model, params, Path(scratch)))
         peer.train()
-        peer.config.dropout_rate = 0.0
+        peer.config.dropout_rate = dropout
         for module in peer.modules():
             if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+                module.p = dropout
+            elif hasattr(module, "dropout") and isinstance(module.dropout, float):
+                module.dropout = dropout  # of attention's weights
         optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, weight_decay=0.01)
         labels = torch.tensor([[*answer[0], 1] for answer in joined])
         ids = torch.tensor(source, dtype=torch.long)

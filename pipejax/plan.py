@@ -43,15 +43,14 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     heads = math.ceil(model.num_heads / config.mesh.tensor)
     inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
     gates = 1 if model.feed_forward == "relu" else 2
-    dropout = 1 if train.dropout else 0  # a byte for each element that may be dropped
+    dropped = wide if train.dropout else 0  # what dropout leaves of an array lies beside it; its mask is nowhere
 
     def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
         scores = rows * heads * queries * keys
         return {
             "dots": rows * queries * (inner + model.d_model) * wide,
-            "rest": scores * (4 + wide + dropout),
-            # Random bits and numbers, before they are a mask, and what they leave of the weights.
-            "noise": scores * 14 * dropout,
+            "rest": scores * wide,
+            "passing": scores * (4 - wide + dropped),  # the gradient of the scores is float32
         }
 
     def stream(tokens: int) -> float:
@@ -60,8 +59,8 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     def feed_forward(tokens: int) -> dict[str, float]:
         return {
             "dots": tokens * (gates * hidden + model.d_model) * wide,
-            "rest": tokens * (hidden * (wide + dropout) + model.d_model * (wide + 4)),
-            "noise": 0.0,
+            "rest": tokens * (hidden * wide + model.d_model * (wide + 4)),
+            "passing": tokens * (hidden + model.d_model) * dropped,
         }
 
     tokens, flat = batch * length, groups * slots
@@ -78,11 +77,12 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
         terms["stacked layers and their gradient"] = (1 if train.lora_rank else 2) * layers * wide
     layered = ((encoder, model.num_layers, tokens, "encoder"), (decoder, model.num_decoder_layers, flat, "decoder"))
     for costs, depth, count, name in layered:
-        dots, rest, noise = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest", "noise"))
-        kept = {"none": dots + rest, "dots": dots, "layers": 0.0}[train.remat] + stream(count)
-        terms[f"kept of {depth} {name} layers"] = depth * kept
-        # In the backward pass of a layer everything is there, and the gradient of most of it.
-        terms[f"one {name} layer at work"] = (0 if train.remat == "none" else dots + rest) + dots + rest + noise
+        dots, rest = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest"))
+        kept = {"none": dots + rest, "dots": dots, "layers": 0.0}[train.remat]
+        terms[f"kept of {depth} {name} layers"] = depth * (kept + stream(count))
+        # In the backward pass of a layer everything is there, and the gradient of one of its parts.
+        gradient = max(sum(cost.values()) for cost in costs)
+        terms[f"one {name} layer at work"] = dots + rest - kept + gradient
     # Without a scan the gradient of the encoder's is held for each example.
     copies = 1 + (batch if train.remat == "none" else 1)
     terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pipejax.attention import attend
 from pipejax.config import T5Config
+from pipejax.dropout import Dropout, make_seed
 from pipejax.lora import Linear
 
 Array = jax.Array
@@ -110,7 +112,7 @@ class Attention(nn.Module):
         self.key = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
         self.value = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
         self.output = dense(c.d_model, kernel_init=nn.initializers.normal(inner**-0.5))
-        self.drop = nn.Dropout(self.dropout)
+        self.drop = Dropout(self.dropout)
 
     def heads(self, x: Array) -> Array:
         """[B, L, H*K] -> [B, H, L, K]."""
@@ -122,10 +124,10 @@ class Attention(nn.Module):
 
     def attend(self, x: Array, normed: Array, keys: Array, values: Array, bias: Array, deterministic: bool) -> Array:
         """x [B, Q, D] plus what its normed form finds in keys and values [B, H, C, K] under bias [B|1, H|1, Q|1, C]."""
-        scores = jnp.einsum("bhqk,bhck->bhqc", self.heads(self.query(normed)), keys, preferred_element_type=jnp.float32)
-        weights = self.drop(jax.nn.softmax(scores + bias, axis=-1), deterministic=deterministic)
-        found = jnp.einsum("bhqc,bhck->bqhk", weights.astype(self.dtype), values)
-        return x + self.drop(self.output(found.reshape(*x.shape[:2], -1)), deterministic=deterministic)
+        queries = self.heads(self.query(normed))
+        seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))
+        found = attend(queries, keys, values, bias, seed, self.dropout).swapaxes(1, 2)
+        return x + self.drop(self.output(found.reshape(x.shape[0], x.shape[1], -1)), deterministic=deterministic)
 
 
 class FeedForward(nn.Module):
@@ -140,7 +142,7 @@ class FeedForward(nn.Module):
         c = self.config
         dense = partial(Linear, dtype=self.dtype)
         inwards = partial(dense, c.d_ff, kernel_init=nn.initializers.normal(c.d_model**-0.5))
-        drop = nn.Dropout(self.dropout)
+        drop = Dropout(self.dropout)
         hidden = RMSNorm(c.layer_norm_epsilon, self.dtype, name="norm")(x)
         if c.feed_forward == "relu":
             hidden = nn.relu(inwards(name="wi")(hidden))
@@ -250,7 +252,7 @@ class Encoder(nn.Module):
         self.relative_bias = RelativeBias(c, bidirectional=True)
         self.layers = [EncoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
-        self.drop = nn.Dropout(self.dropout)
+        self.drop = Dropout(self.dropout)
 
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
         positions = jnp.arange(x.shape[1])
@@ -280,7 +282,7 @@ class Decoder(nn.Module):
         self.relative_bias = RelativeBias(c, bidirectional=False)
         self.layers = [DecoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_decoder_layers)]
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
-        self.drop = nn.Dropout(self.dropout)
+        self.drop = Dropout(self.dropout)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
         pairs = [layer.cross_attention.keys_values(encoded) for layer in self.layers]

@@ -33,6 +33,8 @@ LAYERS = (
         "grid",
         "losses",
         "lora",
+        "dropout",
+        "attention",
         "progress",
         "processes",
         "cli",
@@ -78,7 +80,7 @@ NON_EDGES = (
 
 # Libraries that may have to be replaced one day, or that are slow to import, and the modules that know them.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "flax.linen": ("t5", "lora"),
+    "flax.linen": ("t5", "lora", "dropout"),
     "flax.nnx": (),
     "orbax": ("checkpoint.store",),
     "transformers": ("convert", "tokenizer", "data.demo"),
