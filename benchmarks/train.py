@@ -98,9 +98,8 @@ def main(argv: Sequence[str]) -> int:
         }
         for name in names
     ]
-    print(
-        f"{flags.model}, {flags.pattern}, batch {flags.batch}, source {flags.source}, {flags.dtype}, dropout {flags.dropout}"
-    )
+    setting = f"{flags.dtype}, dropout {flags.dropout:g}"
+    print(f"{flags.model}, {flags.pattern}, batch {flags.batch}, source {flags.source}, {setting}")
     print(f"{'system':<22}{'slots':>8}{'s a step':>12}{'x pipelined':>14}")
     for result in results:
         print("{system:<22}{slots:>8}{step_s:>12.3f}{over_pipelined:>14.2f}".format(**result))
