@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pipejax.dropout import drop
+from pipejax import dropout
 
 Array = jax.Array
 
@@ -33,8 +33,9 @@ def attend(queries: Array, keys: Array, values: Array, bias: Array, seed: Array 
     return _forward(queries, keys, values, bias, seed, rate)[0]
 
 
-def _dropped(weights: Array, seed: Array | None, rate: float) -> Array:
-    return weights if seed is None else drop(weights, seed, rate)
+def _left(weights: Array, seed: Array | None, rate: float) -> Array:
+    """What dropout leaves of them; the division by 1 - rate is for the float32 sums."""
+    return weights if seed is None else jnp.where(dropout.mask(seed, weights.shape, rate), weights, 0)
 
 
 def _forward(
@@ -42,9 +43,9 @@ def _forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     scores = jnp.einsum("bhqk,bhck->bhqc", queries, keys, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    sums = weights.sum(axis=-1, keepdims=True)
+    sums = weights.sum(axis=-1, keepdims=True) * (1.0 if seed is None else 1 - rate)
     weights = weights.astype(values.dtype)
-    found = jnp.einsum("bhqc,bhck->bhqk", _dropped(weights, seed, rate), values, preferred_element_type=jnp.float32)
+    found = jnp.einsum("bhqc,bhck->bhqk", _left(weights, seed, rate), values, preferred_element_type=jnp.float32)
     found = (found / sums).astype(values.dtype)
     return found, (queries, keys, values, bias, seed, weights, sums, found)
 
@@ -52,11 +53,11 @@ def _forward(
 def _backward(rate: float, kept: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
     queries, keys, values, bias, seed, weights, sums, found = kept
     gradient = gradient / sums
-    rows = (gradient * found).sum(axis=-1, keepdims=True)
+    rows = (gradient * found).sum(axis=-1, keepdims=True) * (1.0 if seed is None else 1 - rate)
     gradient = gradient.astype(values.dtype)
-    d_values = jnp.einsum("bhqc,bhqk->bhck", _dropped(weights, seed, rate), gradient)
+    d_values = jnp.einsum("bhqc,bhqk->bhck", _left(weights, seed, rate), gradient)
     d_weights = jnp.einsum("bhqk,bhck->bhqc", gradient, values, preferred_element_type=jnp.float32)
-    d_scores = weights * (_dropped(d_weights, seed, rate) - rows)
+    d_scores = weights * (_left(d_weights, seed, rate) - rows)
     alike = tuple(axis for axis, size in enumerate(bias.shape) if size == 1 and d_scores.shape[axis] != 1)
     d_bias = d_scores.sum(axis=alike, keepdims=True)
     d_scores = d_scores.astype(values.dtype)

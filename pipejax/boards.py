@@ -39,7 +39,7 @@ class Boards:
             for name, value in values.items()
             if isinstance(value, int | float) and name != "step"
         }
-        for name, write in list(self._writers.items()):
+        for name, write in list(self._writers.items()) if numbers else ():
             try:
                 write(values["step"], numbers)
             except Exception as error:  # whatever a library may raise: it is only a copy

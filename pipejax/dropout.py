@@ -9,12 +9,12 @@ on every mesh. Good enough for statistics, not for secrets.
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pipejax.hashing import GOLDEN, mix, places
+
 Array = jax.Array
-GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it spread evenly
 
 
 def make_seed(key: Array) -> Array:
@@ -22,28 +22,20 @@ def make_seed(key: Array) -> Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def _mix(x: Array) -> Array:
-    """The finalizer of MurmurHash3 (Appleby 2011): each bit of its argument decides about every bit of the result."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
 def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
     """bool of that shape: False with probability `rate`."""
     *rows, columns = shape
-    place = jnp.zeros((), jnp.uint32)
-    for axis, size in enumerate(rows):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, (*rows, 1), axis)
-    row = _mix(_mix(place + seed[0]) ^ seed[1])
-    column = jax.lax.broadcasted_iota(jnp.uint32, (*(1 for _ in rows), columns), len(rows)) * jnp.uint32(GOLDEN)
-    return _mix(row + column) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    row = mix(mix(places((*rows, 1)) + seed[0]) ^ seed[1])
+    column = places((*(1 for _ in rows), columns)) * jnp.uint32(GOLDEN)
+    return mix(row + column) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def drop(x: Array, seed: Array, rate: float) -> Array:
     """Zeros with probability `rate`, and the rest of x divided by what that leaves."""
-    return jnp.where(mask(seed, x.shape, rate), x / (1 - rate), 0)
+    # In float32: 1 - rate is no number of bfloat16.
+    scaled = (x.astype(jnp.float32) * (1 / (1 - rate))).astype(x.dtype)
+    return jnp.where(mask(seed, x.shape, rate), scaled, 0)
 
 
 def _forward(x: Array, seed: Array, rate: float) -> tuple[Array, Array]:
@@ -55,14 +47,3 @@ def _backward(rate: float, seed: Array, gradient: Array) -> tuple[Any, None]:
 
 
 drop.defvjp(_forward, _backward)
-
-
-class Dropout(nn.Module):
-    """`drop` with a seed from the rng "dropout"."""
-
-    rate: float
-
-    @nn.compact
-    def __call__(self, x: Array, deterministic: bool) -> Array:
-        """x itself if there is nothing to drop."""
-        return x if deterministic or not self.rate else drop(x, make_seed(self.make_rng("dropout")), self.rate)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pipejax.hashing import GOLDEN, mix, places
 from pipejax.sharding import path_of
 
 Array = jax.Array
@@ -34,15 +35,8 @@ def _numbers(x: Array) -> Array:
     The first weights each word by an odd number of its position, so a single changed bit always changes it; the second
     mixes word and position, so that changes which cancel in the first do not cancel here.
     """
-    position = jnp.zeros(x.shape, jnp.uint32)
-    for axis in range(x.ndim):
-        stride = int(np.prod(x.shape[axis + 1 :], dtype=np.int64)) & 0xFFFFFFFF
-        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
-    words = _words(x)
-    mixed = words ^ (position * jnp.uint32(0x9E3779B9))
-    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
-        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(multiplier)
-    mixed ^= mixed >> 16
+    position, words = places(x.shape), _words(x)
+    mixed = mix(words ^ (position * jnp.uint32(GOLDEN)))
     return jnp.stack([(words * (2 * position + 1)).sum(dtype=jnp.uint32), mixed.sum(dtype=jnp.uint32)])
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import checkpoint, decoding, grid, native, packed
+from pipejax import checkpoint, decoding, grid, lora, native, packed
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.data.core import bucket, cut_source, pad
@@ -74,8 +74,8 @@ class Ready:
 
 
 def prepare(model: T5, params: Any, *, in_panels: bool = False) -> Ready:
-    """Casts the parameters to the model's dtype and lays the decoder's out; see `packed.lay_out`. Jit-able."""
-    params = cast_params(params, model.dtype)
+    """Merges low-rank factors, casts to the model's dtype, lays the decoder's out (`packed.lay_out`). Jit-able."""
+    params = cast_params(lora.merge_factors(params), model.dtype)
     weights = packed.lay_out(model.config, params, model.dtype, in_panels=in_panels)
     projections = {
         name: {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pipejax import lora, processes
+from pipejax import processes
 from pipejax.checkpoint import Store
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
@@ -204,12 +204,15 @@ class Examiner:
     def evaluate(self, step: int, params: Any, progress: Progress, stopped: Callable[[], bool]) -> bool:
         """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
 
-        `stopped` is asked after each batch: once it says True the evaluation is given up, and leaves nothing behind.
+        `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
+        behind. The line in the log comes last: whoever finds it finds the best step as well.
 
         Returns:
           whether the evaluation came to its end.
         """
-        weights = lora.merge(processes.local(params))  # every process decodes all, by itself
+        if stopped():
+            return False
+        weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
             self.generator = Generator(self.config, weights, self.tokenizer)
         else:
@@ -225,9 +228,10 @@ class Examiner:
             return False
         finally:
             self.generator.forget_params()  # training needs the room
-        loss = self._dev_loss(params)
-        params_fp = digest(fingerprints(params))
-        self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
+        del weights
+        loss = self._dev_loss(params, stopped)
+        if loss is None:
+            return False
         headline = HEADLINES[values["metric"]]
         progress.line(
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
@@ -237,10 +241,15 @@ class Examiner:
             step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
         ):
             self.best = score
+        params_fp = digest(fingerprints(params))
+        self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
         return True
 
-    def _dev_loss(self, params: Any) -> float:
-        batches = fixed_batches(self.encoded, self.parts)
-        sums = [self.loss(params, batch.arrays) for batch in batches]
+    def _dev_loss(self, params: Any, stopped: Callable[[], bool]) -> float | None:
+        sums = []
+        for batch in fixed_batches(self.encoded, self.parts):
+            sums.append(self.loss(params, batch.arrays))
+            if stopped():
+                return None
         totals, counts = np.asarray(jax.device_get(sums), np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))

@@ -40,8 +40,12 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     if config.optimizer == "adafactor":
         # Rates are relative to a parameter's own size here (Shazeer and Stern 2018); 1e-3 is usual for T5. optax's own
         # decay for it knows no rate.
-        return optax.chain(optax.adafactor(rate), _decay(rate, decay, decays))
-    return optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
+        # But not to that of low-rank factors, of which one begins as zero.
+        adafactor = optax.adafactor(rate, multiply_by_parameter_scale=not config.lora_rank)
+        update = optax.chain(adafactor, _decay(rate, decay, decays))
+    else:
+        update = optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
+    return optax.chain(optax.identity(), update)  # clipping was first here once: so its states are read still
 
 
 def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Any], Any]) -> optax.GradientTransformation:
@@ -77,6 +81,6 @@ def split(params: Any, is_trained: Callable[[str], bool]) -> tuple[Any, Any]:
     return unflatten_dict(trained, sep="/"), unflatten_dict(fixed, sep="/")
 
 
-def merge(trained: Any, fixed: Any) -> Any:
+def join(trained: Any, fixed: Any) -> Any:
     """What `split` took apart."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

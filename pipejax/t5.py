@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from pipejax.attention import attend
 from pipejax.config import T5Config
-from pipejax.dropout import Dropout, make_seed
-from pipejax.lora import Linear
+from pipejax.dropout import make_seed
+from pipejax.layers import Dropout, Head, Linear, RMSNorm
 
 Array = jax.Array
 VECTORS = ("norm/scale", "relative_bias/embedding")  # how the paths of parameters end that are no weight matrices
@@ -50,20 +50,6 @@ def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
 def unpinned(x: Array) -> Array:
     """Leaves it to XLA where activations lie."""
     return x
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm without mean or bias, in float32."""
-
-    epsilon: float
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (normed * scale).astype(self.dtype)
 
 
 class RelativeBias(nn.Module):
@@ -298,18 +284,6 @@ class Decoder(nn.Module):
         seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
         return self.drop(self.norm(x), deterministic=deterministic)
-
-
-class Head(nn.Module):
-    """An own head: logits f32 [..., V], accumulated in float32 whatever the compute dtype."""
-
-    features: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, hidden: Array) -> Array:
-        kernel = self.param("kernel", nn.initializers.normal(1.0), (hidden.shape[-1], self.features))
-        return jnp.einsum("...d,dv->...v", hidden, kernel.astype(self.dtype), preferred_element_type=jnp.float32)
 
 
 class T5(nn.Module):

@@ -19,7 +19,7 @@ from pipejax.config import Config, T5Config
 from pipejax.data.core import pack_size
 from pipejax.errors import UserError
 from pipejax.generate import compute_dtype
-from pipejax.optimizer import learning_rate, make_optimizer, merge, split, trained_paths, updates_made
+from pipejax.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
 from pipejax.t5 import T5, init_params
 
 Array = jax.Array
@@ -106,7 +106,7 @@ def train_step(
     trained, fixed = split(state.params, is_trained)
 
     def summed(trained: Any, part: Batch, key: Array) -> tuple[Array, Array]:
-        return batch_loss(model, place(merge(trained, fixed)), part, key if model.dropout else None)
+        return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -132,7 +132,7 @@ def train_step(
         trained, fixed = split(state.params, is_trained)
         scaled = jax.tree.map(lambda x: x * factor, gradient)
         updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
-        return TrainState(merge(optax.apply_updates(trained, updates), fixed), optimizer_state)
+        return TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
 
     new = jax.lax.cond(good, update, lambda state: state, state)
     metrics = {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
@@ -177,7 +177,8 @@ class Trainer:
         return self._newborn(init_params(model, jax.random.fold_in(key, 0)))
 
     def _newborn(self, params: Any) -> TrainState:
-        params = lora.add(params, self.config.train.lora_rank, jax.random.fold_in(jax.random.fold_in(self.key, 0), 1))
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
+        params = lora.add(params, self.config.train.lora_rank, key, self._is_trained)
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
     def trained(self, params: Any) -> Any:

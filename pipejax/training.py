@@ -85,6 +85,11 @@ def _prepare(config: Config, log: Callable[[str], None]) -> tuple[Trainer, Token
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, log=log)
         config = resolve_model(config, origin.config)
+    elif config.train.lora_rank:
+        raise UserError(
+            f"train.lora_rank: found {config.train.lora_rank} without train.init_from; expected a checkpoint that the "
+            "factors adapt, or 0"
+        )
     elif config.model is None:
         raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
     tokenizer = _find_tokenizer(config)
@@ -145,7 +150,7 @@ class Stop:
         self.signal = number
 
     def asked(self) -> bool:
-        """Whether training is to stop here; to be called once a step."""
+        """Whether to stop here. All processes must call it alike: at each step, and in evaluations at each batch."""
         self.agreed = self.agreed or self._vote(self.signal or 0)
         return self.agreed > 0
 
@@ -165,8 +170,8 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
       log: called with each line worth saying.
 
     Returns:
-      0; 1 if the last checkpoint could not be written; or 128 + the signal that stopped it at a step boundary, after a
-      checkpoint.
+      0; 1 if the last checkpoint could not be written; or 128 + the signal that stopped it, between two steps or in an
+      evaluation, after a checkpoint.
 
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
@@ -184,6 +189,7 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
         data = fingerprint(train)
     processes.check_same(config_lib.to_json(config), "the config")
     processes.check_same(data, "data.train")
+    processes.check_same(fingerprint(dev), "data.dev")
     stop = Stop()
     try:
         with RunDirectory(workdir, log) as directory:
@@ -210,7 +216,8 @@ def _fit(
     store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
     start = begin(config, directory, store, data, log)
     trainer, state, config = start.trainer, start.state, start.trainer.config
-    if start.step >= config.train.steps and not (len(dev) and owes(directory, start.step, config)):
+    owed = len(dev) > 0 and owes(directory, start.step, config)
+    if start.step >= config.train.steps and not owed:
         store.close()
         directory.finish(_last_line("end", start.step, state, {}))
         log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
@@ -235,7 +242,7 @@ def _fit(
     step, saved, steps = start.step, start.step, config.train.steps
     examined = True
     try:
-        if len(dev) and owes(directory, step, config):
+        if owed:
             with clock("evaluation"):
                 examined = examiner.evaluate(step, state.params, progress, stop.asked)
         while step < steps and not stop.asked():
@@ -290,7 +297,7 @@ def _fit(
         store.close()
         examiner.store.close()
     clock.lap()
-    ended = step == steps and examined
+    ended = step >= steps and examined
     write(_last_line("end" if ended else "stopped", step, state, clock.totals))
     boards.close()
     progress.close()
@@ -311,7 +318,7 @@ def evaluated(step: int, config: Config) -> bool:
 
 
 def owes(directory: RunDirectory, step: int, config: Config) -> bool:
-    """Whether a run that goes on from this step was stopped in the evaluation after it."""
+    """Whether the log lacks the evaluation after this step, as of a run that was stopped in it."""
     return step > 0 and evaluated(step, config) and not directory.has("evaluation", step)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipejax import dropout
+from pipejax import dropout, layers
 
 
 def masks(count, shape, rate):
@@ -78,6 +78,6 @@ def test_a_mask_is_the_same_in_parts_on_many_devices():
 
 def test_nothing_is_dropped_without_a_rate_or_in_decoding():
     x = jnp.ones((3, 4))
-    assert dropout.Dropout(0.0).apply({}, x, False) is x and dropout.Dropout(0.5).apply({}, x, True) is x
+    assert layers.Dropout(0.0).apply({}, x, False) is x and layers.Dropout(0.5).apply({}, x, True) is x
     rngs = {"dropout": jax.random.key(0)}
-    assert not dropout.Dropout(0.5).apply({}, jnp.ones((30, 40)), False, rngs=rngs).all()
+    assert not layers.Dropout(0.5).apply({}, jnp.ones((30, 40)), False, rngs=rngs).all()

@@ -12,6 +12,8 @@ from test_training import CONFIG, metrics, quiet, untimed
 from pipejax import checkpoint, lora, optimizer, sharding, t5
 from pipejax.data import demo
 from pipejax.data.core import TrainingBatches
+from pipejax.errors import UserError
+from pipejax.generate import prepare
 from pipejax.trainer import Trainer, batch_loss
 from pipejax.training import fit
 
@@ -70,13 +72,13 @@ def test_every_matrix_of_the_layers_gets_factors_that_change_nothing(arrays):
     assert len({x.tobytes() for x in firsts}) == matrices and all(x.shape[1] == RANK and x.any() for x in firsts)
     loss = jax.jit(lambda params: batch_loss(t5.T5(DEEP), params, arrays, None))
     same_bits(loss(params), loss(plain))
-    same_bits(lora.merge(params), plain)
+    same_bits(lora.merge_factors(params), plain)
 
 
 @pytest.mark.parametrize("remat", ["none", "layers"])
 def test_loss_and_gradient_are_those_of_the_merged_weights(arrays, remat):
     params = random_factors()
-    model, merged = t5.T5(DEEP, remat=remat), lora.merge(params)
+    model, merged = t5.T5(DEEP, remat=remat), lora.merge_factors(params)
     assert leaves(merged).keys() == by_hand(params).keys()
     for path, x in by_hand(params).items():
         np.testing.assert_allclose(leaves(merged)[path], x, atol=1e-6, err_msg=path)
@@ -130,10 +132,40 @@ def test_a_run_starts_from_whole_weights_and_ends_as_such(whole, tmp_path):
     assert opened.keys() == origin.keys()
     for path, x in opened.items():
         np.testing.assert_allclose(x, expected[path], atol=1e-6)
-    # What the evaluation decoded with are the merged weights, as whoever opens the run gets them.
-    assert checkpoint.open_run(tmp_path / "straight", best=True, log=quiet).items["params"].keys() == {
-        name.partition("/")[0] for name in origin
-    }
+    best = checkpoint.open_run(tmp_path / "straight", best=True, log=quiet)
+    assert leaves(best.items["params"]).keys() == origin.keys()
+
+
+def test_decoding_merges_factors():
+    params = random_factors()
+    merged = {}
+    for path, x in by_hand(params).items():
+        *names, last = path.split("/")
+        tree = merged
+        for name in names:
+            tree = tree.setdefault(name, {})
+        tree[last] = x
+    close(prepare(t5.T5(DEEP), params), prepare(t5.T5(DEEP), merged), atol=1e-6)
+
+
+def test_adafactor_moves_factors_that_begin_as_zero(arrays):
+    config = change(STEP_CONFIG, train={"lora_rank": RANK, "optimizer": "adafactor", "learning_rate": 1e-3})
+    config = change(config, train={"warmup_steps": 1})
+    trainer = Trainer(config)
+    state, _ = trainer.step(trainer.fresh(), sharding.put_batch(arrays, trainer.mesh), trainer.dropout_key(1))
+    moved = [np.abs(x).mean() for path, x in leaves(state.params).items() if path.endswith("/lora_b")]
+    assert min(moved) > 1e-4
+
+
+def test_a_frozen_encoder_gets_no_factors():
+    config = change(STEP_CONFIG, train={"lora_rank": RANK, "freeze": "encoder"})
+    params = leaves(Trainer(config).abstract.params)
+    assert {path.partition("/")[0] for path in params if "lora_" in path} == {"decoder"}
+
+
+def test_random_weights_are_trained_whole(tmp_path):
+    with pytest.raises(UserError, match=r"train\.lora_rank: found 2 without train\.init_from"):
+        fit(change(CONFIG, train={"lora_rank": RANK}), tmp_path / "run", log=quiet)
 
 
 def test_what_is_trained():

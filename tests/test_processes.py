@@ -141,8 +141,9 @@ def test_two_processes_equal_one(config, tmp_path):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, None)], ids=str)
 def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
-    workdir = tmp_path / "run"
-    started = start(config, workdir, 2, "train.steps=100000", "train.evaluate_every=100000")
+    workdir, again = tmp_path / "run", ("train.steps=8", "train.evaluate_every=6")
+    settings = ("decode.batch_size=1", f"train.evaluate_every={6 if code else 100000}")
+    started = start(config, workdir, 2, "train.steps=100000", *settings)
     deadline = time.monotonic() + 250
     while time.monotonic() < deadline and runs.steps_made(workdir) < 6:
         assert all(process.poll() is None for process in started), end(started)
@@ -153,7 +154,11 @@ def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
     steps = runs.committed(workdir)
     if code:
         assert codes == [code, code]
-        assert f"at step {steps[-1]};" in said[0][-1] and runs.steps_made(workdir) == steps[-1]
+        # The log had step 6: its evaluation was under way, or about to be.
+        assert f"at step {steps[-1]};" in said[0][-1] and runs.steps_made(workdir) == steps[-1] == 6
+        assert not of(workdir, "evaluation")
+        assert end(start(config, workdir, 2, *settings, *again))[0] == [0, 0]
+        assert [line["step"] for line in of(workdir, "evaluation")] == [6, 8]
     else:
         assert codes[0] != 0 and time.monotonic() - begun < 60 and steps
         assert "Traceback" not in "".join(said[0])

@@ -32,9 +32,11 @@ LAYERS = (
         "config",
         "grid",
         "losses",
+        "hashing",
         "lora",
         "dropout",
         "attention",
+        "layers",
         "progress",
         "processes",
         "cli",
@@ -80,7 +82,7 @@ NON_EDGES = (
 
 # Libraries that may have to be replaced one day, or that are slow to import, and the modules that know them.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "flax.linen": ("t5", "lora", "dropout"),
+    "flax.linen": ("t5", "layers"),
     "flax.nnx": (),
     "orbax": ("checkpoint.store",),
     "transformers": ("convert", "tokenizer", "data.demo"),

@@ -284,6 +284,30 @@ def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, t
     assert fit(config, tmp_path, log=quiet) == 0 and metrics(tmp_path) == before
 
 
+def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, monkeypatch):
+    config, save = change(CONFIG, train={"steps": 3}), checkpoint.Store.save
+
+    def killed(self, *args, **kwargs):
+        if self.directory.name == "best":
+            raise KeyboardInterrupt
+        return save(self, *args, **kwargs)
+
+    def signalled(*args, tick, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        tick(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(monitoring, "evaluate", signalled)
+        assert fit(config, tmp_path, log=quiet) == 128 + signal.SIGTERM
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Store, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fit(config, tmp_path, log=quiet)
+    assert fit(config, tmp_path, log=quiet) == 0
+    assert [line["event"] for line in metrics(tmp_path)] == ["train"] * 3 + ["evaluation", "end"]
+    assert checkpoint.open_run(tmp_path, best=True, log=quiet).step == 3
+
+
 def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_holds(finished, tmp_path):
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, .*, not pipelined"):
         fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run", log=quiet)

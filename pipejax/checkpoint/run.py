@@ -20,6 +20,8 @@ from pipejax.errors import UserError
 def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
     """The newest good step of a run directory, parameters only; low-rank factors are merged into their matrices.
 
+    `arrays` tells of what is on disk.
+
     Raises:
       UserError: the directory is none, or none of its steps is good.
     """
@@ -35,7 +37,7 @@ def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], 
     restored = Store(directory / kind).newest(None, log=log)
     if restored is None:
         raise UserError(f"{directory / kind}: found no good step; expected at least one")
-    return dataclasses.replace(restored, items={"params": lora.merge(restored.items["params"])})
+    return dataclasses.replace(restored, items={"params": lora.merge_factors(restored.items["params"])})
 
 
 def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:
