@@ -248,8 +248,8 @@ class Examiner:
     def _dev_loss(self, params: Any, stopped: Callable[[], bool]) -> float | None:
         sums = []
         for batch in fixed_batches(self.encoded, self.parts):
-            sums.append(self.loss(params, batch.arrays))
+            sums.append(jax.device_get(self.loss(params, batch.arrays)))
             if stopped():
                 return None
-        totals, counts = np.asarray(jax.device_get(sums), np.float64).T
+        totals, counts = np.asarray(sums, np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))
