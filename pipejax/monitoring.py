@@ -205,7 +205,7 @@ class Examiner:
         """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
 
         `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
-        behind. The line in the log comes last: whoever finds it finds the best step as well.
+        behind. The line in the log comes last: who is killed before it evaluates again, so no best step is missed.
 
         Returns:
           whether the evaluation came to its end.
@@ -248,8 +248,8 @@ class Examiner:
     def _dev_loss(self, params: Any, stopped: Callable[[], bool]) -> float | None:
         sums = []
         for batch in fixed_batches(self.encoded, self.parts):
-            sums.append(jax.device_get(self.loss(params, batch.arrays)))
             if stopped():
                 return None
+            sums.append(jax.device_get(self.loss(params, batch.arrays)))
         totals, counts = np.asarray(sums, np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))

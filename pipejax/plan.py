@@ -43,7 +43,7 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     heads = math.ceil(model.num_heads / config.mesh.tensor)
     inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
     gates = 1 if model.feed_forward == "relu" else 2
-    pairs = 2 if train.lora_rank else 1  # x W and x A B are both results of matrices
+    pairs = 2 if train.lora_rank and train.remat == "dots" else 1  # x W and x A B are both results of matrices
     dropped = wide if train.dropout else 0  # what dropout leaves of an array lies beside it; its mask is nowhere
 
     def attention(queries: int, keys: int, rows: int) -> dict[str, float]:

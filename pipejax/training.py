@@ -34,6 +34,7 @@ class Start:
     state: TrainState
     step: int  # updates already made
     tokenizer: Tokenizer
+    before: Config | None = None  # of the run so far; its steps and intervals may have been others
 
 
 def begin(config: Config, directory: RunDirectory, store: Store, data: str, log: Callable[[str], None]) -> Start:
@@ -68,7 +69,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
         state = TrainState(own.items["params"], own.items["state"])
         with processes.together(UserError):
             tokenizer = Tokenizer.load(directory.path / "tokenizer")
-        return Start(trainer, state, own.step, tokenizer)
+        return Start(trainer, state, own.step, tokenizer, own.config)
     with processes.together(UserError):
         trainer, tokenizer, origin = _prepare(config, log)
     state = trainer.fresh(origin.items["params"] if origin else None)
@@ -186,10 +187,11 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
         train, dev = task.examples("train"), task.examples("dev")
         if not len(train):
             raise UserError("data.train: found nothing; expected the examples to train on")
-        data = fingerprint(train)
+        data, most = fingerprint(train), config.train.evaluate_examples
+        dev_data = fingerprint(dev[:most] if most else dev)
     processes.check_same(config_lib.to_json(config), "the config")
     processes.check_same(data, "data.train")
-    processes.check_same(fingerprint(dev), "data.dev")
+    processes.check_same(dev_data, "data.dev")
     stop = Stop()
     try:
         with RunDirectory(workdir, log) as directory:
@@ -216,7 +218,7 @@ def _fit(
     store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
     start = begin(config, directory, store, data, log)
     trainer, state, config = start.trainer, start.state, start.trainer.config
-    owed = len(dev) > 0 and owes(directory, start.step, config)
+    owed = len(dev) > 0 and any(owes(directory, start.step, c) for c in (config, start.before) if c)
     if start.step >= config.train.steps and not owed:
         store.close()
         directory.finish(_last_line("end", start.step, state, {}))

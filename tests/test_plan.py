@@ -31,6 +31,7 @@ def config(source, mesh, **train):
         (512, {"data": 1}, {"remat": "layers"}),
         (512, {"data": 1}, {"remat": "layers", "accumulate": 4, "dropout": 0.0}),
         (512, {"data": 1}, {"remat": "dots", "dropout": 0.0}),
+        (512, {"data": 1}, {"remat": "dots", "lora_rank": 4}),
         (256, {"data": 1, "fsdp": 2}, {"remat": "layers"}),
     ],
     ids=str,

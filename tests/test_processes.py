@@ -142,7 +142,7 @@ def test_two_processes_equal_one(config, tmp_path):
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, None)], ids=str)
 def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
     workdir, again = tmp_path / "run", ("train.steps=8", "train.evaluate_every=6")
-    settings = ("decode.batch_size=1", f"train.evaluate_every={6 if code else 100000}")
+    settings = ("decode.batch_size=1", "train.evaluate_examples=0", f"train.evaluate_every={6 if code else 100000}")
     started = start(config, workdir, 2, "train.steps=100000", *settings)
     deadline = time.monotonic() + 250
     while time.monotonic() < deadline and runs.steps_made(workdir) < 6:

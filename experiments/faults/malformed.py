@@ -230,7 +230,7 @@ def many(commands: Commands, scratch: Path, *, workers: int = 2) -> dict[str, An
         "nothing_overwritten": sum(result["kept"] for result in results),
         "ok": not bad,
         "failures": bad[:10],
-        "lines": {result["kind"]: result["line"] for result in results},
+        "lines": {result["kind"]: result["line"].replace(str(scratch), "SCRATCH") for result in results},
     }
 
 
