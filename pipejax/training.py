@@ -234,9 +234,10 @@ def _fit(
     examiner = Examiner(config, trainer.dev_loss, dev, start.tokenizer, directory, log, write)
     assert config.model is not None
     batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model), start.step)
-    size = sum(x.size for x in jax.tree.leaves(state.params)) / 1e6
+    size, own = (sum(x.size for x in jax.tree.leaves(t)) / 1e6 for t in (state.params, trainer.trained(state.params)))
+    trains = f" ({own:.2f} M are trained)" if own < size else ""
     where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
-    log(f"{size:.1f} M parameters, {len(train)} training examples, {trainer.model.dtype} on {where}")
+    log(f"{size:.1f} M parameters{trains}, {len(train)} training examples, {trainer.model.dtype} on {where}")
     log("the first steps are slow: each new length compiles once")
     progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=processes.first())
     window = Window(config, write, progress, list(trainer.mesh.devices.flat), clock)
