@@ -43,13 +43,12 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     heads = math.ceil(model.num_heads / config.mesh.tensor)
     inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
     gates = 1 if model.feed_forward == "relu" else 2
-    pairs = 2 if train.lora_rank and train.remat == "dots" else 1  # x W and x A B are both results of matrices
     dropped = wide if train.dropout else 0  # what dropout leaves of an array lies beside it; its mask is nowhere
 
     def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
         scores = rows * heads * queries * keys
         return {
-            "dots": rows * queries * (inner + model.d_model) * wide * pairs,
+            "dots": rows * queries * (inner + model.d_model) * wide,
             "rest": scores * wide,
             "passing": scores * (4 - wide + dropped),  # the gradient of the scores is float32
         }
@@ -59,7 +58,7 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
 
     def feed_forward(tokens: int) -> dict[str, float]:
         return {
-            "dots": tokens * (gates * hidden + model.d_model) * wide * pairs,
+            "dots": tokens * (gates * hidden + model.d_model) * wide,
             "rest": tokens * (hidden * wide + model.d_model * (wide + 4)),
             "passing": tokens * (hidden + model.d_model) * dropped,
         }
@@ -67,10 +66,13 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     tokens, flat = batch * length, groups * slots
     memory = tokens // groups
     encoder = [attention(length, length, batch), feed_forward(tokens)]
-    encoder[0]["dots"] += 2 * tokens * inner * wide * pairs
+    encoder[0]["dots"] += 2 * tokens * inner * wide
     decoder = [attention(slots, slots, groups), attention(slots, memory, groups), feed_forward(flat)]
-    decoder[0]["dots"] += 2 * flat * inner * wide * pairs
-    decoder[1]["dots"] += 2 * tokens * inner * wide * pairs
+    decoder[0]["dots"] += 2 * flat * inner * wide
+    decoder[1]["dots"] += 2 * tokens * inner * wide
+    if train.lora_rank and train.remat == "dots":  # x W and x A B are both results of matrices
+        for cost in (*encoder, *decoder):
+            cost["dots"] *= 2
     terms: dict[str, float] = {"parameters and moments": state, "gradient": gradients}
     if train.accumulate > 1:
         terms["sum of the parts' gradients"] = gradients

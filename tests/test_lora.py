@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from test_trainer import CONFIG as STEP_CONFIG
 from test_trainer import DEEP, MESHES, change, close, same_bits
 from test_training import CONFIG, metrics, quiet, untimed
@@ -139,13 +140,7 @@ def test_a_run_starts_from_whole_weights_and_ends_as_such(whole, tmp_path):
 
 def test_decoding_merges_factors():
     params = random_factors()
-    merged = {}
-    for path, x in by_hand(params).items():
-        *names, last = path.split("/")
-        tree = merged
-        for name in names:
-            tree = tree.setdefault(name, {})
-        tree[last] = x
+    merged = unflatten_dict(by_hand(params), sep="/")
     close(prepare(t5.T5(DEEP), params), prepare(t5.T5(DEEP), merged), atol=1e-6)
 
 
