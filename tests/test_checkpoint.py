@@ -1,9 +1,11 @@
 """Saving in the background, what stays, what a failed save costs, and what is said about damaged steps."""
 
 import errno
+import gc
 import json
 import os
 import shutil
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from experiments.faults import runs
 from pipejax import config as config_lib
 from pipejax.checkpoint import Store, open_run, save_params
 from pipejax.checkpoint.__main__ import main
+from pipejax.checkpoint.manifest import Damaged
 from pipejax.config import Config
 from pipejax.errors import UserError
 from pipejax.run_directory import RunDirectory
@@ -202,6 +205,25 @@ def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_
         assert fit(config, tmp_path / "b", log=said.append) == 1
     assert said[-1] == "error: step 8 is not on disk; the same command goes on from the checkpoint before"
     assert runs.committed(tmp_path / "b") == []
+
+
+def test_reads_that_are_abandoned_say_nothing(tmp_path, monkeypatch):
+    save_all(Store(tmp_path, writable=True), 1)
+
+    async def read():
+        pass
+
+    def restore(self, *args, **kwargs):
+        read()  # never begun: another read has found the damage
+        raise ValueError("bad bytes")
+
+    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", restore)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(Damaged, match="bad bytes"):
+            Store(tmp_path).restore(1)
+        gc.collect()
+    assert not told
 
 
 def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path):

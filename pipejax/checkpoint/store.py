@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -311,11 +312,11 @@ def _read_as_saved(path: Path) -> Any:
 @contextlib.contextmanager
 def _damage(path: Path) -> Iterator[None]:
     """Whatever goes wrong when an item is read is damage to it, unless it may pass."""
+    _hush_stragglers()
     try:
         yield
     except Exception as error:
         _refuse_passing_trouble(error, path)
-        _hush_stragglers()
         raise Damaged(f"{path.name}: unreadable ({type(error).__name__}: {_brief(error)})") from error
 
 
@@ -363,6 +364,8 @@ def _hush_stragglers() -> None:
 
     They say nothing that the one line about the step does not. Everything else is passed on as before.
     """
+    # Those that were abandoned before they began; there are no coroutines here but Orbax's.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before, before_main = sys.unraisablehook, sys.excepthook
     if getattr(before, "hushes", False):
         return
