@@ -38,12 +38,16 @@ def _left(weights: Array, seed: Array | None, rate: float) -> Array:
     return weights if seed is None else jnp.where(dropout.mask(seed, weights.shape, rate), weights, 0)
 
 
+def _share_left(seed: Array | None, rate: float) -> float:
+    return 1.0 if seed is None else 1 - rate
+
+
 def _forward(
     queries: Array, keys: Array, values: Array, bias: Array, seed: Array | None, rate: float
 ) -> tuple[Array, tuple[Any, ...]]:
     scores = jnp.einsum("bhqk,bhck->bhqc", queries, keys, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    sums = weights.sum(axis=-1, keepdims=True) * (1.0 if seed is None else 1 - rate)
+    sums = weights.sum(axis=-1, keepdims=True) * _share_left(seed, rate)
     weights = weights.astype(values.dtype)
     found = jnp.einsum("bhqc,bhck->bhqk", _left(weights, seed, rate), values, preferred_element_type=jnp.float32)
     found = (found / sums).astype(values.dtype)
@@ -53,7 +57,7 @@ def _forward(
 def _backward(rate: float, kept: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
     queries, keys, values, bias, seed, weights, sums, found = kept
     gradient = gradient / sums
-    rows = (gradient * found).sum(axis=-1, keepdims=True) * (1.0 if seed is None else 1 - rate)
+    rows = (gradient * found).sum(axis=-1, keepdims=True) * _share_left(seed, rate)
     gradient = gradient.astype(values.dtype)
     d_values = jnp.einsum("bhqc,bhqk->bhck", _left(weights, seed, rate), gradient)
     d_weights = jnp.einsum("bhqk,bhck->bhqc", gradient, values, preferred_element_type=jnp.float32)

@@ -105,14 +105,16 @@ def test_a_failed_save_costs_one_line_and_no_other_step(tmp_path, monkeypatch):
     assert [Store(tmp_path).restore(step).items["params"]["a"][0, 0] for step in (1, 3)] == [1.0, 3.0]
 
 
-def test_metadata_is_read_without_arrays(tmp_path):
-    save_all(Store(tmp_path, writable=True), 1, 2)
-    shutil.rmtree(tmp_path / "2/params")
-    assert Store(tmp_path).newest_metadata(log=quiet) == {"score": [2]}
+def test_metadata_is_of_a_step_that_is_whole(tmp_path):
+    save_all(Store(tmp_path, writable=True), 1, 2, 3)
+    assert Store(tmp_path).newest_metadata(log=quiet) == {"score": [3]}
     said = []
+    flip(tmp_path / "3/params")
     (tmp_path / "2/manifest/metadata").write_text("{}")
     assert Store(tmp_path).newest_metadata(log=said.append) == {"score": [1]}
-    assert "damaged, manifest does not match its seal; kept aside as corrupt-2" in said[0]
+    assert "damaged, params" in said[0] and said[0].endswith("kept aside as corrupt-3")
+    assert "damaged, manifest does not match its seal; kept aside as corrupt-2" in said[1]
+    assert Store(tmp_path).steps() == [1]
 
 
 def test_verify(tmp_path, capsys):
@@ -238,6 +240,15 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path):
     assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
     whole, again = (Store(d / "checkpoints").describe(8).arrays for d in (finished, tmp_path / "run"))
     assert whole == again
+
+
+def test_a_damaged_best_step_is_kept_aside_when_training_goes_on(config, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    flip(tmp_path / f"run/best/{Store(finished / 'best').steps()[0]}")
+    said, longer = [], config_lib.override(config, ["train.steps=9"])
+    assert fit(longer, tmp_path / "run", log=said.append) == 0
+    assert sum("best" in line and "kept aside as corrupt-" in line for line in said) == 1
+    assert open_run(tmp_path / "run", best=True, log=quiet).step == 9  # the first that was evaluated since
 
 
 def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):

@@ -223,8 +223,14 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), log, set_aside=set_aside)
 
     def newest_metadata(self, *, log: Callable[[str], None]) -> dict[str, Any] | None:
-        """The metadata of the newest step whose manifest verifies; its arrays are not read."""
-        found = self._newest(self.describe, log, set_aside=True)
+        """The metadata of the newest step that verifies, or None; damaged ones are renamed to corrupt-STEP."""
+
+        def read(step: int) -> Restored:
+            if processes.first():
+                self.verify(step)
+            return self.describe(step)
+
+        found = self._newest(read, log, set_aside=True)
         return found.metadata if found else None
 
     def close(self) -> bool:
