@@ -85,7 +85,10 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
         run = wandb.init(project=project, name=directory.name, dir=str(directory), id=name, resume="allow")
     except Exception as error:  # no key, no network, ...
         raise UserError(f"train.wandb: {' '.join(str(error).split())[:200]}; expected W&B to be ready") from error
-    return lambda step, values: run.log(values, step=step), run.finish
+    # Not by W&B's own count of steps: behind that nothing can be logged, and a resumed run goes on behind it.
+    for event in ("train", "evaluation"):
+        run.define_metric(f"{event}/*", step_metric="step")
+    return lambda step, values: run.log({"step": step} | values), run.finish
 
 
 def _import(module: str, key: str) -> Any:

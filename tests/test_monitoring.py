@@ -120,22 +120,27 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
 
 
 def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
-    logged, opened = [], []
-    ended = []
-    run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append(1))
+    logged, opened, axes, ended = [], [], {}, []
+    run = types.SimpleNamespace(
+        define_metric=lambda name, step_metric: axes.update({name: step_metric}),
+        log=logged.append,
+        finish=lambda: ended.append(1),
+    )
     fake = types.SimpleNamespace(init=lambda **options: opened.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     fit(change(CONFIG, train={"steps": 2, "wandb": "ours"}), tmp_path / "run", log=quiet)
     assert opened[0]["project"] == "ours" and opened[0]["resume"] == "allow"
-    assert [step for step, values in logged if "train/loss" in values] == [1, 2]
+    assert [values["step"] for values in logged if "train/loss" in values] == [1, 2]
+    assert {name.partition("/")[0] for values in logged for name in values} == {"step", "train", "evaluation"}
+    assert axes == {"train/*": "step", "evaluation/*": "step"}
     assert ended == [1]
 
 
 def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch):
-    def full(values, step):
+    def full(values):
         raise OSError(28, "No space left on device")
 
-    run = types.SimpleNamespace(log=full, finish=lambda: None)
+    run = types.SimpleNamespace(define_metric=lambda name, step_metric: None, log=full, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
     said = []
     assert fit(change(CONFIG, train={"steps": 3, "wandb": "ours"}), tmp_path / "run", log=said.append) == 0
