@@ -189,26 +189,27 @@ def saves_under_way(workdir: Path) -> list[Path]:
     return [*workdir.glob("checkpoints/*.orbax-checkpoint-tmp*"), *workdir.glob("best/*.orbax-checkpoint-tmp*")]
 
 
-def committed(workdir: Path) -> list[int]:
-    """The steps on disk, oldest first."""
-    return sorted(int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit())
+def committed(workdir: Path, kind: str = "checkpoints") -> list[int]:
+    """The steps on disk, oldest first; of `kind` "best" the one that is kept apart."""
+    return sorted(int(path.name) for path in workdir.glob(f"{kind}/*") if path.name.isdigit())
 
 
-def state_word(workdir: Path, step: int) -> str:
-    """One word for the parameters and the optimizer's state of a step, read and verified now."""
+def state_word(workdir: Path, step: int, kind: str = "checkpoints") -> str:
+    """One word for the arrays of a step, the optimizer's too if it holds them, read and verified now."""
     from pipejax.checkpoint.store import Store
     from pipejax.fingerprint import digest
 
-    store = Store(workdir / "checkpoints")
+    store = Store(workdir / kind)
     store.verify(step)
     arrays = store.describe(step).arrays
     return digest({f"{item}/{path}": value for item, prints in arrays.items() for path, value in prints.items()})
 
 
 def outcome(workdir: Path) -> dict[str, Any]:
-    """What two runs must have in common: the last state, the last params_fp and the whole log."""
+    """What two runs must have in common: the last state, the best parameters, the last params_fp and the whole log."""
     lines, steps = metrics(workdir), committed(workdir)
     return {
+        "best": {step: state_word(workdir, step, "best") for step in committed(workdir, "best")},
         "step": steps[-1] if steps else 0,
         "state": state_word(workdir, steps[-1]) if steps else "",
         "params_fp": next((line["params_fp"] for line in reversed(lines) if "params_fp" in line), ""),
