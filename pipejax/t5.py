@@ -297,11 +297,19 @@ class T5(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype)
+        self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0))
         self.encoder = Encoder(c, self.dtype, self.dropout, self.remat, self.pin)
         self.decoder = Decoder(c, self.dtype, self.dropout, self.remat, self.pin)
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
+
+    def embed(self, tokens: Array) -> Array:
+        """[..., D] in the compute dtype.
+
+        Cast after the lookup, so that the table's gradient is summed in float32: a sum of ones in bfloat16 stays at
+        256, and a batch holds the same word more often than that.
+        """
+        return jnp.take(self.shared.embedding, tokens, axis=0).astype(self.dtype)
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
         """Encodes sources once and for all.
@@ -311,7 +319,7 @@ class T5(nn.Module):
           mask: bool [B, L], True at real tokens (never judged by id: 0 is a legal token).
           deterministic: False applies dropout (needs the rng "dropout").
         """
-        encoded = self.encoder(self.shared(tokens), mask, deterministic)
+        encoded = self.encoder(self.embed(tokens), mask, deterministic)
         return self.decoder.memorize(encoded, mask)
 
     def logits(self, hidden: Array) -> Array:
@@ -345,12 +353,12 @@ class T5(nn.Module):
           memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
           deterministic: False applies dropout.
         """
-        encoded = self.encoder(self.shared(source), source_mask, deterministic)
+        encoded = self.encoder(self.embed(source), source_mask, deterministic)
         groups = tokens.shape[0]
         encoded = encoded.reshape(groups, -1, encoded.shape[-1])
         real = source_mask.reshape(groups, 1, -1)
         seen = real if memory_mask is None else memory_mask & real
-        return self.decoder(self.shared(tokens), mask, distance, encoded, seen, deterministic)
+        return self.decoder(self.embed(tokens), mask, distance, encoded, seen, deterministic)
 
     def __call__(self, *args: Array, deterministic: bool = True) -> Array:
         """Teacher-forced logits f32 [G, N, V]; touches every parameter, so `init` may use it."""

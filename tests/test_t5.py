@@ -162,7 +162,7 @@ def test_causality_by_gradient(tiny):
     params, source, mask = tiny
     model, delay = t5.T5(CONFIG), 2
     flat, seen, distance = layout(ROWS, delay)
-    encoded = model.apply({"params": params}, source, method=lambda m, x: m.encoder(m.shared(x), mask, True))
+    encoded = model.apply({"params": params}, source, method=lambda m, x: m.encoder(m.embed(x), mask, True))
     # A table of its own for every slot, so that the gradient tells the slots apart.
     spread = dict(params, shared={"embedding": params["shared"]["embedding"][flat.inputs]})
     config = T5Config(**{**vars(CONFIG), "vocab_size": len(flat.inputs)})
@@ -172,7 +172,7 @@ def test_causality_by_gradient(tiny):
         hidden = t5.T5(config).apply(
             changed,
             jnp.arange(len(flat.inputs))[None],
-            method=lambda m, x: m.decoder(m.shared(x), seen, distance, encoded, mask[:, None], True),
+            method=lambda m, x: m.decoder(m.embed(x), seen, distance, encoded, mask[:, None], True),
         )
         return hidden[0, slot].sum()
 
@@ -239,6 +239,23 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
     rough = model.apply({"params": low}, source, mask, flat.inputs[None], seen, distance)
     assert rough.dtype == jnp.float32
     assert 0 < np.abs(rough - exact).max() < 0.1 * np.abs(exact).max()
+
+
+def test_gradients_of_frequent_words_are_not_lost_in_bfloat16(tiny):
+    """A sum of like numbers in bfloat16 stops growing at 256 of them."""
+    params, words = jax.tree.map(jnp.asarray, tiny[0]), np.full((1, 2048), 5)
+    flat, seen, distance = layout(ROWS, 1)
+
+    def gradient(dtype):
+        def total(params):
+            model, mask = t5.T5(CONFIG, dtype=dtype), np.ones(words.shape, bool)
+            logits = model.apply({"params": params}, words, mask, flat.inputs[None], seen, distance)
+            return jax.nn.logsumexp(logits, axis=-1).sum() - logits[..., 3].sum()
+
+        return jax.jit(jax.grad(total))(params)["shared"]["embedding"]
+
+    exact, rough = (gradient(dtype)[5] for dtype in (jnp.float32, jnp.bfloat16))
+    assert np.linalg.norm(rough - exact) < 0.05 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("tied", [True, False])
