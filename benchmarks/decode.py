@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
     use_threads(flags.threads)
     patterns = {text: rows_of(text) for text in flags.patterns.split(",")}
     peers = [name for name in flags.peers.split(",") if name]

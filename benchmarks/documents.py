@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
     use_threads(flags.threads)
     program_cache.use(log=cli.note)
     tokenizer = Tokenizer.load(Path(flags.tokenizer))

@@ -23,11 +23,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("results", metavar="RESULTS.json", help="what `benchmarks.decode --json` wrote")
     parser.add_argument("--output", required=True, metavar="FILE", help=".svg, .png or .pdf")
     flags = parser.parse_args(argv)
+    cli.check_output("--output", flags.output)
     try:
         found = json.loads(Path(flags.results).read_text(encoding="utf-8"))
         results = found["results"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{flags.results}: not what benchmarks.decode writes ({error})") from error
+    except OSError as error:
+        raise UserError(f"{flags.results}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{flags.results}: not what benchmarks.decode writes") from error
     draw(results, title(found), flags.output)
     return 0
 

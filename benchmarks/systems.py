@@ -283,8 +283,8 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def save(path: str, value: Any) -> None:
-    """Writes JSON."""
-    Path(path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Writes JSON for the flag --json."""
+    cli.write_output("--json", path, json.dumps(value, indent=2) + "\n")
 
 
 def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:

@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--time-max", type=int, default=50, metavar="T", help="time-steps of the dense grid (50)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
     use_threads(flags.threads)
     program_cache.use(log=cli.note)
     rows, model = rows_of(flags.pattern), SIZES[flags.model]

@@ -1,4 +1,4 @@
-"""A T5 where none can be had: random weights that soon learn to copy, a tokenizer, examples without labels.
+r"""A T5 where none can be had: random weights that soon learn to copy, a tokenizer, examples without labels.
 
     python -m experiments.pretraining --output DIR texts.jsonl.gz ...     # lines with a "source"; no test splits
     python train.py --config configs/copying.py --workdir DIR/words --set train.init_from=DIR/start \

@@ -97,8 +97,8 @@ def main(argv: Sequence[str]) -> int:
     kinds, delays = _kinds(flags.kinds), _delays(flags.delays)
     if flags.seeds < 1:
         raise UserError(f"--seeds: found {flags.seeds}; expected at least 1")
-    for path in filter(None, (flags.json, flags.png)):  # hours of work come between here and there
-        _check_output(path)
+    cli.check_output("--json", flags.json)
+    cli.check_output("--png", flags.png)
     if flags.png:
         if Path(flags.png).suffix not in (".png", ".svg", ".pdf"):
             raise UserError(f"--png: found {flags.png}; expected a name that ends in .png, .svg or .pdf")
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     results = list(run_all(cells, base, Path(flags.workdir)))
     print(report(results, kinds, delays))
     if flags.json:
-        _write(flags.json, _document(results, base, delays))
+        cli.write_output("--json", flags.json, _document(results, base, delays))
     if flags.png:
         bars = {(kind, delay): values(results, kind, delay, "lower_rows") for kind in kinds for delay in (0, *delays)}
         probe_figure.draw(bars, Path(flags.png))
@@ -265,18 +265,6 @@ def _delays(text: str) -> list[int]:
     if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_DELAY for word in words):
         raise UserError(f"--delays: found {text!r}; expected whole numbers from 1 to {MOST_DELAY}, as in 1,2,4")
     return sorted({int(word) for word in words})
-
-
-def _check_output(path: str) -> None:
-    if Path(path).is_dir() or not Path(path).parent.is_dir():
-        raise UserError(f"{path}: cannot be written; expected a file in a directory that exists")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_text(Path(path), text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 if __name__ == "__main__":

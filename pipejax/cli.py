@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from pipejax.errors import UserError
@@ -36,6 +37,33 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def check_output(flag: str, target: str | None) -> None:
+    """Raises a UserError if a file is asked for that cannot be written: before the work, not after it."""
+    if target is None:
+        return
+    wanted = Path(target)
+    if wanted.is_dir():
+        raise UserError(f"{flag} {target}: found a directory; expected a file")
+    directory = Path(os.path.realpath(wanted)).parent  # where a link leads to
+    if not directory.is_dir():
+        raise UserError(f"{flag} {target}: found no directory {directory}; expected one that exists")
+    if not os.access(wanted if wanted.exists() else directory, os.W_OK):
+        raise UserError(f"{flag} {target}: cannot be written (permission denied)")
+
+
+def write_output(flag: str, target: str, text: str) -> None:
+    """Writes a file; if the disk does not take it, the text goes to standard output, as it may be hours of work.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(text, end="")
+        raise UserError(f"{flag} {target}: cannot be written ({error.strerror})") from error
+
+
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and leaves with its exit code; bad input is one last line on standard error and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -45,7 +73,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     except (Exception, KeyboardInterrupt) as error:
         code = explain(error, debug="--debug" in arguments)
         if code == EXIT_OUR_MISTAKE:
-            raise
+            traceback.print_exception(error)
     sys.exit(code)
 
 

@@ -11,7 +11,6 @@ import json
 import resource
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -126,6 +125,8 @@ def main(argv: Sequence[str]) -> int:
     for flag, value in (("--batch-size", flags.batch_size), ("--limit", flags.limit)):
         if value is not None and value < 1:
             raise UserError(f"{flag}: found {value}; expected at least 1")
+    cli.check_output("--json", flags.json)
+    cli.check_output("--predictions", flags.predictions)
     ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
     others = [a for a in flags.overrides if a not in ours]
 
@@ -138,7 +139,12 @@ def main(argv: Sequence[str]) -> int:
     if flags.task:
         ours.insert(0, f"data.task={flags.task}")
     generator.config = config_lib.override(generator.config, ours)
-    task = make_task(generator.config.data)
+    data = generator.config.data
+    if data.task in ("jsonl", "csv") and not getattr(data, flags.split):
+        raise UserError(
+            f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
+        )
+    task = make_task(data)
     examples = task.examples(flags.split)[: flags.limit]
     if not len(examples):
         raise UserError(f"--split {flags.split}: found no examples in it; expected some")
@@ -162,19 +168,20 @@ def main(argv: Sequence[str]) -> int:
         **peak_memory(),
         "by_rows": by_rows(examples, records, result["metric"]),
     }
-    if flags.predictions:
-        with Path(flags.predictions).open("w", encoding="utf-8") as file:
-            for example, record in zip(examples, records, strict=True):
-                line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
-                more = {key: record[key] for key in ("text", "row_ids", "steps", "truncated")}
-                file.write(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     if flags.json:
-        Path(flags.json).write_text(text, encoding="utf-8")
+        cli.write_output("--json", flags.json, text)
         headline = metrics.HEADLINES[result["metric"]]
         cli.note(f"{headline} {result[headline]:.2f}, {result['steps']:.1f} steps; written to {flags.json}")
     else:
         print(text, end="")
+    if flags.predictions:
+        lines = []
+        for example, record in zip(examples, records, strict=True):
+            line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
+            more = {key: record[key] for key in ("text", "row_ids", "steps", "truncated")}
+            lines.append(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
+        cli.write_output("--predictions", flags.predictions, "".join(lines))
     return 0
 
 

@@ -192,12 +192,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
     parser.add_argument("--devices", type=int, metavar="N", help="devices to plan for (default: what the mesh names)")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="say whether it fits in this much on each device")
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="does it fit in this much on each device? (exit code 1: no)",
+    )
     parser.add_argument("--compile", action="store_true", help="compile the step for the CPU and show XLA's figure")
     parser.add_argument("--measure", action="store_true", help="make real steps on this machine's accelerators")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_overrides("override a setting of the config (repeatable)")
     flags = parser.parse_args(argv)
+    for flag, value, least in (("--devices", flags.devices, 1), ("--memory", flags.memory, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{flag}: found {value:g}; expected at least {least}")
     config = config_lib.load(flags.config, flags.overrides)
 
     import jax
@@ -228,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.memory is not None:
         found["fits"] = total <= flags.memory * GIB
     print(json.dumps(found) if flags.json else "\n".join(_lines(found, flags.memory)))
-    return 0
+    return 0 if found.get("fits", True) else 1
 
 
 def _resolve(config: Config, name: str | None) -> Config:
@@ -248,10 +256,13 @@ def _resolve(config: Config, name: str | None) -> Config:
 
 
 def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
-    def line(name: str, size: float) -> str:
-        return f"  {name:<40}{size / GIB:8.2f} GiB"
+    unit, size_of = ("GiB", GIB) if found["estimate_total_bytes"] >= GIB else ("MiB", GIB / 1024)
 
-    lines = [f"on each of {found['devices']} devices, {found['dtype']}, by arithmetic:"]
+    def line(name: str, size: float) -> str:
+        return f"  {name:<40}{size / size_of:8.2f} {unit}"
+
+    where = f"each of {found['devices']} devices" if found["devices"] > 1 else "one device"
+    lines = [f"on {where}, {found['dtype']}, by arithmetic:"]
     lines += [line(name, size) for name, size in found["estimate_bytes"].items()]
     lines += [line("in all (estimated)", found["estimate_total_bytes"])]
     if "compiled_total_bytes" in found:

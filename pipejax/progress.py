@@ -13,7 +13,7 @@ class Progress:
         self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0, shown: bool = True
     ) -> None:
         """With `shown` off it counts and says nothing."""
-        self.shown = shown
+        self.shown, self.note = shown, ""
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.said, self.said_count = time.monotonic(), start
         self.bar = (
@@ -23,11 +23,10 @@ class Progress:
         )
 
     def add(self, count: int, note: str = "") -> None:
-        """That many more are done."""
-        self.count += count
+        """That many more are done; a note stays until the next one."""
+        self.count, self.note = self.count + count, note or self.note
         if self.bar is not None:
-            if note:
-                self.bar.set_postfix_str(note, refresh=False)
+            self.bar.set_postfix_str(self.note, refresh=False)
             self.bar.update(count)
         elif time.monotonic() - self.said >= self.every:
             # Since the last line, not since the start: that one holds the compilation.
@@ -36,7 +35,8 @@ class Progress:
             self.said_count = self.count
             of = f"/{self.total}" if self.total is not None else ""
             left = f", {(self.total - self.count) / rate:.0f} s left" if self.total is not None and rate else ""
-            self.line(f"{self.what}: {self.count}{of} {self.unit}s, {rate:.2f}/s{left}{'  ' + note if note else ''}")
+            note = f"  {self.note}" if self.note else ""
+            self.line(f"{self.what}: {self.count}{of} {self.unit}s, {rate:.2f}/s{left}{note}")
 
     def line(self, text: str) -> None:
         """A line that does not break the bar."""

@@ -3,11 +3,13 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipejax import cli
 from pipejax.data import TASKS, make_task
 from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
 from pipejax.errors import UserError
@@ -24,18 +26,16 @@ def check_paths(source: str, target: str) -> None:
     if source != STANDARD and (given.is_dir() or not given.exists()):
         found = "found a directory" if given.is_dir() else "no such file"
         raise UserError(f"--input {source}: {found}; expected a file of JSON lines")
+    if given.suffix.lower() in (".csv", ".tsv"):
+        raise UserError(
+            f"--input {source}: found a table; expected JSON lines, such as an object for each row with its columns"
+        )
     if target == STANDARD:
         return
     wanted = Path(target)
     if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):
         raise UserError(f"--output {target}: found the input itself; expected another file")
-    if wanted.is_dir():
-        raise UserError(f"--output {target}: found a directory; expected a file")
-    directory = Path(os.path.realpath(wanted)).parent  # where a link leads to
-    if not directory.is_dir():
-        raise UserError(f"--output {target}: found no directory {directory}; expected one that exists")
-    if not os.access(wanted if wanted.exists() else directory, os.W_OK):
-        raise UserError(f"--output {target}: cannot be written (permission denied)")
+    cli.check_output("--output", target)
 
 
 def decode_file(
@@ -67,6 +67,9 @@ def decode_file(
         checked = list(read_sources(generator, read_file(source)))
         if not checked:
             raise UserError(f"{source}: found no lines; expected at least one source")
+        twice, times = Counter(str(s.id) for s in checked).most_common(1)[0]
+        if times > 1:
+            log(f"warning: {source}: some ids are not unique, such as {twice}; records come in the order of the lines")
         sources, total, window = iter(checked), len(checked), WINDOW
         size = min(batch_size or generator.config.decode.batch_size, total)
     report, progress = Report(), Progress("decoding", total, unit="example")
@@ -74,12 +77,19 @@ def decode_file(
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
-        for record in generator.stream(
-            sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
-        ):
-            if out is None:  # only now: bad input must not cost anyone an older result
-                out = stack.enter_context(_open(target))
-            _write(out, record, target)
+        written = 0
+        try:
+            for record in generator.stream(
+                sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
+            ):
+                if out is None:  # only now: bad input must not cost anyone an older result
+                    out = stack.enter_context(_open(target))
+                _write(out, record, target)
+                written += 1
+        except KeyboardInterrupt:
+            if written:
+                log(f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines")
+            raise
     if not report.examples:
         raise UserError("standard input: found no lines; expected at least one source")
     for line in report.lines(name):

@@ -236,6 +236,11 @@ def _fit(
     batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model), start.step)
     size, own = (sum(x.size for x in jax.tree.leaves(t)) / 1e6 for t in (state.params, trainer.trained(state.params)))
     trains = f" ({own:.2f} M are trained)" if own < size else ""
+    if start.step == 0 and config.train.warmup_steps >= config.train.steps:
+        log(
+            f"warning: train.warmup_steps = {config.train.warmup_steps}: found no fewer than train.steps = "
+            f"{config.train.steps}; the full learning rate comes last or never"
+        )
     where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
     log(f"{size:.1f} M parameters{trains}, {len(train)} training examples, {trainer.model.dtype} on {where}")
     log("the first steps are slow: each new length compiles once")
@@ -311,7 +316,8 @@ def _fit(
     if stop.agreed and not ended:
         log(f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there")
         return 128 + stop.agreed
-    log(f"trained for {step} steps; checkpoints in {directory.path / 'checkpoints'}")
+    reached = f" ({progress.note})" if progress.note else ""
+    log(f"trained for {step} steps{reached}; checkpoints in {directory.path / 'checkpoints'}")
     return 0
 
 

@@ -92,7 +92,9 @@ def test_leaves_are_in_order_and_without_sections():
         ("data.train='my file.jsonl'", "my file.jsonl"),
         ('data.separator=" # "', " # "),
         ("data.separator=' # '", " # "),
-        ("data.separator= # ", "#"),  # only quotes keep spaces
+        ("data.separator= # ", " # "),
+        ("data.separator = # ", "#"),  # these are not part of it
+        ("data.delimiter=\t", "\t"),
         ("data.separator='", "'"),
         ('data.separator="\'"', "'"),
         ("data.separator=''", ""),

@@ -105,7 +105,12 @@ def test_batches_change_no_score(run, tmp_path):
     [
         (["--task", "nonsense"], r"data\.task: found 'nonsense'; expected one of"),
         (["--limit", "0"], r"--limit: found 0; expected at least 1"),
-        (["--task", "jsonl"], r"--split test: found no examples in it"),
+        (
+            ["--task", "jsonl"],
+            r"data\.test: found no file; expected one, as in --set data\.test=FILE, or ",
+        ),
+        (["--json", "/nowhere/out.json"], r"--json /nowhere/out\.json: found no directory /nowhere; expected one"),
+        (["--predictions", "/"], r"--predictions /: found a directory; expected a file"),
         (["--task", "jsonl", "--set", "data.test=/nowhere.jsonl"], r"/nowhere\.jsonl: no such file"),
     ],
 )

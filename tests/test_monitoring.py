@@ -15,6 +15,7 @@ from pipejax import checkpoint, costs, training
 from pipejax.data import core
 from pipejax.errors import UserError
 from pipejax.monitoring import Clock
+from pipejax.progress import Progress
 from pipejax.training import fit
 
 
@@ -117,6 +118,24 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
     assert len(losses) == 3
     for step, loss in losses.items():
         assert abs(found["train/loss", step] - loss) < 1e-5 * loss
+
+
+def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):
+    progress = Progress("training", 3, unit="step", every=0.0)
+    progress.add(1, "loss 2.0")
+    progress.add(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["training: 1/3 steps", "training: 2/3 steps"]
+    assert all(line.endswith("  loss 2.0") for line in lines)
+
+
+def test_a_warm_up_as_long_as_training_is_told(tmp_path):
+    said = []
+    fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path / "a", log=said.append)
+    assert sum("warning: train.warmup_steps = 2" in line for line in said) == 1
+    said.clear()
+    fit(change(CONFIG, train={"steps": 2, "warmup_steps": 1}), tmp_path / "b", log=said.append)
+    assert not any("warning" in line for line in said) and any("trained for 2 steps (loss " in line for line in said)
 
 
 def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):

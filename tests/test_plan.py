@@ -82,7 +82,7 @@ def test_the_command(remat, fits, tmp_path):
     settings = {"train.remat": remat, "train.accumulate": 4, "mesh.fsdp": 2, "mesh.data": 1}
     command += [f"--set={key}={value}" for key, value in settings.items()]
     done = subprocess.run([*command, "--memory", "24"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (0 if fits else 1), done.stderr
     found = json.loads(done.stdout)
     assert found["devices"] == 2 and found["dtype"] == "bfloat16" and found["fits"] is fits
     assert found["estimate_total_bytes"] == pytest.approx(sum(found["estimate_bytes"].values()), abs=20)

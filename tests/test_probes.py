@@ -227,7 +227,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys) -> None:
         (["--delays", "1,0"], "--delays: found '1,0'; expected whole numbers from 1 to 16"),
         (["--delays", "one"], "--delays: found 'one'"),
         (["--seeds", "0"], "--seeds: found 0; expected at least 1"),
-        (["--json", "absent/out.json"], "absent/out.json: cannot be written; expected a file in a directory"),
+        (["--json", "absent/out.json"], "--json absent/out.json: found no directory "),
         (["--png", "out.jpeg2"], "--png: found out.jpeg2; expected a name that ends in .png, .svg or .pdf"),
         (["--set", "train.step=3"], "train.step: unknown key (did you mean train.steps?)"),
     ],

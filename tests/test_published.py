@@ -325,7 +325,7 @@ def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, files, words",
     [
-        ("msqa", {}, ["found no train.json or dev.json or test.json", "https://multi-span.github.io"]),
+        ("msqa", {}, ["found no train.json or dev.json or valid.json or test.json", "https://multi-span.github.io"]),
         ("msqa", {"test.json": wrapped()}, ["found no labelled train.json or valid.json"]),
         ("msqa", {"valid.json": wrapped()}, ["split 'test': found no records"]),
         ("msqa", {"valid.json": '{"data": []'}, ["split 'test'"]),

@@ -270,6 +270,27 @@ def test_an_older_output_is_replaced_whole(decoded, tmp_path):
     assert len(decoded([{"source": text} for text in SHORT])[0]) == len(SHORT)
 
 
+def test_ids_that_are_not_unique_are_told(decoded):
+    found, err = decoded([{"id": name, "source": SHORT[0]} for name in ("a", "b", "a")])
+    assert [record["id"] for record in found] == ["a", "b", "a"]
+    assert "some ids are not unique, such as a" in err
+    assert "unique" not in decoded([{"source": SHORT[0]}] * 3)[1]
+
+
+def test_a_table_is_no_input(tmp_path):
+    (tmp_path / "in.CSV").write_text("source\na\n")
+    with pytest.raises(UserError, match=r"--input .*/in\.CSV: found a table; expected JSON lines"):
+        records.check_paths(str(tmp_path / "in.CSV"), "-")
+
+
+def test_a_damaged_step_is_passed_over(checkpoints, decoded, tmp_path):
+    shutil.copytree(checkpoints / "none", tmp_path / "run")
+    shutil.copytree(tmp_path / "run/checkpoints/0/params", tmp_path / "run/checkpoints/7/params")
+    _, err = decoded([{"source": SHORT[0]}], model=tmp_path / "run")
+    assert f"warning: {tmp_path}/run/checkpoints/7: damaged, manifest" in err
+    assert f"{tmp_path}/run/checkpoints/0: the newest good step, used instead" in err
+
+
 def test_standard_output_holds_records_alone(checkpoints, decoded, tmp_path):
     expected, _ = decoded([{"source": text} for text in SHORT])
     out, err = run("--checkpoint", checkpoints / "none", "--input", tmp_path / "in.jsonl", "--output", "-")
@@ -413,7 +434,8 @@ def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
             running.send_signal(number)
         said = [running.communicate()[1].decode() for running in (first, second)]
     assert (first.returncode, second.returncode) == (130, -signal.SIGKILL), said
-    assert said[0] == "interrupted\n"
+    count = len(targets[0].read_bytes().splitlines())
+    assert said[0] == f"{targets[0]}: holds the records of the first {count} of 100000 lines\ninterrupted\n"
     for target in targets:
         content = target.read_bytes()
         found = [json.loads(line) for line in content.splitlines()]

@@ -163,6 +163,9 @@ def decode_flags(**changes):
         (decode_flags(output="{tmp}/in.jsonl/out.jsonl"), ["--output {tmp}/in.jsonl/out.jsonl", "directory"]),
         (decode_flags(output="{tmp}/directory"), ["--output {tmp}/directory: found a directory"]),
         (decode_flags(checkpoint="{checkpoints}/no"), ["{checkpoints}/no: no such checkpoint directory"]),
+        (decode_flags(checkpoint="google/flan-t5-base"), ["such checkpoint directory", "pipejax.convert from-hf"]),
+        (decode_flags(checkpoint="{checkpoints}/good/checkpoints"), ["it is a part of {checkpoints}/good:"]),
+        (decode_flags(checkpoint="{checkpoints}/good/checkpoints/0"), ["it is a part of {checkpoints}/good:"]),
         (decode_flags(checkpoint="{checkpoints}/file"), ["{checkpoints}/file"]),
         (decode_flags(checkpoint="{checkpoints}/empty"), ["{checkpoints}/empty: found no checkpoints/"]),
         (decode_flags(checkpoint="{checkpoints}/other"), ["{checkpoints}/other: found no checkpoints/"]),
@@ -377,8 +380,10 @@ def test_ends(capsys):
             cli.run(raises(error), [])
         (said,) = capsys.readouterr().err.splitlines()
         assert caught.value.code == code and said.startswith(last)
-    with pytest.raises(RuntimeError):  # our mistakes are not hidden
+    with pytest.raises(SystemExit) as caught:
         cli.run(raises(RuntimeError("x")), [])
+    said = capsys.readouterr().err  # our mistakes are not hidden
+    assert caught.value.code == 70 and said.startswith("Traceback") and said.endswith("RuntimeError: x\n")
     for number in (0, 143):
         with pytest.raises(SystemExit) as caught:
             cli.run(lambda argv, number=number: number, [])

@@ -111,6 +111,8 @@ def main(argv: Sequence[str]) -> int:
     if unknown := set(chosen) - PARTS.keys():
         raise UserError(f"--only: found {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
     jax.config.update("jax_platforms", "cpu")
+    cli.check_output("--json", flags.json)
+    cli.check_output("--table", flags.table)
     out = Path(flags.json)
     results: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"parts": {}}
     with tempfile.TemporaryDirectory(prefix="faults-", dir=flags.scratch) as scratch:

@@ -244,13 +244,19 @@ class Store:
     def _newest(
         self, read: Callable[[int], Restored], log: Callable[[str], None], *, set_aside: bool
     ) -> Restored | None:
+        damaged = 0
         for step in processes.same(self.steps()[:100]):
+            path = self.directory / str(step)
             try:
                 with processes.together(UserError, Damaged):
-                    return read(step)
+                    found = read(step)
             except Damaged as damage:
-                path = self.directory / str(step)
-                log(f"{path}: damaged, {damage}; {self._set_aside(path) if set_aside else 'skipped'}")
+                damaged += 1
+                log(f"warning: {path}: damaged, {damage}; {self._set_aside(path) if set_aside else 'passed over'}")
+                continue
+            if damaged and not set_aside:
+                log(f"{path}: the newest good step, used instead")
+            return found
         return None
 
     def _set_aside(self, path: Path) -> str:
@@ -391,4 +397,4 @@ def _hush_stragglers() -> None:
 
 
 def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160]
+    return " ".join(str(error).partition(" See full TensorStore")[0].split())[:160]

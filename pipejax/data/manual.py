@@ -91,7 +91,7 @@ class Manual:
         """
         found = {split: file for split, options in names.items() if (file := self.find(*options))}
         if not found:
-            self.missing(" or ".join(options[0] for options in names.values()))
+            self.missing(" or ".join(name for options in names.values() for name in options))
         for split in [split for split in names if split not in found]:
             self.log(f"no {' or '.join(names[split])} in {self.directory}: there will be no split {split!r}")
         return found
