@@ -40,7 +40,7 @@ def paper(task: str, *, size: str, objective: str, train_examples: int, init_fro
             batch_size=BATCH_SIZE,
             accumulate=4,  # six examples at a time, with `remat` what fits into 24 GB at 2,048 tokens
             pack=1 if published.max_target > 512 else 0,  # three long targets in one row of slots would not fit
-            remat="layers",
+            remat={"base": "dots", "large": "layers"}[size],
             learning_rate=1e-4,
             warmup_steps=min(steps // 20, 1000),
             weight_decay=0.001 if published.metric == "spans" else 0.01,
