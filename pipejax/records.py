@@ -87,7 +87,7 @@ def decode_file(
                 _write(out, record, target)
                 written += 1
         except KeyboardInterrupt:
-            if written:
+            if written and target != STANDARD:
                 log(f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines")
             raise
     if not report.examples:

@@ -117,6 +117,15 @@ def test_metadata_is_of_a_step_that_is_whole(tmp_path):
     assert Store(tmp_path).steps() == [1]
 
 
+def test_a_step_that_a_kill_left_beside_its_successor_goes(tmp_path):
+    save_all(Store(tmp_path, writable=True), 1, 2)
+    assert Store(tmp_path).newest_metadata(log=quiet) == {"score": [2]} and Store(tmp_path).steps() == [2, 1]
+    store = Store(tmp_path, keep=1, writable=True)
+    assert store.newest_metadata(log=quiet) == {"score": [2]} and store.steps() == [2]
+    save_all(store, 3)
+    assert store.steps() == [3] and Store(tmp_path).restore(3).items["params"]["a"][0, 0] == 3
+
+
 def test_verify(tmp_path, capsys):
     save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
     save_all(Store(tmp_path / "best", writable=True), 4)

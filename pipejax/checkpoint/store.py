@@ -9,16 +9,12 @@ import contextlib
 import dataclasses
 import errno
 import json
-import logging
 import os
 import re
 import shutil
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -28,15 +24,12 @@ from pipejax import config as config_lib
 from pipejax import processes
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.manifest import Damaged, Manifest
+from pipejax.checkpoint.trouble import hush_stragglers, reading, reason_of
 from pipejax.config import Config
 from pipejax.errors import UserError
 from pipejax.fingerprint import Fingerprints, difference, fingerprints
 
-PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EINTR)
-LOOP_CLOSED = "Event loop is closed"
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
-# Orbax narrates every save and shows a traceback of every error that it also raises.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 Expect = Callable[[Config], Mapping[str, Any]]
 
@@ -84,7 +77,7 @@ class Store:
                         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             except OSError as error:
                 raise UserError(f"{self.directory}: cannot be written ({error.strerror})") from error
-        _hush_stragglers()
+        hush_stragglers()
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -223,7 +216,11 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), log, set_aside=set_aside)
 
     def newest_metadata(self, *, log: Callable[[str], None]) -> dict[str, Any] | None:
-        """The metadata of the newest step that verifies, or None; damaged ones are renamed to corrupt-STEP."""
+        """The metadata of the newest step that verifies, or None.
+
+        Damaged ones are renamed to corrupt-STEP. With `keep`, older ones than that go: a kill may have come between the
+        save of a step and the end of the one that it replaces.
+        """
 
         def read(step: int) -> Restored:
             if processes.first():
@@ -231,6 +228,10 @@ class Store:
             return self.describe(step)
 
         found = self._newest(read, log, set_aside=True)
+        if found and self.keep and self._manager:
+            for step in self.steps()[self.keep :] if processes.first() else ():
+                shutil.rmtree(self.directory / str(step), ignore_errors=True)
+            self._manager.reload()
         return found.metadata if found else None
 
     def close(self) -> bool:
@@ -276,14 +277,14 @@ class Store:
 
     def _manifest(self, step: int) -> Manifest:
         place = self.directory / str(step)
-        with _damage(place / "manifest"):
+        with reading(place / "manifest"):
             manifest = ocp.JsonCheckpointHandler().restore(place / "manifest")
         return manifest_lib.check(manifest, step, place)
 
     def _failed(self, step: int, error: Exception | None) -> None:
         """Says so, and makes room for the next."""
         self._saving = None
-        reason = _reason(error) if error else "another process failed"
+        reason = reason_of(error) if error else "another process failed"
         self.log(f"{self.directory / str(step)}: not saved ({reason}); earlier checkpoints are as they were")
         self._littered = True
         self._close_manager()
@@ -308,59 +309,17 @@ def _config(manifest: Manifest, place: Path) -> Config:
 
 
 def _read(path: Path, template: Any) -> Any:
-    with _damage(path):
+    with reading(path):
         return ocp.StandardCheckpointHandler().restore(path, args=ocp.args.StandardRestore(template))
 
 
 def _read_as_saved(path: Path) -> Any:
     """An item in the structure that it has on disk, on the first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with _damage(path):
+    with reading(path):
         saved = ocp.StandardCheckpointHandler().metadata(path).tree
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
     return _read(path, template)
-
-
-@contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    """Whatever goes wrong when an item is read is damage to it, unless it may pass."""
-    _hush_stragglers()
-    try:
-        yield
-    except Exception as error:
-        _refuse_passing_trouble(error, path)
-        raise Damaged(f"{path.name}: unreadable ({type(error).__name__}: {_brief(error)})") from error
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """The error and its causes."""
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return causes
-
-
-def _refuse_passing_trouble(error: BaseException, path: Path) -> None:
-    """A step that cannot be read just now is not damaged: no older one may take its place.
-
-    Raises:
-      UserError: memory, file handles, permission or the device that holds the files failed, not their content.
-    """
-    for cause in _chain(error):
-        passing = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in PASSING)
-        if passing or "RESOURCE_EXHAUSTED" in str(cause) or "PERMISSION_DENIED" in str(cause):
-            raise UserError(f"{path}: cannot be read now ({type(cause).__name__}: {_brief(cause)})") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Why a save failed, in the operating system's words where those are at the bottom of it."""
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
-        words = os.strerror(number)
-        if any((isinstance(e, OSError) and e.errno == number) or words in str(e) for e in _chain(error)):
-            return words
-    return f"{type(error).__name__}: {_brief(error)}"
 
 
 def _sync_directory(path: Path) -> None:
@@ -369,32 +328,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _hush_stragglers() -> None:
-    """When one array cannot be read or written, Orbax abandons the others, and each dies with a traceback of its own.
-
-    They say nothing that the one line about the step does not. Everything else is passed on as before.
-    """
-    # Those that were abandoned before they began; there are no coroutines here but Orbax's.
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    before, before_main = sys.unraisablehook, sys.excepthook
-    if getattr(before, "hushes", False):
-        return
-
-    def hook(unraisable: Any) -> None:
-        told = f"{unraisable.object!r} {unraisable.exc_value!r} {unraisable.err_msg}"
-        if LOOP_CLOSED not in told and "_read_array_index" not in told and "TensorStore" not in told:
-            before(unraisable)
-
-    def main_hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if not (kind is RuntimeError and str(value) == LOOP_CLOSED):
-            before_main(kind, value, trace)
-
-    hook.hushes = True  # type: ignore[attr-defined]
-    sys.unraisablehook, sys.excepthook = hook, main_hook
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-
-
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).partition(" See full TensorStore")[0].split())[:160]
