@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="train.py", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
-    parser.add_overrides("override a setting of the config, such as train.steps=500 (repeatable)")
+    parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config.py lists all")
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many into DIR/profile")
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")

@@ -476,7 +476,10 @@ def test_statistics_of_tokens(capsys):
         ([], ["COMMAND"]),
         (["stats", "msqb"], ["TASK: found 'msqb'; expected one of demo, jsonl, csv, msqa"]),
         (["stats", "msqa", "--data-dir", "{tmp}"], ["found no msqa/1.0.0 in {tmp}", "prepare msqa"]),
-        (["stats", "jsonl"], ["found no split of jsonl with an example in it"]),
+        (
+            ["stats", "jsonl"],
+            ["found no split of jsonl with an example in it; expected a file, as in --set data.train=FILE"],
+        ),
         (["stats", "demo", "--set", "grid.time=3"], ["grid.time: unknown key (did you mean grid.time_max?)"]),
         (["stats", "demo", "--tokenizer", "{tmp}"], ["{tmp}: found no tokenizer"]),
     ],

@@ -229,8 +229,9 @@ class Store:
 
         found = self._newest(read, log, set_aside=True)
         if found and self.keep and self._manager:
-            for step in self.steps()[self.keep :] if processes.first() else ():
-                shutil.rmtree(self.directory / str(step), ignore_errors=True)
+            with processes.together(UserError):  # nobody lists the steps before they are gone
+                for step in self.steps()[self.keep :] if processes.first() else ():
+                    shutil.rmtree(self.directory / str(step), ignore_errors=True)
             self._manager.reload()
         return found.metadata if found else None
 

@@ -67,7 +67,9 @@ def _stats(flags: argparse.Namespace) -> int:
     examples = {split: found for split, found in examples.items() if len(found)}
     if not examples:
         wanted = f"split {flags.split!r}" if flags.split else "split"
-        raise UserError(f"data.task: found no {wanted} of {flags.task} with an example in it; expected one")
+        files = flags.task in ("jsonl", "csv")
+        expected = f"a file, as in --set data.{flags.split or 'train'}=FILE" if files else "one"
+        raise UserError(f"data.task: found no {wanted} of {flags.task} with an example in it; expected {expected}")
     tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else task.tokenizer()
     if tokenizer is None:
         cli.note("no --tokenizer: words only")
