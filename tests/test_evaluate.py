@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_training import CONFIG, change, quiet
+from test_training import ON_ONE as CONFIG
+from test_training import change, quiet
 
 from pipejax import evaluate
 from pipejax.config import Config, DataConfig

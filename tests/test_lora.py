@@ -8,7 +8,8 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from test_trainer import CONFIG as STEP_CONFIG
 from test_trainer import DEEP, MESHES, change, close, same_bits
-from test_training import CONFIG, metrics, quiet, untimed
+from test_training import ON_ONE as CONFIG
+from test_training import metrics, quiet, untimed
 
 from pipejax import checkpoint, lora, optimizer, sharding, t5
 from pipejax.data import demo

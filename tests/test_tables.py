@@ -5,7 +5,7 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
-from test_training import CONFIG
+from test_training import ON_ONE as CONFIG
 
 from experiments.tables import __main__ as command
 from experiments.tables import paper
