@@ -83,11 +83,11 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
     name = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
     try:
         run = wandb.init(project=project, name=directory.name, dir=str(directory), id=name, resume="allow")
+        # Not by W&B's own count of steps: behind that nothing can be logged, and a resumed run goes on behind it.
+        for event in ("train", "evaluation"):
+            run.define_metric(f"{event}/*", step_metric="step")
     except Exception as error:  # no key, no network, ...
         raise UserError(f"train.wandb: {' '.join(str(error).split())[:200]}; expected W&B to be ready") from error
-    # Not by W&B's own count of steps: behind that nothing can be logged, and a resumed run goes on behind it.
-    for event in ("train", "evaluation"):
-        run.define_metric(f"{event}/*", step_metric="step")
     return lambda step, values: run.log({"step": step} | values), run.finish
 
 

@@ -1,6 +1,7 @@
 """What all commands share: flags, exit codes, and errors as one line."""
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -52,15 +53,24 @@ def check_output(flag: str, target: str | None) -> None:
 
 
 def write_output(flag: str, target: str, text: str) -> None:
-    """Writes a file; if the disk does not take it, the text goes to standard output, as it may be hours of work.
+    """Writes a file whole; if the disk does not take it, the text goes to standard output: it may be hours of work.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: it cannot be written; a file that was there is as it was.
     """
+    path = Path(os.path.realpath(target))  # where a link leads to
+    beside = path.with_name(f".{path.name}-partial")
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):  # a device, a pipe
+            path.write_text(text, encoding="utf-8")
+        else:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
     except OSError as error:
-        print(text, end="")
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            print(text, end="", flush=True)
         raise UserError(f"{flag} {target}: cannot be written ({error.strerror})") from error
 
 
@@ -85,13 +95,16 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    out_of_memory = isinstance(error, RuntimeError) and str(error).startswith(OUT_OF_MEMORY)
+    out_of_memory = isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and str(error).startswith(OUT_OF_MEMORY)
+    )
     if not (out_of_memory or isinstance(error, UserError)):
         return EXIT_OUR_MISTAKE
     if debug:
         traceback.print_exception(error)
     if out_of_memory:
-        note(f"error: {str(error).splitlines()[0]} (a smaller batch size or shorter lengths may fit)")
+        said = str(error) or "out of memory"
+        note(f"error: {said.splitlines()[0]} (a smaller batch size or shorter lengths may fit)")
         return 1
     note("error: " + " ".join(str(error).splitlines()))
     return EXIT_BAD_INPUT

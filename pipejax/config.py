@@ -30,6 +30,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 ROWS = ("list", "delimiter", "sentences")
 METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
+SPACED = ("data.delimiter", "data.separator", "data.source_template")  # spaces at the ends of these count
 
 
 def setting(
@@ -199,9 +200,11 @@ def override(config: Config, assignments: typing.Iterable[str], *, flag: str = "
     """Applies assignments of the form `section.key=value`, left to right, and checks the result."""
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
-        if key.endswith(" "):  # "key = value": spaces on both sides; after "key=" they are part of a text
-            text = text.strip()
         key = key.strip()
+        if key not in SPACED:
+            text = text.strip()
+        elif key == "data.delimiter" and text in (r"\n", r"\t"):
+            raise UserError(f"{flag} {assignment}: found two characters; expected one: $'\\t' is a tab in bash")
         if not (key and equals):
             raise UserError(f"{flag} {assignment}: found no {'key' if equals else repr('=')}; expected key=value")
         config = _assign(config, key.split("."), text, key)
@@ -261,9 +264,8 @@ def check(config: Config, *, where: str) -> None:
             )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
-    if config.data.rows == "delimiter" and config.data.delimiter in ("", r"\n", r"\t"):
-        found = repr(config.data.delimiter) if config.data.delimiter else "nothing"
-        raise UserError(f"{where}: data.delimiter: found {found}; expected the text itself: $'\\t' is a tab in bash")
+    if config.data.rows == "delimiter" and not config.data.delimiter:
+        raise UserError(f"{where}: data.delimiter: found nothing; expected at least one character")
     if config.train.objective == "sequential" and not config.data.separator:
         raise UserError(f"{where}: data.separator: found nothing; expected at least one character")
 
@@ -289,8 +291,8 @@ def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
 def _parse(text: str, kind: type, key: str) -> Any:
     if kind is str:
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-    if kind is bool and text.strip().lower() in ("true", "false"):
-        return text.strip().lower() == "true"
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
     if kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)

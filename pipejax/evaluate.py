@@ -168,21 +168,28 @@ def main(argv: Sequence[str]) -> int:
         **peak_memory(),
         "by_rows": by_rows(examples, records, result["metric"]),
     }
-    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-    if flags.json:
-        cli.write_output("--json", flags.json, text)
-        headline = metrics.HEADLINES[result["metric"]]
-        cli.note(f"{headline} {result[headline]:.2f}, {result['steps']:.1f} steps; written to {flags.json}")
-    else:
-        print(text, end="")
-    if flags.predictions:
-        lines = []
-        for example, record in zip(examples, records, strict=True):
-            line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
-            more = {key: record[key] for key in ("text", "row_ids", "steps", "truncated")}
-            lines.append(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
-        cli.write_output("--predictions", flags.predictions, "".join(lines))
+    try:
+        if flags.predictions:
+            cli.write_output("--predictions", flags.predictions, _predictions(examples, records))
+    finally:  # one that cannot be written does not cost the other
+        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+        if flags.json:
+            cli.write_output("--json", flags.json, text)
+            headline = metrics.HEADLINES[result["metric"]]
+            cli.note(f"{headline} {result[headline]:.2f}, {result['steps']:.1f} steps; written to {flags.json}")
+        else:
+            print(text, end="")
     return 0
+
+
+def _predictions(examples: Sequence[Example], records: Sequence[Record]) -> str:
+    """JSON lines."""
+    lines = []
+    for example, record in zip(examples, records, strict=True):
+        line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
+        more = {key: record[key] for key in ("text", "row_ids", "steps", "truncated")}
+        lines.append(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":

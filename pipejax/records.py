@@ -77,7 +77,6 @@ def decode_file(
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
-        written = 0
         try:
             for record in generator.stream(
                 sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
@@ -85,9 +84,10 @@ def decode_file(
                 if out is None:  # only now: bad input must not cost anyone an older result
                     out = stack.enter_context(_open(target))
                 _write(out, record, target)
-                written += 1
         except KeyboardInterrupt:
-            if written and target != STANDARD:
+            if out is not None and Path(target).is_file():
+                with open(target, "rb") as file:
+                    written = sum(1 for _ in file)
                 log(f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines")
             raise
     if not report.examples:

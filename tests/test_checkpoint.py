@@ -221,11 +221,11 @@ def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_
 def test_reads_that_are_abandoned_say_nothing(tmp_path, monkeypatch):
     save_all(Store(tmp_path, writable=True), 1)
 
-    async def read():
+    async def _get_array_metadatas():
         pass
 
     def restore(self, *args, **kwargs):
-        read()  # never begun: another read has found the damage
+        _get_array_metadatas()  # never begun: another read has found the damage
         raise ValueError("bad bytes")
 
     monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", restore)

@@ -93,7 +93,7 @@ def test_leaves_are_in_order_and_without_sections():
         ('data.separator=" # "', " # "),
         ("data.separator=' # '", " # "),
         ("data.separator= # ", " # "),
-        ("data.separator = # ", "#"),  # these are not part of it
+        ("train.remat= dots ", "dots"),  # no text of its own
         ("data.delimiter=\t", "\t"),
         ("data.separator='", "'"),
         ('data.separator="\'"', "'"),
@@ -140,6 +140,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         # no assignment
         ("grid.delay", "--set grid.delay: found no '='; expected key=value"),
         ("", "--set : found no '='; expected key=value"),
+        (r"data.delimiter=\n", r"--set data.delimiter=\n: found two characters; expected one: $'\t' is a tab in bash"),
         ("=2", "--set =2: found no key; expected key=value"),
         ("grid=2", "grid: found a section; expected one of its keys, such as grid.delay"),
         ("model=none", "model: found a section; expected one of its keys, such as model.vocab_size"),

@@ -91,6 +91,16 @@ def test_where_rows_are_not_told_apart_no_ratio_is_told(run, tmp_path):
     assert (found["step"], found["params_fp"], found["limit"]) == (3, last["params_fp"], 3)
 
 
+def test_a_full_disk_costs_nothing_of_the_other_file(run, tmp_path, capsys):
+    kept = tmp_path / "predictions.jsonl"
+    flags = ["--checkpoint", str(run), "--limit", "3", "--json", "/dev/full", "--predictions", str(kept)]
+    with pytest.raises(UserError, match=r"--json /dev/full: cannot be written \(No space left"):
+        evaluate.main(flags)
+    assert len(kept.read_text().splitlines()) == 3
+    assert json.loads(capsys.readouterr().out)["examples"] == 3  # it went to standard output
+    assert [path.name for path in tmp_path.iterdir()] == [kept.name]
+
+
 def test_batches_change_no_score(run, tmp_path):
     results = []
     for size in ("1", "5"):

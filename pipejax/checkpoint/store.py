@@ -223,15 +223,19 @@ class Store:
         """
 
         def read(step: int) -> Restored:
-            if processes.first():
-                self.verify(step)
+            try:
+                if processes.first():
+                    self.verify(step)
+            except UserError as trouble:  # that passes; these arrays are not needed to go on
+                log(f"warning: {trouble}")
             return self.describe(step)
 
         found = self._newest(read, log, set_aside=True)
         if found and self.keep and self._manager:
             with processes.together(UserError):  # nobody lists the steps before they are gone
                 for step in self.steps()[self.keep :] if processes.first() else ():
-                    shutil.rmtree(self.directory / str(step), ignore_errors=True)
+                    if not self.keep_every or step % self.keep_every:
+                        shutil.rmtree(self.directory / str(step), ignore_errors=True)
             self._manager.reload()
         return found.metadata if found else None
 
@@ -315,8 +319,12 @@ def _read(path: Path, template: Any) -> Any:
 
 
 def _read_as_saved(path: Path) -> Any:
-    """An item in the structure that it has on disk, on the first device."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    """An item in the structure that it has on disk: on the host, as no one device may have room for all of it."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to do without
+        device = jax.local_devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
     with reading(path):
         saved = ocp.StandardCheckpointHandler().metadata(path).tree
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)

@@ -67,8 +67,9 @@ def hush_stragglers() -> None:
 
     They say nothing that the one line about the step does not. Everything else is passed on as before.
     """
-    # Those that were abandoned before they began; there are no coroutines here but Orbax's.
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    # Those that were abandoned before they began, by what Orbax calls them.
+    names = "coroutine '.*(array|serialize|metadata|param_info).*' was never awaited"
+    warnings.filterwarnings("ignore", names, RuntimeWarning)
     before, before_main = sys.unraisablehook, sys.excepthook
     if getattr(before, "hushes", False):
         return
