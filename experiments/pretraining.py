@@ -32,11 +32,12 @@ import numpy as np
 
 from pipejax import cli
 from pipejax import config as config_lib
-from pipejax.checkpoint import require_free, save_params, write_text
+from pipejax.checkpoint import require_free, save_params
 from pipejax.config import T5Config
 from pipejax.data import text
 from pipejax.data.lines import read_objects, text_of
 from pipejax.errors import UserError
+from pipejax.files import write_text
 from pipejax.progress import Progress
 from pipejax.t5 import init_params
 from pipejax.tokenizer import Tokenizer, import_transformers

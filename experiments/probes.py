@@ -19,12 +19,12 @@ from experiments import probe_data
 from experiments.probe_data import KINDS, Kind, marks, whole
 from pipejax import cli
 from pipejax import config as config_lib
-from pipejax.checkpoint import write_text
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.data.core import Example
 from pipejax.errors import UserError
 from pipejax.evaluate import evaluate
+from pipejax.files import write_text
 from pipejax.generate import Record
 from pipejax.generate import load as open_run
 from pipejax.training import fit

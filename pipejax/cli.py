@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipejax.errors import UserError
+from pipejax.files import write_text
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -59,16 +60,12 @@ def write_output(flag: str, target: str, text: str) -> None:
       UserError: it cannot be written; a file that was there is as it was.
     """
     path = Path(os.path.realpath(target))  # where a link leads to
-    beside = path.with_name(f".{path.name}-partial")
     try:
         if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):  # a device, a pipe
             path.write_text(text, encoding="utf-8")
         else:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
+            write_text(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             print(text, end="", flush=True)
         raise UserError(f"{flag} {target}: cannot be written ({error.strerror})") from error

@@ -26,7 +26,8 @@ class Progress:
         """That many more are done; a note stays until the next one."""
         self.count, self.note = self.count + count, note or self.note
         if self.bar is not None:
-            self.bar.set_postfix_str(self.note, refresh=False)
+            if note:
+                self.bar.set_postfix_str(note, refresh=False)
             self.bar.update(count)
         elif time.monotonic() - self.said >= self.every:
             # Since the last line, not since the start: that one holds the compilation.

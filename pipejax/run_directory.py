@@ -18,9 +18,9 @@ from typing import IO, Any, Self
 
 from pipejax import config as config_lib
 from pipejax import processes
-from pipejax.checkpoint import write_text
 from pipejax.config import Config
 from pipejax.errors import UserError
+from pipejax.files import write_text
 from pipejax.tokenizer import Tokenizer
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh

@@ -37,6 +37,7 @@ LAYERS = (
         "dropout",
         "attention",
         "layers",
+        "files",
         "progress",
         "processes",
         "cli",

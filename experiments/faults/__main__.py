@@ -17,8 +17,8 @@ import jax
 
 from experiments.faults.runs import Commands
 from pipejax import cli
-from pipejax.checkpoint import write_text
 from pipejax.errors import UserError
+from pipejax.files import write_text
 
 Part = Callable[[Commands, Path, bool], dict[str, Any]]
 LEFT_OUT = ("ok", "failures", "by_kind", "lines", "seconds", "skipped")

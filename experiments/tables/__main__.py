@@ -19,11 +19,11 @@ from typing import Any
 from experiments.tables import paper, report
 from experiments.tables.cells import SIZES, Cell, Scores, Way, gap, grid_of, make, read
 from pipejax import cli, metrics
-from pipejax.checkpoint import write_text
 from pipejax.config import STRATEGIES
 from pipejax.data import make_task
 from pipejax.data.statistics import measure
 from pipejax.errors import UserError
+from pipejax.files import write_text
 from pipejax.progress import Progress
 
 

@@ -12,7 +12,7 @@ A run directory, of which a converted checkpoint is one at step 0:
 """
 
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.checkpoint.run import open_run, require_free, save_params, write_text
+from pipejax.checkpoint.run import open_run, require_free, save_params
 from pipejax.checkpoint.store import Restored, Store
 
-__all__ = ["Damaged", "Restored", "Store", "open_run", "require_free", "save_params", "write_text"]
+__all__ = ["Damaged", "Restored", "Store", "open_run", "require_free", "save_params"]

@@ -1,7 +1,6 @@
 """Run directories as a whole: opened for their weights, written at once for converted ones."""
 
 import dataclasses
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pipejax import lora
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
 from pipejax.errors import UserError
+from pipejax.files import write_text
 
 
 def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
@@ -81,19 +81,3 @@ def require_free(directory: Path) -> None:
     """Nothing is overwritten: a directory to be written must be absent or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: found something there; expected a new or an empty directory")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file whole, or leaves it as it was."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
