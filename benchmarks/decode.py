@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
             for name in peers:
                 cli.note(f"loading {name}")
                 hf = name == "hf"
-                load = HuggingFace(directory, threads=flags.threads) if hf else None
+                load = HuggingFace(directory, threads=flags.threads, dtype=flags.dtype) if hf else None
                 systems.append(load or CTranslate2(name, directory, threads=flags.threads))
         del params
         source = np.random.default_rng(1).integers(3, config.vocab_size, (flags.batch, flags.source), np.int32)

@@ -149,10 +149,12 @@ def hugging_face(system: HuggingFace, tokenizer: Tokenizer, most: int, batch: Ba
     source, lengths = tokens_of(tokenizer, most, batch[0])
     source = source[:, : lengths.max()]
     torch: Any = system.torch
-    mask = torch.tensor(np.arange(source.shape[1]) < lengths[:, None]).long()
+    ids, real = (
+        torch.tensor(x, device=system.device).long() for x in (source, np.arange(source.shape[1]) < lengths[:, None])
+    )
     steps = [sequential_steps(rows) for rows in batch[1]]
     with torch.inference_mode():
-        found = system.generate(steps, input_ids=torch.tensor(source).long(), attention_mask=mask)
+        found = system.generate(steps, input_ids=ids, attention_mask=real)
     check_lengths(found, steps)
     for row in found:
         tokenizer.decode(row[:-1])

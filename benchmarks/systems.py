@@ -118,25 +118,29 @@ class Pipejax:
 
 
 class HuggingFace:
-    """`generate` of transformers, eager PyTorch in float32."""
+    """`generate` of transformers, eager PyTorch, on the device and in the dtype that ours runs in."""
 
-    def __init__(self, directory: Path, *, threads: int) -> None:
+    def __init__(self, directory: Path, *, threads: int, dtype: str = "float32") -> None:
         """Loads the model."""
         import torch
         from transformers import T5ForConditionalGeneration
 
         torch.set_num_threads(threads)
         self.name, self.torch = "hf", torch
-        self.model = T5ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        model = T5ForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, dtype))
+        self.model = model.to(self.device).eval()
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
         """See `System`."""
         lengths = [sequential_steps(r) for r in rows]
         with self.torch.inference_mode():
             begun = time.perf_counter()
-            ids = self.torch.tensor(source, dtype=self.torch.long)
+            ids = self.torch.tensor(source, dtype=self.torch.long, device=self.device)
             mask = self.torch.ones_like(ids)
             encoded = self.model.encoder(input_ids=ids, attention_mask=mask)
+            if self.device == "cuda":
+                self.torch.cuda.synchronize()
             middle = time.perf_counter()
             found = self.generate(lengths, encoder_outputs=encoded, attention_mask=mask)
             after = time.perf_counter()
@@ -147,7 +151,7 @@ class HuggingFace:
         """Greedy answers of exactly these lengths, eos included."""
         from transformers import LogitsProcessor, LogitsProcessorList
 
-        ends = self.torch.tensor(lengths)
+        ends = self.torch.tensor(lengths, device=self.device)
 
         class Force(LogitsProcessor):  # type: ignore[misc]
             def __call__(self, ids: Any, scores: Any) -> Any:
@@ -217,7 +221,9 @@ def check_lengths(found: Sequence[Sequence[Any]], wanted: Sequence[int]) -> None
 
 
 def bandwidth(threads: int, size: int = 2**27) -> float:
-    """Bytes a second that so many threads read: sums of 512 MiB, the best of several."""
+    """Bytes a second that so many threads read, or the accelerator: sums of 512 MiB, the best of several."""
+    if jax.default_backend() != "cpu":
+        return _device_bandwidth()
     parts = np.split(np.ones(size, np.float32), threads)
     times = []
     with ThreadPoolExecutor(threads) as pool:
@@ -225,6 +231,17 @@ def bandwidth(threads: int, size: int = 2**27) -> float:
             begun = time.perf_counter()
             list(pool.map(reduce, parts))
             times.append(time.perf_counter() - begun)
+    return 4 * size / min(times)
+
+
+def _device_bandwidth(size: int = 2**30) -> float:
+    """Bytes a second that the first device reads: the largest of 4 GiB, the best of several."""
+    numbers, reduce = jnp.ones(size, jnp.float32), jax.jit(jnp.max)
+    times = []
+    for _ in range(10):
+        begun = time.perf_counter()
+        reduce(numbers).block_until_ready()
+        times.append(time.perf_counter() - begun)
     return 4 * size / min(times)
 
 
