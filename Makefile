@@ -12,7 +12,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo test check venv venv-bench venv-run clean
+.PHONY: help demo test check venv venv-bench venv-programs venv-run clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
@@ -33,6 +33,9 @@ venv: venv-run  ## only .venv, with what the tests need
 
 venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTranslate2; and matplotlib
 	@sh -c "$$PIPEJAX_INSTALL" install requirements-bench.txt requirements.txt
+
+venv-programs: venv-run  ## the compilers for GPUs and TPUs that benchmarks.programs asks, beside .venv's packages
+	@sh -c "$$PIPEJAX_INSTALL" install requirements-programs.txt
 
 venv-run:
 	@sh -c "$$PIPEJAX_INSTALL" install requirements.txt
@@ -83,7 +86,9 @@ if test "$$wanted" != "$$(cat $$made/$$1 2>/dev/null)"; then
 	begin
 	rm -f $$made/$$1
 	test -t 2 && quiet= || quiet=--quiet
-	PIP_USER=0 .venv/bin/python -m pip install $$quiet --no-input --disable-pip-version-check -r $$1 >&2 || {
+	apart=
+	case $$1 in requirements-programs.txt) apart="--no-deps --upgrade --target .venv/programs" ;; esac
+	PIP_USER=0 .venv/bin/python -m pip install $$apart $$quiet --no-input --disable-pip-version-check -r $$1 >&2 || {
 		code=$$?
 		test $$code -gt 128 || rm $$made/unfinished  # pip cleans up behind its own errors, not when it is killed
 		exit $$code

@@ -1,0 +1,183 @@
+"""Compiled programs as XLA prints them: what runs in each loop, and how much it reads and writes.
+
+A kernel is an instruction that a device has to start: a fusion, a product, a copy, a custom call. What only renames a
+buffer (a tuple, a bitcast) is none.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+FREE = frozenset(
+    (
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"),
+        *("after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier", "copy-done", "slice-done"),
+        *("async-done", "all-reduce-done", "all-gather-done", "collective-permute-done"),
+    )
+)
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+HOST = ("infeed", "outfeed", "send", "recv")
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+_SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
+
+
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    name: str
+    shape: str  # of the result, as text
+    kind: str  # such as "fusion"
+    operands: tuple[str, ...]
+    calls: tuple[str, ...]  # the computations that it runs
+    text: str
+
+
+class Program:
+    """The computations of a compiled program by name."""
+
+    def __init__(self, text: str) -> None:
+        """`text`: what `as_text` of a compiled program gives."""
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry, current = "", None
+        for line in text.splitlines():
+            if header := _HEADER.match(line):
+                current = self.computations.setdefault(header[2], [])
+                self.entry = header[2] if header[1] else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                current.append(_instruction(found, line))
+
+    def every(self) -> Iterator[Instruction]:
+        """All instructions, those inside fusions too."""
+        for instructions in self.computations.values():
+            yield from instructions
+
+    def loops(self, least: int = 16) -> list[str]:
+        """The bodies of the innermost loops that start so many kernels at least, in the order in which they run."""
+        found: list[str] = []
+
+        def visit(computation: str) -> bool:
+            inner = False
+            for one in self.computations.get(computation, ()):
+                if one.kind in ("while", "conditional", "call"):
+                    for name in one.calls:
+                        inside = visit(name)
+                        if one.kind == "while" and not inside and self.kernels(name).total() >= least:
+                            found.append(name)
+                            inside = True
+                        inner = inner or inside
+            return inner
+
+        visit(self.entry)
+        return list(dict.fromkeys(found))
+
+    def kernels(self, computation: str) -> Counter[str]:
+        """How many kernels of each kind one run of a computation starts, loops inside it left out."""
+        return Counter(self.kind(one) for one in self.computations.get(computation, ()) if one.kind not in FREE)
+
+    def kind(self, one: Instruction) -> str:
+        """A word for a kernel: product, reduction, elementwise, copy, collective, prefetch, or its own name."""
+        if one.kind.removesuffix("-start") in COLLECTIVES:
+            return "collective"
+        if one.kind in ("copy-start", "slice-start"):
+            return "prefetch"
+        if one.kind == "custom-call":
+            target = re.search(r'custom_call_target="([^"]+)"', one.text)
+            name = target[1] if target else "?"
+            return "product" if re.search(r"gemm|matmul|cublas", name) else f"custom call {name}"
+        if one.kind in ("dot", "convolution"):
+            return "product"
+        if one.kind != "fusion":
+            return one.kind
+        inside = {inner.kind for name in one.calls for inner in self.computations.get(name, ())}
+        if inside & {"dot", "convolution"}:
+            return "product"
+        for special in ("sort", "scatter"):
+            if special in inside:
+                return special
+        return "reduction" if inside & {"reduce", "reduce-window"} else "elementwise"
+
+    def bytes(self, computation: str) -> int:
+        """What its kernels read and write: of a buffer that is sliced or updated in place only the part that moves."""
+        instructions = self.computations[computation]
+        sizes = {one.name: size(one.shape) for one in instructions}
+        total = 0
+        for one in instructions:
+            if one.kind not in FREE:
+                inside = self.computations.get(one.calls[0], []) if one.kind == "fusion" else [one]
+                total += self._read(one, inside, sizes) + self._written(one, inside)
+        return total
+
+    def _read(self, one: Instruction, inside: list[Instruction], sizes: dict[str, int]) -> int:
+        if one.kind != "fusion":
+            whole = [sizes.get(name, 0) for name in one.operands]
+            return sum(whole[1:] if one.kind == "dynamic-update-slice" else whole)
+        total = 0
+        for inner in inside:
+            if number := re.search(r"parameter\((\d+)\)", inner.text):
+                total += min(_used(inner.name, inside), sizes.get(one.operands[int(number[1])], 0))
+        return total
+
+    def _written(self, one: Instruction, inside: list[Instruction]) -> int:
+        written, inner = size(one.shape), {x.name: size(x.shape) for x in inside}
+        for update in (x for x in inside if x.kind == "dynamic-update-slice" and size(x.shape) in _parts(one.shape)):
+            written -= size(update.shape) - (inner.get(update.operands[1], 0) if one.kind == "fusion" else 0)
+        return max(written, 0)
+
+    def largest(self, kind: str) -> int:
+        """Elements of the largest operand of the instructions of that kind anywhere; 0 without one."""
+        sizes = {one.name: elements(one.shape) for one in self.every()}
+        found = [one for one in self.every() if one.kind == kind]
+        return max((max([elements(one.shape), *(sizes.get(n, 0) for n in one.operands)]) for one in found), default=0)
+
+    def host_transfers(self) -> int:
+        """Instructions that make a device wait for its host, or the other way round."""
+        return sum(
+            one.kind.removesuffix("-done") in HOST
+            or (one.kind == "custom-call" and bool(re.search(r"callback|MoveToHost|MoveToDevice", one.text)))
+            for one in self.every()
+        )
+
+
+def _used(name: str, inside: list[Instruction]) -> int:
+    """Bytes that a fused computation reads of one of its buffers."""
+    total = 0
+    for user in (x for x in inside if name in x.operands):
+        if user.kind in ("dynamic-slice", "slice", "gather"):
+            total += size(user.shape)
+        elif user.kind in ("bitcast", "reshape"):
+            total += _used(user.name, inside)
+        elif user.kind != "dynamic-update-slice" or user.operands[0] != name:
+            return 1 << 62
+    return total
+
+
+def elements(shape: str) -> int:
+    """Elements of all arrays of a shape, such as "bf16[2,3]{1,0}" or a tuple of such."""
+    return sum(math.prod(int(n) for n in dims.split(",") if n) for _, dims in _SHAPE.findall(shape))
+
+
+def size(shape: str) -> int:
+    """Bytes of all arrays of a shape."""
+    return sum(_parts(shape))
+
+
+def _parts(shape: str) -> list[int]:
+    parts = []
+    for dtype, dims in _SHAPE.findall(shape):
+        bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype.partition("e")[0]) or 8)
+        parts.append(math.prod(int(n) for n in dims.split(",") if n) * bits // 8)
+    return parts
+
+
+def _instruction(found: re.Match[str], line: str) -> Instruction:
+    arguments = found[4].split("), ")[0]
+    calls = re.findall(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", line)
+    if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
+        calls += re.findall(r"[\w.\-]+", branches[1])
+    return Instruction(found[1], found[2], found[3], tuple(re.findall(r"%([\w.\-]+)", arguments)), tuple(calls), line)

@@ -1,0 +1,120 @@
+"""Accelerators that programs are compiled for without being there: descriptions that XLA's compilers take.
+
+A GPU is described by its figures, as openxla/xla keeps them under xla/backends/gpu/target_config/specs; a TPU by the
+name of its topology. `make venv-programs` installs the compilers. Nothing compiled so can run here.
+"""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import topologies
+
+from pipejax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What the compiler asks of an NVIDIA GPU; memory in bytes, bandwidth in bytes a second."""
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    threads_per_core: int
+    shared_memory_per_core: int
+    shared_memory_per_block: int
+    memory: int
+    bandwidth: int
+    l2_cache: int
+    clock_ghz: float
+
+    def devices(self, count: int) -> list[Any]:
+        """That many of them in one machine."""
+        _add_compiler("jax_cuda12_plugin")
+        return list(
+            topologies.get_topology_desc(
+                "gpu", platform="cuda", topology=f"1x1x{count}", target_config=self.description()
+            ).devices
+        )
+
+    def description(self) -> str:
+        """A GpuTargetConfigProto in text form."""
+        facts = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_core": self.shared_memory_per_core,
+            "threads_per_core_limit": self.threads_per_core,
+            "core_count": self.cores,
+            "fpus_per_core": 128,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "memory_bandwidth": self.bandwidth,
+            "l2_cache_size": self.l2_cache,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory,
+            "shared_memory_per_block_optin": self.shared_memory_per_block,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        major, minor = self.capability
+        info = " ".join(f"{key}: {value}" for key, value in facts.items())
+        return (
+            f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+            f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 patch: 0 }} '
+            f'device_description_str: "{self.name}"'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """A Cloud TPU topology, such as "v5e:2x2"."""
+
+    topology: str
+
+    def devices(self, count: int) -> list[Any]:
+        """The first `count` chips of it."""
+        _add_compiler("libtpu")
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask a metadata server what machine this is
+        found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
+        if len(found) < count:
+            raise UserError(f"--devices: found {count}; expected at most {len(found)}, as {self.topology} has")
+        return list(found)[:count]
+
+
+TARGETS: dict[str, Gpu | Tpu] = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 233472, 232448, 84942979072, 3352320000000, 52428800, 1.98),
+    "rtx4090": Gpu(
+        "NVIDIA GeForce RTX 4090", (8, 9), 128, 1536, 102400, 101376, 25393692672, 1008096000000, 75497472, 2.52
+    ),
+    "v5e": Tpu("v5e:2x2"),
+    "v5p": Tpu("v5p:2x2x1"),
+    "v6e": Tpu("v6e:2x2"),
+}
+
+
+_added: set[str] = set()
+
+
+def _add_compiler(package: str) -> None:
+    """Makes a compiler known to JAX: it lies apart from .venv's packages, where JAX would look for its device."""
+    if package in _added:
+        return
+    place = str(Path(sys.prefix) / "programs")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # CUDA itself is not there
+    sys.path.append(place)
+    try:
+        if package == "libtpu":
+            import libtpu  # noqa: F401
+        else:
+            from jax_plugins import xla_cuda12
+
+            xla_cuda12.initialize()
+    except ImportError as error:
+        raise UserError(f"--targets: found no {package}; expected it, as make venv-programs installs it") from error
+    finally:
+        sys.path.remove(place)
+    _added.add(package)
