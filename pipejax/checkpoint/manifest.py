@@ -16,8 +16,7 @@ import jax
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.fingerprint import Fingerprints, difference
-from pipejax.sharding import path_of
+from pipejax.fingerprint import Fingerprints, difference, shapes_of
 
 FORMAT = 1
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")
@@ -69,9 +68,7 @@ def check_template(name: str, template: Any, manifest: Manifest, place: Path) ->
     expected = manifest["arrays"].get(name)
     if expected is None:
         raise Damaged(f"holds no {name}")
-    leaves = jax.tree_util.tree_flatten_with_path(template)[0]
-    wanted: Fingerprints = {path_of(keys): [str(x.dtype), list(x.shape)] for keys, x in leaves}
-    if problem := difference(wanted, {path: entry[:2] for path, entry in expected.items()}):
+    if problem := difference(shapes_of(template), {path: entry[:2] for path, entry in expected.items()}):
         raise UserError(
             f"{place}: {name}: {problem}; expected what this program would save "
             f"(it was saved with {', '.join(f'{k} {v}' for k, v in manifest['versions'].items())})"
