@@ -8,7 +8,7 @@ after a failure.
 import asyncio
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,13 +69,14 @@ def finish(place: Path) -> None:
     handler.finalize(ocp.utils.epath.Path(place))
 
 
-def read(place: Path, template: Any) -> Any:
-    """A tree of jax.ShapeDtypeStruct with shardings, filled.
+def read(place: Path, template: Any, files: Mapping[str, str]) -> Any:
+    """A tree of jax.ShapeDtypeStruct with shardings, filled; `files` as for `reading`.
 
     Raises:
       Damaged, UserError: as `reading`.
     """
-    with reading(place):
+    with reading(place, files):
+        os.stat(place / "_METADATA")  # Orbax would make do without, in some cases
         return ocp.StandardCheckpointHandler().restore(place, args=ocp.args.StandardRestore(template))
 
 
@@ -86,7 +87,7 @@ class _Shapes(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
         return "jax.Array"
 
 
-def shapes(place: Path) -> Any:
+def shapes(place: Path, files: Mapping[str, str]) -> Any:
     """The tree as it was saved, of jax.ShapeDtypeStruct on the host, as no one device may have room for all of it.
 
     Raises:
@@ -94,7 +95,7 @@ def shapes(place: Path) -> Any:
     """
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Shapes()), (np.ndarray, _Shapes()))
     sharding = jax.sharding.SingleDeviceSharding(_host())
-    with reading(place):
+    with reading(place, files):
         saved = ocp.PyTreeCheckpointHandler(type_handler_registry=registry).metadata(place).tree
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
 

@@ -28,13 +28,20 @@ class Damaged(Exception):
     """A step that must not be used; the message says what is wrong with it."""
 
 
-def make(step: int, arrays: Mapping[str, Fingerprints], config: Config, metadata: Mapping[str, Any]) -> Manifest:
-    """The sealed manifest of a step, which is the data position, too; `arrays` by item."""
+def make(
+    step: int,
+    arrays: Mapping[str, Fingerprints],
+    config: Config,
+    metadata: Mapping[str, Any],
+    files: Mapping[str, str],
+) -> Manifest:
+    """The sealed manifest of a step, which is the data position, too; `arrays` by item, digests of `files` by path."""
     return _seal(
         {
             "format": FORMAT,
             "step": step,
             "arrays": dict(arrays),
+            "files": dict(files),
             "metadata": dict(metadata),
             "config": json.loads(config_lib.to_json(config)),
             "versions": {name: importlib.metadata.version(name) for name in PACKAGES},

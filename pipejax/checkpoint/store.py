@@ -6,6 +6,7 @@ earlier step as it was.
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import threading
@@ -17,9 +18,10 @@ from pipejax import config as config_lib
 from pipejax import processes
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
+from pipejax.checkpoint.arrays import Writes
 from pipejax.checkpoint.manifest import Damaged, Manifest
 from pipejax.checkpoint.steps import Steps
-from pipejax.checkpoint.trouble import hush_stragglers, reading, reason_of
+from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
 from pipejax.errors import UserError
 from pipejax.files import make_directories
@@ -50,17 +52,20 @@ class Replaced(Exception):
 class _Saving(threading.Thread):
     """A save under way. It is a daemon: the process can end even when the disk never answers."""
 
-    def __init__(self, step: int, items: list[str], work: Callable[[], None]) -> None:
+    def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
         super().__init__(name=f"save-{step}", daemon=True)
-        self.step, self.items, self._work = step, items, work
+        self.step, self.commit, self._writes = step, commit, writes
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            self.error = error
+        """Commits where all that is written is this process's; of several the first one does when all are through."""
+        self.error = _wait(self._writes)
+        if not (self.error or processes.several()):
+            try:
+                self.commit()
+            except Exception as error:
+                self.error = error
 
 
 class Store:
@@ -128,13 +133,14 @@ class Store:
         assert self._writable, "not writable"
         self.settle()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
-        manifest = manifest_lib.make(step, arrays, config, metadata or {})
-        staging, writes = self._steps.staging(step), list[arrays_lib.Writes]()
+        seal = functools.partial(manifest_lib.make, step, arrays, config, metadata or {})
+        staging, writes = self._steps.staging(step), list[Writes]()
         try:
             with processes.together(Exception):
                 if processes.first():
                     self._steps.sweep()
-                    _prepare(staging, items, manifest)
+                    for name in items:
+                        arrays_lib.make_place(staging / name)
             with processes.together(Exception):
                 for name, tree in items.items():
                     writes += arrays_lib.begin(staging / name, tree)
@@ -143,13 +149,7 @@ class Store:
             self._failed(step, error)
             return False
 
-        def work() -> None:
-            if problem := _wait(writes):
-                raise problem
-            if not processes.several():
-                self._commit(step, list(items))
-
-        self._saving = _Saving(step, list(items), work)
+        self._saving = _Saving(step, writes, lambda: self._commit(step, list(items), seal))
         return self.settle() if wait else True
 
     def settle(self) -> bool:
@@ -167,8 +167,8 @@ class Store:
                 if saving.error:
                     raise saving.error
             with processes.together(Exception):
-                if processes.several() and processes.first():  # of one process the thread has done it
-                    self._commit(saving.step, saving.items)
+                if processes.several() and processes.first():
+                    saving.commit()
         except Exception as error:
             self._failed(saving.step, error)
             return False
@@ -197,7 +197,7 @@ class Store:
             templates = expect(config) if expect else {"params": manifest_lib.template(arrays["params"])}
             for name, template in templates.items():
                 manifest_lib.check_template(name, template, manifest, place)
-            items = {name: arrays_lib.read(place / name, template) for name, template in templates.items()}
+            items = {name: self._read(manifest, name, template) for name, template in templates.items()}
         for name, tree in items.items():
             if problem := difference(fingerprints(tree), arrays[name]):
                 raise Damaged(f"{name}: {problem}")
@@ -209,9 +209,10 @@ class Store:
         Raises:
           Damaged, UserError: as `restore`.
         """
-        place, arrays = self.directory / str(step), self._manifest(step)["arrays"]
+        manifest = self._manifest(step)
+        arrays = manifest["arrays"]
         for name, expected in arrays.items():
-            found = arrays_lib.read(place / name, self._shapes(step, name, expected))
+            found = self._read(manifest, name, self._shapes(manifest, name))
             if problem := difference(fingerprints(found), expected):
                 raise Damaged(f"{name}: {problem}")
         return {name: len(expected) for name, expected in arrays.items()}
@@ -233,8 +234,11 @@ class Store:
         """
 
         def read(step: int) -> Restored:
-            if processes.first():
-                self.verify(step)
+            try:
+                if processes.first():
+                    self.verify(step)
+            except UserError as trouble:  # no damage; these arrays are not needed to go on
+                log(f"warning: {trouble}")
             return self.describe(step)
 
         found = self._newest(read, log, set_aside=True)
@@ -310,16 +314,23 @@ class Store:
             manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
         return manifest_lib.check(manifest, step, place)
 
-    def _shapes(self, step: int, name: str, expected: Fingerprints) -> Any:
+    def _read(self, manifest: Manifest, name: str, template: Any) -> Any:
+        return arrays_lib.read(self._steps.place(manifest["step"]) / name, template, _files(manifest, name))
+
+    def _shapes(self, manifest: Manifest, name: str) -> Any:
         """The tree of an item as it was saved, shapes alone, if those are what the manifest says."""
-        found = arrays_lib.shapes(self.directory / str(step) / name)
-        if problem := difference(shapes_of(found), {path: entry[:2] for path, entry in expected.items()}):
+        found = arrays_lib.shapes(self._steps.place(manifest["step"]) / name, _files(manifest, name))
+        if problem := difference(shapes_of(found), {path: x[:2] for path, x in manifest["arrays"][name].items()}):
             raise Damaged(f"{name}: {problem}")
         return found
 
-    def _commit(self, step: int, items: Iterable[str]) -> None:
+    def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
+        staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
-            arrays_lib.finish(self._steps.staging(step) / name)
+            arrays_lib.finish(staging / name)
+            files |= {f"{name}/{file}": digest for file, digest in metadata_digests(staging / name).items()}
+        (staging / "manifest").mkdir()
+        (staging / "manifest" / "metadata").write_text(json.dumps(seal(files)), encoding="utf-8")
         self._steps.commit(step)
 
     def _prove(self, step: int) -> None:
@@ -330,8 +341,9 @@ class Store:
         with processes.together(UserError):
             if processes.first():
                 try:
-                    for name, expected in self._manifest(step)["arrays"].items():
-                        self._shapes(step, name, expected)
+                    manifest = self._manifest(step)
+                    for name in manifest["arrays"]:
+                        self._shapes(manifest, name)
                 except Damaged as damage:
                     raise UserError(
                         f"{self.directory / str(step)}: was saved, but cannot be read back ({damage}); expected a "
@@ -345,15 +357,7 @@ class Store:
             self._steps.sweep()
 
 
-def _prepare(staging: Path, items: Iterable[str], manifest: Manifest) -> None:
-    staging.mkdir()
-    for name in items:
-        arrays_lib.make_place(staging / name)
-    (staging / "manifest").mkdir()
-    (staging / "manifest" / "metadata").write_text(json.dumps(manifest), encoding="utf-8")
-
-
-def _wait(writes: Iterable[arrays_lib.Writes]) -> Exception | None:
+def _wait(writes: Iterable[Writes]) -> Exception | None:
     """Waits for all, so that nothing is written any more; what went wrong first."""
     problem: Exception | None = None
     for write in writes:
@@ -362,6 +366,12 @@ def _wait(writes: Iterable[arrays_lib.Writes]) -> Exception | None:
         except Exception as error:
             problem = problem or error
     return problem
+
+
+def _files(manifest: Manifest, item: str) -> dict[str, str]:
+    """The digests of an item's files, as far as the manifest has them: older ones have none."""
+    files = manifest.get("files", {})
+    return {name.removeprefix(f"{item}/"): word for name, word in files.items() if name.startswith(f"{item}/")}
 
 
 def _config(manifest: Manifest, place: Path) -> Config:
