@@ -41,7 +41,7 @@ class Steps:
     def identity(self, step: int) -> tuple[int, int] | None:
         """Another one once the step was replaced; None if there is none."""
         try:
-            status = os.stat(self.place(step))
+            status = os.lstat(self.place(step))
         except FileNotFoundError:
             return None
         return status.st_dev, status.st_ino
