@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from pipejax.checkpoint import open_run, require_free, save_params
+from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.cli import Parser, note, run
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.errors import UserError
@@ -138,6 +138,7 @@ def from_hf(source: str | Path, out: str | Path) -> None:
       UserError: as `read_hf`; `out` is not free; the tokenizer does not load or has more ids than the model.
     """
     require_free(Path(out))
+    check_place(Path(out))
     directory = _locate(str(source))
     vocabulary = _read_architecture(directory).vocab_size
     with tempfile.TemporaryDirectory() as scratch:

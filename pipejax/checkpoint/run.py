@@ -51,6 +51,7 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
       UserError: the directory exists and is not empty, or cannot be written.
     """
     directory = Path(directory).absolute()
+    check_place(directory)
     require_free(directory)
     said: list[str] = []
     try:
@@ -68,7 +69,6 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
 
 
 def require_free(directory: Path) -> None:
-    """Nothing is overwritten: a directory to be written must be absent or empty, and its name one that can be read."""
-    check_place(directory)
+    """Nothing is overwritten: a directory to be written must be absent or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: found something there; expected a new or an empty directory")
