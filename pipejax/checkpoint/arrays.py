@@ -94,13 +94,14 @@ def shapes(place: Path, files: Mapping[str, str]) -> Any:
       Damaged, UserError: as `reading`.
     """
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Shapes()), (np.ndarray, _Shapes()))
-    sharding = jax.sharding.SingleDeviceSharding(_host())
+    sharding = jax.sharding.SingleDeviceSharding(host())
     with reading(place, files):
         saved = ocp.PyTreeCheckpointHandler(type_handler_registry=registry).metadata(place).tree
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
 
 
-def _host() -> jax.Device:
+def host() -> jax.Device:
+    """The processor's memory, for what no other device need have room for."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to do without

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from pipejax import processes
+from pipejax.checkpoint.arrays import host
 from pipejax.checkpoint.store import Store
 from pipejax.config import Config
 
@@ -33,8 +35,8 @@ class Best:
             self._waiting = None  # two would take twice the memory
             if self._save(step, score, params):
                 return
-            # Of several processes none has all of it: they wait for an evaluation that is as good.
-            self._waiting = (step, score, jax.device_get(params)) if not processes.several() else None
+            if not processes.several():  # else no process has all of it
+                self._waiting = (step, score, jax.tree.map(np.array, params))  # training goes on in these buffers
         else:
             self.settle()
 
@@ -42,7 +44,8 @@ class Best:
         """Tries again what waits. False if something still does; the log then has a line about it."""
         if self._waiting is None:
             return True
-        if self._save(*self._waiting):
+        step, score, params = self._waiting
+        if self._save(step, score, jax.device_put(params, host())):
             self._waiting = None
         return self._waiting is None
 
