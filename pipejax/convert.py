@@ -7,7 +7,6 @@ V vocabulary, D width, F feed-forward width, H heads, I inner width of all heads
 """
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -21,10 +20,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from pipejax.checkpoint import open_run, require_free, save_params
+from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.cli import Parser, note, run
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.errors import UserError
+from pipejax.files import new_directory
 from pipejax.tensor_files import Stored, check_finite, first_line, open_tensors, read_json
 from pipejax.tokenizer import Tokenizer
 
@@ -119,23 +119,16 @@ def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: s
     require_free(out)
     tensors = _to_tensors(config, params)
     special = {key: value for key, value in asdict(config).items() if key.endswith("_token_id")}
-    staging = out.with_name(f".{out.name}-partial-{os.getpid()}")
     try:
-        staging.mkdir(parents=True)
-        for name, values in (("config.json", _hf_config(config)), ("generation_config.json", special)):
-            (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-        save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers wants it
-        shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets 0600
-        if tokenizer_dir is not None:
-            _copy_tokenizer(Path(tokenizer_dir), staging)
-        for file in staging.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        os.replace(staging, out)
+        with new_directory(out) as staging:
+            for name, values in (("config.json", _hf_config(config)), ("generation_config.json", special)):
+                (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+            save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers wants it
+            shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets 0600
+            if tokenizer_dir is not None:
+                _copy_tokenizer(Path(tokenizer_dir), staging)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def from_hf(source: str | Path, out: str | Path) -> None:
@@ -145,6 +138,7 @@ def from_hf(source: str | Path, out: str | Path) -> None:
       UserError: as `read_hf`; `out` is not free; the tokenizer does not load or has more ids than the model.
     """
     require_free(Path(out))
+    check_place(Path(out))
     directory = _locate(str(source))
     vocabulary = _read_architecture(directory).vocab_size
     with tempfile.TemporaryDirectory() as scratch:

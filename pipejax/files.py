@@ -1,8 +1,48 @@
-"""Files that are written whole or not at all."""
+"""Files and directories that are written whole or not at all, and are on the disk once they are said to be written.
 
+A rename is atomic for whoever looks, but after a loss of power it may have survived while what was renamed has not. So
+everything is synced before the rename, and the directory that holds the name after it. What a killed process leaves
+has a name of ours, and whoever writes there next removes it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import glob
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+_PARTIAL = "-partial"
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a directory's names, are on the disk. Whatever cannot be synced is let be."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # pipes, devices, and directories of some network file systems
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """As `sync`, for all that is in a directory and for itself; what is inside of a directory comes before it."""
+    for place, _, names in os.walk(directory, topdown=False, onerror=_raise):
+        for name in names:
+            sync(Path(place, name))
+        sync(Path(place))
+
+
+def sync_output(path: Path) -> None:
+    """As `sync`, for a file that was just written and for its name; anything but a file is let be."""
+    if path.is_file():
+        sync(path)
+        sync(Path(os.path.realpath(path)).parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -19,3 +59,91 @@ def write_text(path: Path, text: str) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory to fill, which takes the place of `target` at the end of the block: whole and on disk, or not at all.
+
+    `target` must be absent or empty. An exception leaves everything as it was, missing parents included.
+    """
+    made = make_directories(target.parent)
+    partial: Path | None = None
+    try:
+        _sweep_partial(target)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{_PARTIAL}-", dir=target.parent))
+        with _held(partial):
+            partial.chmod(0o755)
+            yield partial
+            sync_tree(partial)
+            if target.is_dir():
+                target.rmdir()
+            partial.rename(target)
+            sync(target.parent)
+    except BaseException:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        remove_empty(made)
+        raise
+
+
+def make_directories(directory: Path) -> list[Path]:
+    """Makes a directory and its parents; those that were missing, the innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+    return missing
+
+
+def remove_empty(directories: list[Path]) -> None:
+    """Removes each of these directories if nothing is in it, in their order."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def sweep(directory: Path, *patterns: str) -> None:
+    """Removes files and directories whose names match: what killed processes have left."""
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def sweep_text(path: Path) -> None:
+    """Removes what a `write_text` left that was killed. Nobody else may be writing the file."""
+    sweep(path.parent, f".{glob.escape(path.name)}-{'[a-z0-9_]' * 8}")
+
+
+def _sweep_partial(target: Path) -> None:
+    for path in target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*"):
+        with contextlib.suppress(OSError), _held(path) as alone:
+            if alone:  # else somebody is filling it
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(directory: Path) -> Iterator[bool]:
+    """Holds a lock on a directory, which goes with the process, however that ends; whether it could be had."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        yield _locked(handle)
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by another, or a file system without locks
+        return False
+    return True
+
+
+def _raise(error: OSError) -> None:
+    raise error

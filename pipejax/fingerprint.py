@@ -61,6 +61,12 @@ def fingerprints(tree: Any) -> Fingerprints:
     }
 
 
+def shapes_of(tree: Any) -> Fingerprints:
+    """The dtype and the shape of every array of a tree, by path: the first half of a fingerprint."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {path_of(keys): [str(x.dtype), list(x.shape)] for keys, x in leaves}
+
+
 def digest(prints: Fingerprints) -> str:
     """One word for a whole tree, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]

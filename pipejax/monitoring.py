@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from pipejax import processes
-from pipejax.checkpoint import Store
+from pipejax.checkpoint import Best
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
 from pipejax.data.core import Batch, Example, encode, fixed_batches, pack_size
@@ -194,9 +194,7 @@ class Examiner:
         assert config.model is not None
         self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
-        self.store = Store(directory.path / "best", keep=1, writable=bool(self.examples), log=log)
-        best = self.store.newest_metadata(log=log) if self.examples else None
-        self.best = tuple(best["score"]) if best else (-1.0, -np.inf)
+        self.best = Best(directory.path / "best", config, log=log) if self.examples else None
         # No more at once than a training step has: what fits there fits here.
         part = config.train.batch_size // config.train.accumulate
         self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
@@ -237,10 +235,8 @@ class Examiner:
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
         score = tuple(processes.same([values[headline], -loss]))
-        if score > self.best and self.store.save(
-            step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True
-        ):
-            self.best = score
+        if self.best is not None:
+            self.best.offer(step, score, params)
         params_fp = digest(fingerprints(params))
         self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
         return True

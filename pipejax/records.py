@@ -13,6 +13,7 @@ from pipejax import cli
 from pipejax.data import TASKS, make_task
 from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
 from pipejax.errors import UserError
+from pipejax.files import sync_output
 from pipejax.generate import WINDOW, Generator, Record, Source
 from pipejax.progress import Progress
 from pipejax.report import Report
@@ -92,6 +93,8 @@ def decode_file(
             raise
     if not report.examples:
         raise UserError("standard input: found no lines; expected at least one source")
+    if target != STANDARD:
+        sync_output(Path(target))
     for line in report.lines(name):
         log(f"{name}: {line}")
     return report

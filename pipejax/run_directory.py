@@ -18,9 +18,10 @@ from typing import IO, Any, Self
 
 from pipejax import config as config_lib
 from pipejax import processes
+from pipejax.checkpoint import Damaged, Store, check_place
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.files import write_text
+from pipejax.files import make_directories, new_directory, remove_empty, sweep, sweep_text, write_text
 from pipejax.tokenizer import Tokenizer
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
@@ -51,12 +52,14 @@ class RunDirectory:
         """
         self.path, self.log, self.writes = Path(path).absolute(), log, processes.first()
         self._waiting: list[str] = []  # lines of the log that the disk did not take
+        self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
         self._lock: IO[str] | None = None
         with processes.together(UserError):
             if self.writes:
                 self._check(path)
 
     def _check(self, path: str | Path) -> None:
+        check_place(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{path}: found a file; expected a directory to work in")
         if self.path.is_dir() and any(self.path.iterdir()) and not self.is_run:
@@ -78,7 +81,7 @@ class RunDirectory:
 
     def _take(self) -> None:
         with _written(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            made, new = make_directories(self.path), not self.is_run
             self._lock = (self.path / ".lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,13 +90,24 @@ class RunDirectory:
             raise UserError(
                 f"{self.path}: another trainer is at work here; expected a directory of one's own"
             ) from error
+        self._made = made if new else None
+        with _written(self.path):  # what killed ones have left
+            for name in ("config.json", "metrics.jsonl"):
+                sweep_text(self.path / name)
+            sweep(self.path, ".tokenizer-partial*", ".gone-*")
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Lets go."""
-        if self._lock is not None:
-            self._lock.close()
+        """Lets go; what never began leaves nothing."""
+        if self._lock is None:
+            return
+        if self._made is not None:
+            remove_empty([self.path / "checkpoints"])
+            if [path.name for path in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()
+            remove_empty(self._made)
+        self._lock.close()
 
     def begin(self, config: Config, tokenizer: Tokenizer, step: int, log: Callable[[str], None] = print) -> None:
         """Brings config.json, the tokenizer and the log to where training goes on from `step`.
@@ -105,34 +119,42 @@ class RunDirectory:
         """
         with processes.together(UserError):
             if self.writes:
+                self._made = None
                 with _written(self.path):
                     # For people; the one that counts is in each checkpoint's manifest.
                     write_text(self.path / "config.json", config_lib.to_json(config))
                     if step == 0:
-                        self._set_aside_best(log)
-                        shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
+                        self._set_aside_best(config, log)
+                        self._remove(self.path / "tokenizer")
                     self._keep_tokenizer(tokenizer)
                     self._cut_metrics(step)
 
-    def _set_aside_best(self, log: Callable[[str], None]) -> None:
+    def _set_aside_best(self, config: Config, log: Callable[[str], None]) -> None:
+        """Unless it is of this very run, which then was killed before its first checkpoint and passes there again."""
         best = self.path / "best"
-        if best.is_dir() and any(best.iterdir()):
-            names = (f"best-before{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
-            target = next(self.path / name for name in names if not (self.path / name).exists())
-            best.rename(target)
-            log(f"{best}: of a run that is lost; kept aside as {target.name}")
+        if not best.is_dir() or not any(best.iterdir()) or _same_run(best, config):
+            return
+        names = (f"best-before{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+        target = next(self.path / name for name in names if not (self.path / name).exists())
+        best.rename(target)
+        log(f"{best}: of a run that is lost; kept aside as {target.name}")
+
+    def _remove(self, directory: Path) -> None:
+        if directory.is_dir():  # renamed first: a kill leaves no half of it
+            gone = directory.with_name(f".gone-{directory.name}")
+            directory.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Saves the tokenizer with the run, once, whole or not at all."""
-        target, partial = self.path / "tokenizer", self.path / ".tokenizer-partial"
+        target = self.path / "tokenizer"
         if target.is_dir():
             return
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            tokenizer.save(partial)
-        except Exception as error:  # what tokenizers raises when the disk is full is no OSError
-            raise UserError(f"{target}: cannot be written ({error})") from error
-        partial.rename(target)
+        with new_directory(target) as partial:
+            try:
+                tokenizer.save(partial)
+            except Exception as error:  # what tokenizers raises when the disk is full is no OSError
+                raise UserError(f"{target}: cannot be written ({error})") from error
 
     def _cut_metrics(self, step: int) -> None:
         """Drops lines of later steps than the one that training resumes at, those of ends, and one torn by a crash."""
@@ -196,6 +218,17 @@ def _written(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def _same_run(best: Path, config: Config) -> bool:
+    """Whether all that is there is good to read and was saved by a run of this config, but for what may change."""
+    store = Store(best)
+    try:
+        for step in store.steps():
+            check_resume(store.describe(step).config, config, best)
+    except (Damaged, UserError):
+        return False
+    return True
 
 
 def check_resume(old: Config, new: Config, where: Path) -> None:

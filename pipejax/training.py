@@ -303,7 +303,7 @@ def _fit(
         if saved < step or not done:
             done = _save(store, step, state, config, data, wait=True)
         store.close()
-        examiner.store.close()
+        best = examiner.best is None or examiner.best.close()
     clock.lap()
     ended = step >= steps and examined
     write(_last_line("end" if ended else "stopped", step, state, clock.totals))
@@ -311,6 +311,9 @@ def _fit(
     progress.close()
     if not done:
         log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")
+        return 1
+    if not best:
+        log("error: the best step so far is not in best/; it was not on disk before the run ended")
         return 1
     log("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items()))
     if stop.agreed and not ended:

@@ -12,64 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
+from steps_of_numbers import CONFIG, fail_with, flip, quiet, save_all, tree
 
 from experiments.faults import runs
 from pipejax import config as config_lib
 from pipejax.checkpoint import Store, open_run, save_params
 from pipejax.checkpoint.__main__ import main
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.config import Config
 from pipejax.errors import UserError
 from pipejax.run_directory import RunDirectory
 from pipejax.training import fit
-
-CONFIG = Config(name="numbers")
-
-
-def quiet(line):
-    pass
-
-
-def tree(value):
-    return {"params": {"a": jnp.full((64, 8), value), "b": {"c": jnp.arange(5.0) + value}}}
-
-
-def save_all(store, *steps):
-    for step in steps:
-        assert store.save(step, tree(float(step)), config=CONFIG, metadata={"score": [step]})
-    assert store.close()
-
-
-class Failing:
-    """A write that ends with an error, as Orbax waits for it in the background."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def result(self, timeout=None):
-        raise OSError(self.number, os.strerror(self.number))
-
-
-def fail_with(number, monkeypatch, *, times=1):
-    """The next items that are saved run into that error while their arrays are written."""
-    handler = orbax.checkpoint.StandardCheckpointHandler
-    original, left = handler.async_save, [times]
-
-    async def async_save(self, *args, **kwargs):
-        writes = await original(self, *args, **kwargs)
-        if left[0] > 0:
-            left[0] -= 1
-            return [*(writes or []), Failing(number)]
-        return writes
-
-    monkeypatch.setattr(handler, "async_save", async_save)
-
-
-def flip(directory):
-    """One bit of every byte of the arrays of a step. Of one byte it might not matter: some are read by nobody."""
-    for path in directory.rglob("d/*"):
-        if path.is_file():
-            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
 
 
 def test_buffers_may_be_donated_while_they_are_saved(tmp_path):

@@ -85,7 +85,7 @@ NON_EDGES = (
 KEPT_IN: dict[str, tuple[str, ...]] = {
     "flax.linen": ("t5", "layers"),
     "flax.nnx": (),
-    "orbax": ("checkpoint.store",),
+    "orbax": ("checkpoint.arrays",),
     "transformers": ("convert", "tokenizer", "data.demo"),
     "tokenizers": ("convert", "tokenizer", "data.demo"),
     "huggingface_hub": ("convert", "tokenizer", "data.demo"),

@@ -11,8 +11,10 @@ A run directory, of which a converted checkpoint is one at step 0:
 `python -m pipejax.checkpoint verify DIR` checks every step of one.
 """
 
+from pipejax.checkpoint.arrays import check_place
+from pipejax.checkpoint.best import Best
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.checkpoint.run import open_run, require_free, save_params
 from pipejax.checkpoint.store import Restored, Store
 
-__all__ = ["Damaged", "Restored", "Store", "open_run", "require_free", "save_params"]
+__all__ = ["Best", "Damaged", "Restored", "Store", "check_place", "open_run", "require_free", "save_params"]

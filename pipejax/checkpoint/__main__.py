@@ -5,8 +5,9 @@
 Exit codes: 0 all steps are good, 1 at least one is damaged, 2 DIR is no run directory.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +40,37 @@ def main(argv: Sequence[str]) -> int:
     return 1 if damaged else 0
 
 
-def verify(directory: Path) -> list[dict[str, Any]]:
-    """A report on each step of one directory, oldest first: place, step, good, reason, arrays of each item, bytes."""
-    from pipejax.checkpoint.manifest import Damaged
-    from pipejax.checkpoint.store import Store  # starts JAX: after the flags are known to be good
+def verify(directory: Path) -> Iterator[dict[str, Any]]:
+    """A report on each step of one directory, oldest first: place, step, good, reason, arrays of each item, bytes.
 
-    store, reports = Store(directory), []
-    for step in reversed(store.steps()):
-        path = directory / str(step)
-        reason, items = None, dict[str, int]()
-        try:
-            items = store.verify(step)
-        except Damaged as damage:
-            reason = str(damage)
-        files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
-        size = sum(p.stat().st_size for p in files)
-        reports.append(
-            {"place": f"{directory.name}/{step}", "step": step, "good": reason is None, "reason": reason}
-            | {"items": items, "bytes": size}
-        )
-    return reports
+    A step that its run replaces or removes meanwhile is not reported; one that it adds is.
+    """
+    from pipejax.checkpoint.manifest import Damaged
+    from pipejax.checkpoint.store import Replaced, Store  # starts JAX: after the flags are known to be good
+
+    store, seen = Store(directory), set[int]()
+    while steps := [step for step in reversed(store.steps()) if step not in seen]:
+        for step in steps:
+            reason, items = None, dict[str, int]()
+            try:
+                items = store.look(step, store.verify)
+            except Replaced:
+                continue  # the next look finds what is there instead
+            except Damaged as damage:
+                reason = str(damage)
+            seen.add(step)
+            yield {"place": f"{directory.name}/{step}", "step": step, "good": reason is None, "reason": reason} | {
+                "items": items,
+                "bytes": _size(directory / str(step)),
+            }
+
+
+def _size(path: Path) -> int:
+    size = 0
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        with contextlib.suppress(FileNotFoundError):  # replaced just now
+            size += file.stat().st_size if file.is_file() else 0
+    return size
 
 
 def _line(report: dict[str, Any]) -> str:

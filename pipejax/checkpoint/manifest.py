@@ -16,8 +16,7 @@ import jax
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.fingerprint import Fingerprints, difference
-from pipejax.sharding import path_of
+from pipejax.fingerprint import Fingerprints, difference, shapes_of
 
 FORMAT = 1
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")
@@ -29,13 +28,20 @@ class Damaged(Exception):
     """A step that must not be used; the message says what is wrong with it."""
 
 
-def make(step: int, arrays: Mapping[str, Fingerprints], config: Config, metadata: Mapping[str, Any]) -> Manifest:
-    """The sealed manifest of a step, which is the data position, too; `arrays` by item."""
+def make(
+    step: int,
+    arrays: Mapping[str, Fingerprints],
+    config: Config,
+    metadata: Mapping[str, Any],
+    files: Mapping[str, str],
+) -> Manifest:
+    """The sealed manifest of a step, which is the data position, too; `arrays` by item, digests of `files` by path."""
     return _seal(
         {
             "format": FORMAT,
             "step": step,
             "arrays": dict(arrays),
+            "files": dict(files),
             "metadata": dict(metadata),
             "config": json.loads(config_lib.to_json(config)),
             "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -69,9 +75,7 @@ def check_template(name: str, template: Any, manifest: Manifest, place: Path) ->
     expected = manifest["arrays"].get(name)
     if expected is None:
         raise Damaged(f"holds no {name}")
-    leaves = jax.tree_util.tree_flatten_with_path(template)[0]
-    wanted: Fingerprints = {path_of(keys): [str(x.dtype), list(x.shape)] for keys, x in leaves}
-    if problem := difference(wanted, {path: entry[:2] for path, entry in expected.items()}):
+    if problem := difference(shapes_of(template), {path: entry[:2] for path, entry in expected.items()}):
         raise UserError(
             f"{place}: {name}: {problem}; expected what this program would save "
             f"(it was saved with {', '.join(f'{k} {v}' for k, v in manifest['versions'].items())})"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ import jax
 
 from pipejax import config as config_lib
 from pipejax import lora
+from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.files import write_text
+from pipejax.files import new_directory, write_text
 
 
 def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
@@ -51,30 +51,21 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
       UserError: the directory exists and is not empty, or cannot be written.
     """
     directory = Path(directory).absolute()
+    check_place(directory)
     require_free(directory)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-partial-", dir=directory.parent))
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written ({error.strerror})") from error
     said: list[str] = []
     try:
-        partial.chmod(0o755)
-        store = Store(partial / "checkpoints", writable=True, log=said.append)
-        saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)
-        store.close()
-        if not saved:
-            raise UserError(f"{directory}: cannot be written ({said[-1].partition(': ')[2]})")
-        if tokenizer_source is not None:
-            shutil.copytree(tokenizer_source, partial / "tokenizer")
-        write_text(partial / "config.json", config_lib.to_json(config))
-        if directory.is_dir():
-            directory.rmdir()
-        partial.rename(directory)
+        with new_directory(directory) as partial:
+            if tokenizer_source is not None:
+                shutil.copytree(tokenizer_source, partial / "tokenizer")
+            store = Store(partial / "checkpoints", writable=True, log=said.append)
+            saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)
+            store.close()
+            if not saved:
+                raise UserError(f"{directory}: cannot be written ({said[-1].partition(': ')[2]})")
+            write_text(partial / "config.json", config_lib.to_json(config))
     except (OSError, shutil.Error) as error:
         raise UserError(f"{directory}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def require_free(directory: Path) -> None:

@@ -1,36 +1,35 @@
-"""The steps in one directory: committed whole, verified before they are used. The only module that knows Orbax.
+"""The steps in one directory: saved in the background, committed whole, verified before they are used.
 
-Saves run in the background: before `save` returns, Orbax has copied each array to the host, or holds it so that a step
-that takes it over as a donation has to copy. A save that fails leaves every earlier step as it was. Reading goes around
-Orbax's manager, whose barriers would leave the other processes waiting when a step is unreadable for one of them.
+How a step is committed is in `steps.py`, how its arrays are written in `arrays.py`. A save that fails leaves every
+earlier step as it was.
 """
 
-import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import os
-import re
-import shutil
-import time
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-import jax
-import orbax.checkpoint as ocp
+from typing import Any, TypeVar
 
 from pipejax import config as config_lib
 from pipejax import processes
+from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
+from pipejax.checkpoint.arrays import Writes
 from pipejax.checkpoint.manifest import Damaged, Manifest
-from pipejax.checkpoint.trouble import hush_stragglers, reading, reason_of
+from pipejax.checkpoint.steps import Steps
+from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.fingerprint import Fingerprints, difference, fingerprints
+from pipejax.files import make_directories
+from pipejax.fingerprint import Fingerprints, difference, fingerprints, shapes_of
 
-STEP = re.compile(r"0|[1-9][0-9]{0,14}")
+LOOKS = 20  # at steps that are replaced while they are read
 
+T = TypeVar("T")
 Expect = Callable[[Config], Mapping[str, Any]]
 
 
@@ -44,6 +43,29 @@ class Restored:
     metadata: dict[str, Any]
     arrays: dict[str, Fingerprints]
     path: Path
+
+
+class Replaced(Exception):
+    """A step was replaced or deleted by its run while it was read: what was found says nothing."""
+
+
+class _Saving(threading.Thread):
+    """A save under way. It is a daemon: the process can end even when the disk never answers."""
+
+    def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
+        super().__init__(name=f"save-{step}", daemon=True)
+        self.step, self.commit, self._writes = step, commit, writes
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Commits where all that is written is this process's; of several the first one does when all are through."""
+        self.error = _wait(self._writes)
+        if not (self.error or processes.several()):
+            try:
+                self.commit()
+            except Exception as error:
+                self.error = error
 
 
 class Store:
@@ -60,55 +82,32 @@ class Store:
     ) -> None:
         """Of the committed steps the last `keep` stay, and every multiple of `keep_every`; `log` hears of failed saves.
 
+        A writable one must be the only one: it sweeps up what killed ones have left.
+
         Raises:
-          UserError: the directory cannot be written.
+          UserError: the directory cannot be written, or has a name that Orbax takes for another.
         """
-        self.directory, self.log, self.keep, self.keep_every = directory.absolute(), log, keep, keep_every
-        self._saving: int | None = None  # the step whose save is under way
-        self._littered = False  # a failed save may go on writing for a moment: its rests are swept up again later
-        self._manager: ocp.CheckpointManager | None = None
+        self.directory, self.log = directory.absolute(), log
+        self._steps = Steps(self.directory, keep, keep_every)
+        self._writable, self._proven = writable, False
+        self._saving: _Saving | None = None
+        arrays_lib.check_place(self.directory)
         if not writable:
             return
         with processes.together(UserError):
             try:
                 if processes.first():
-                    self.directory.mkdir(parents=True, exist_ok=True)
+                    make_directories(self.directory)
                     if not os.access(self.directory, os.W_OK | os.X_OK):
                         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                    self._steps.sweep()
             except OSError as error:
                 raise UserError(f"{self.directory}: cannot be written ({error.strerror})") from error
         hush_stragglers()
-        self._manager = self._open()
-
-    def _open(self) -> ocp.CheckpointManager:
-        handlers: dict[str, ocp.CheckpointHandler] = {
-            "params": ocp.StandardCheckpointHandler(),
-            "state": ocp.StandardCheckpointHandler(),
-            "manifest": ocp.JsonCheckpointHandler(),
-        }
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self.keep,
-            keep_period=self.keep_every or None,
-            create=True,
-            cleanup_tmp_directories=True,
-            should_save_fn=lambda step, latest: True,
-            enable_async_checkpointing=True,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self.directory.name),
-        )
-        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
-
-    def _close_manager(self) -> None:
-        for _ in range(4):  # each of its parts raises once more what a failed save has raised
-            with contextlib.suppress(Exception):
-                if self._manager is not None:
-                    self._manager.close()
-                    self._manager = None
 
     def steps(self) -> list[int]:
         """Committed steps, newest first. An entry that only has a step's name counts: it must not be passed over."""
-        if not self.directory.is_dir():
-            return []
-        return sorted((int(p.name) for p in self.directory.iterdir() if STEP.fullmatch(p.name)), reverse=True)
+        return self._steps.all()
 
     def save(
         self,
@@ -131,41 +130,51 @@ class Store:
         Returns:
           False if it failed by now; the log then has a line about it.
         """
-        assert self._manager is not None, "not writable"
+        assert self._writable, "not writable"
         self.settle()
-        self._sweep()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
-        manifest = manifest_lib.make(step, arrays, config, metadata or {})
-        saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        arguments = ocp.args.Composite(**saves, manifest=ocp.args.JsonSave(manifest))
+        seal = functools.partial(manifest_lib.make, step, arrays, config, metadata or {})
+        staging, writes = self._steps.staging(step), list[Writes]()
         try:
-            if step in self._manager.all_steps():
-                self._manager.delete(step)
-            self._saving = step
-            self._manager.save(step, args=arguments, force=True)
-        except Exception as error:  # what it may raise is not documented; all of it means: not saved
-            if processes.several():
-                raise  # the others wait for this one in the middle of the save: the run ends, and starts again
+            with processes.together(Exception):
+                if processes.first():
+                    self._steps.sweep()
+                    for name in items:
+                        arrays_lib.make_place(staging / name)
+            with processes.together(Exception):
+                for name, tree in items.items():
+                    writes += arrays_lib.begin(staging / name, tree)
+        except Exception as error:  # what Orbax may raise is not documented; all of it means: not saved
+            _wait(writes)
             self._failed(step, error)
             return False
+
+        self._saving = _Saving(step, writes, lambda: self._commit(step, list(items), seal))
         return self.settle() if wait else True
 
     def settle(self) -> bool:
-        """Waits for the save under way. False if it failed; the log then has a line about it."""
-        if self._saving is None:
+        """Waits for the save under way. False if it failed; the log then has a line about it.
+
+        Raises:
+          UserError: the first step that was saved cannot be read back: nothing that is saved here could.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
             return True
-        assert self._manager is not None
-        step, self._saving = self._saving, None
-        problem: Exception | None = None
+        saving.join()
         try:
-            self._manager.wait_until_finished()
-            if processes.first():
-                _sync_directory(self.directory)  # the rename that committed the step survives a loss of power
-        except Exception as error:  # as above
-            problem = error
-        if any(processes.gather("failed" if problem else "")):
-            self._failed(step, problem)
+            with processes.together(Exception):
+                if saving.error:
+                    raise saving.error
+            with processes.together(Exception):
+                if processes.several() and processes.first():
+                    saving.commit()
+        except Exception as error:
+            self._failed(saving.step, error)
             return False
+        for line in self._steps.troubles():
+            self.log(line)
+        self._prove(saving.step)
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
@@ -188,7 +197,7 @@ class Store:
             templates = expect(config) if expect else {"params": manifest_lib.template(arrays["params"])}
             for name, template in templates.items():
                 manifest_lib.check_template(name, template, manifest, place)
-            items = {name: _read(place / name, template) for name, template in templates.items()}
+            items = {name: self._read(manifest, name, template) for name, template in templates.items()}
         for name, tree in items.items():
             if problem := difference(fingerprints(tree), arrays[name]):
                 raise Damaged(f"{name}: {problem}")
@@ -200,9 +209,11 @@ class Store:
         Raises:
           Damaged, UserError: as `restore`.
         """
-        place, arrays = self.directory / str(step), self._manifest(step)["arrays"]
+        manifest = self._manifest(step)
+        arrays = manifest["arrays"]
         for name, expected in arrays.items():
-            if problem := difference(fingerprints(_read_as_saved(place / name)), expected):
+            found = self._read(manifest, name, self._shapes(manifest, name))
+            if problem := difference(fingerprints(found), expected):
                 raise Damaged(f"{name}: {problem}")
         return {name: len(expected) for name, expected in arrays.items()}
 
@@ -226,114 +237,142 @@ class Store:
             try:
                 if processes.first():
                     self.verify(step)
-            except UserError as trouble:  # that passes; these arrays are not needed to go on
+            except UserError as trouble:  # no damage; these arrays are not needed to go on
                 log(f"warning: {trouble}")
             return self.describe(step)
 
         found = self._newest(read, log, set_aside=True)
-        if found and self.keep and self._manager:
+        if found and self._writable:
             with processes.together(UserError):  # nobody lists the steps before they are gone
-                for step in self.steps()[self.keep :] if processes.first() else ():
-                    if not self.keep_every or step % self.keep_every:
-                        shutil.rmtree(self.directory / str(step), ignore_errors=True)
-            self._manager.reload()
+                if processes.first():
+                    self._steps.retire(found.step)
         return found.metadata if found else None
 
     def close(self) -> bool:
-        """Waits for the save under way and frees the manager's threads. False if that save failed."""
+        """Waits for the save under way. False if it failed."""
         done = self.settle()
-        if self._manager is not None:
-            self._close_manager()
-            self._sweep()
+        if self._writable and processes.first():
+            self._steps.sweep()
         return done
 
+    def look(self, step: int, read: Callable[[int], T]) -> T:
+        """What `read` makes of a step.
+
+        Raises:
+          Replaced: it fails, and the step is not the one any more that it was.
+        """
+        before = self._steps.identity(step)
+        try:
+            return read(step)
+        except (Damaged, UserError, OSError) as error:
+            if before is None or self._steps.identity(step) != before:
+                raise Replaced(f"{self.directory / str(step)}: replaced while it was read") from error
+            raise
+
     def _newest(
+        self, read: Callable[[int], Restored], log: Callable[[str], None], *, set_aside: bool
+    ) -> Restored | None:
+        for _ in range(LOOKS):
+            try:
+                return self._first_good(read, log, set_aside=set_aside)
+            except Replaced:  # by the run that goes on in there: what it has saved since is newer
+                continue
+        raise UserError(f"{self.directory}: found each step replaced while it was read; expected fewer saves a minute")
+
+    def _first_good(
         self, read: Callable[[int], Restored], log: Callable[[str], None], *, set_aside: bool
     ) -> Restored | None:
         damaged = 0
         for step in processes.same(self.steps()[:100]):
             path = self.directory / str(step)
             try:
-                with processes.together(UserError, Damaged):
-                    found = read(step)
+                with processes.together(UserError, Damaged, Replaced):
+                    found = self.look(step, read)
             except Damaged as damage:
                 damaged += 1
-                log(f"warning: {path}: damaged, {damage}; {self._set_aside(path) if set_aside else 'passed over'}")
+                log(f"warning: {path}: damaged, {damage}; {self._set_aside(step) if set_aside else 'passed over'}")
                 continue
             if damaged and not set_aside:
                 log(f"{path}: the newest good step, used instead")
             return found
         return None
 
-    def _set_aside(self, path: Path) -> str:
-        target, count = path.with_name(f"corrupt-{path.name}"), 1
-        while target.exists():
-            count += 1
-            target = path.with_name(f"corrupt-{path.name}-{count}")
+    def _set_aside(self, step: int) -> str:
+        name = ""
         with processes.together(UserError):
             try:
                 if processes.first():
-                    path.rename(target)
+                    name = self._steps.set_aside(step)
             except OSError as error:
-                raise UserError(f"{path}: damaged, and cannot be renamed ({error.strerror})") from error
-        if self._manager is not None:
-            self._manager.reload()
-        return f"kept aside as {target.name}"
+                place = self.directory / str(step)
+                raise UserError(f"{place}: damaged, and cannot be renamed ({error.strerror})") from error
+        return f"kept aside as {name}"
 
     def _manifest(self, step: int) -> Manifest:
         place = self.directory / str(step)
         with reading(place / "manifest"):
-            manifest = ocp.JsonCheckpointHandler().restore(place / "manifest")
+            manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
         return manifest_lib.check(manifest, step, place)
 
-    def _failed(self, step: int, error: Exception | None) -> None:
-        """Says so, and makes room for the next."""
-        self._saving = None
-        reason = reason_of(error) if error else "another process failed"
-        self.log(f"{self.directory / str(step)}: not saved ({reason}); earlier checkpoints are as they were")
-        self._littered = True
-        self._close_manager()
-        self._sweep()
-        self._manager = self._open()  # the old one would tell of the error again, as if the next save had failed
+    def _read(self, manifest: Manifest, name: str, template: Any) -> Any:
+        return arrays_lib.read(self._steps.place(manifest["step"]) / name, template, _files(manifest, name))
 
-    def _sweep(self) -> None:
-        """Removes what failed saves have left, which may be what fills the disk."""
-        if not (self._littered and processes.first()):
+    def _shapes(self, manifest: Manifest, name: str) -> Any:
+        """The tree of an item as it was saved, shapes alone, if those are what the manifest says."""
+        found = arrays_lib.shapes(self._steps.place(manifest["step"]) / name, _files(manifest, name))
+        if problem := difference(shapes_of(found), {path: x[:2] for path, x in manifest["arrays"][name].items()}):
+            raise Damaged(f"{name}: {problem}")
+        return found
+
+    def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
+        staging, files = self._steps.staging(step), dict[str, str]()
+        for name in items:
+            arrays_lib.finish(staging / name)
+            files |= {f"{name}/{file}": digest for file, digest in metadata_digests(staging / name).items()}
+        (staging / "manifest").mkdir()
+        (staging / "manifest" / "metadata").write_text(json.dumps(seal(files)), encoding="utf-8")
+        self._steps.commit(step)
+
+    def _prove(self, step: int) -> None:
+        """Reads the first step that was saved back, but for the content of the arrays."""
+        if self._proven:
             return
-        for _ in range(10):
-            rests = list(self.directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
-            for rest in rests:
-                shutil.rmtree(rest, ignore_errors=True)
-            if not rests:
-                break
-            time.sleep(0.1)  # writes that were under way may make it anew
+        self._proven = True
+        with processes.together(UserError):
+            if processes.first():
+                try:
+                    manifest = self._manifest(step)
+                    for name in manifest["arrays"]:
+                        self._shapes(manifest, name)
+                except Damaged as damage:
+                    raise UserError(
+                        f"{self.directory / str(step)}: was saved, but cannot be read back ({damage}); expected a "
+                        "place that gives back what is written there"
+                    ) from damage
+
+    def _failed(self, step: int, error: Exception) -> None:
+        reason = reason_of(error)
+        self.log(f"{self.directory / str(step)}: not saved ({reason}); earlier checkpoints are as they were")
+        if processes.first():
+            self._steps.sweep()
+
+
+def _wait(writes: Iterable[Writes]) -> Exception | None:
+    """Waits for all, so that nothing is written any more; what went wrong first."""
+    problem: Exception | None = None
+    for write in writes:
+        try:
+            write.result()
+        except Exception as error:
+            problem = problem or error
+    return problem
+
+
+def _files(manifest: Manifest, item: str) -> dict[str, str]:
+    """The digests of an item's files, as far as the manifest has them: older ones have none."""
+    files = manifest.get("files", {})
+    return {name.removeprefix(f"{item}/"): word for name, word in files.items() if name.startswith(f"{item}/")}
 
 
 def _config(manifest: Manifest, place: Path) -> Config:
     return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
-
-
-def _read(path: Path, template: Any) -> Any:
-    with reading(path):
-        return ocp.StandardCheckpointHandler().restore(path, args=ocp.args.StandardRestore(template))
-
-
-def _read_as_saved(path: Path) -> Any:
-    """An item in the structure that it has on disk: on the host, as no one device may have room for all of it."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to do without
-        device = jax.local_devices()[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    with reading(path):
-        saved = ocp.StandardCheckpointHandler().metadata(path).tree
-        template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
-    return _read(path, template)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

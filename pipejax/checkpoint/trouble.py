@@ -2,33 +2,87 @@
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.errors import UserError
 
-PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EINTR)
+# What reading damaged files ends in: files that are missing or are none, bytes that are not what they should be; and,
+# in the code that parses them, JSON that is another than was written.
+GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+WRECKS = (ValueError, *GONE)
+SLIPS = (LookupError, TypeError, AttributeError)
+TROUBLE = re.compile(  # of TensorStore's and of XLA's errors
+    "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|UNKNOWN|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|UNIMPLEMENTED"
+    "|OS error (?!2:|20:|21:)"
+)
 LOOP_CLOSED = "Event loop is closed"
 # Orbax narrates every save and shows a traceback of every error that it also raises.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Whatever goes wrong when an item is read is damage to it, unless it may pass."""
+def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Tells damage to an item that is read from everything else, after which it may be good.
+
+    `files` are digests of its small files, which Orbax parses; older steps have none. As they hold, a slip of the code
+    that parses them is no damage.
+
+    Raises:
+      Damaged: files are missing, torn or altered.
+      UserError: memory, file handles, permission, the device that holds the files, or a program failed.
+    """
     hush_stragglers()
     try:
+        for name, word in files.items():
+            if _digest(path / name) != word:
+                raise Damaged(f"{path.name}: {name} is not what was saved")
         yield
+    except Damaged:
+        raise
     except Exception as error:
-        _refuse_passing_trouble(error, path)
+        _refuse_trouble(error, path, WRECKS if files else (*WRECKS, *SLIPS))
         raise Damaged(f"{path.name}: unreadable ({type(error).__name__}: {_brief(error)})") from error
+
+
+def _refuse_trouble(error: Exception, path: Path, damage: tuple[type[Exception], ...]) -> None:
+    said = f"{path}: cannot be read now ({type(error).__name__}: {_brief(error)})"
+    if not isinstance(error, damage):
+        raise UserError(said) from error
+    for cause in _chain(error):
+        if TROUBLE.search(str(cause).replace(str(path), "")) or isinstance(cause, MemoryError) or _refused(cause):
+            raise UserError(said) from error
+    try:  # in whatever words TensorStore may have told it
+        for file in path.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as content:
+                    while content.read(1 << 24):
+                        pass
+    except OSError as trouble:
+        raise UserError(f"{path}: cannot be read now ({trouble.strerror or trouble})") from error
+
+
+def metadata_digests(item: Path) -> dict[str, str]:
+    """By name, digests of the files of an item in which Orbax keeps the tree and the shapes."""
+    names = ["_METADATA", *(f"array_metadatas/{file.name}" for file in item.glob("array_metadatas/*"))]
+    return {name: _digest(item / name) for name in names}
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _refused(error: BaseException) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, GONE)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -39,18 +93,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     return causes
-
-
-def _refuse_passing_trouble(error: BaseException, path: Path) -> None:
-    """A step that cannot be read just now is not damaged: no older one may take its place.
-
-    Raises:
-      UserError: memory, file handles, permission or the device that holds the files failed, not their content.
-    """
-    for cause in _chain(error):
-        passing = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in PASSING)
-        if passing or "RESOURCE_EXHAUSTED" in str(cause) or "PERMISSION_DENIED" in str(cause):
-            raise UserError(f"{path}: cannot be read now ({type(cause).__name__}: {_brief(cause)})") from error
 
 
 def reason_of(error: BaseException) -> str:

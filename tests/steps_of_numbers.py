@@ -1,0 +1,63 @@
+"""Small steps to save, and ways to have saving and reading them fail."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint
+import pytest
+
+from pipejax.checkpoint import Store
+from pipejax.config import Config
+
+CONFIG = Config(name="numbers")
+
+
+def quiet(line: str) -> None:
+    """A log that nobody reads."""
+
+
+def tree(value: float) -> dict[str, Any]:
+    """The items of a step."""
+    return {"params": {"a": jnp.full((64, 8), value), "b": {"c": jnp.arange(5.0) + value}}}
+
+
+def save_all(store: Store, *steps: int) -> None:
+    """Saves steps in the background; each holds its own number."""
+    for step in steps:
+        assert store.save(step, tree(float(step)), config=CONFIG, metadata={"score": [step]})
+    assert store.close()
+
+
+class Failing:
+    """A write that ends with an error, as it is waited for in the background."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def result(self, timeout: float | None = None) -> None:
+        """Raises it."""
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def fail_with(number: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
+    """The next items that are saved run into that error while their arrays are written."""
+    handler = orbax.checkpoint.StandardCheckpointHandler
+    original, left = handler.async_save, [times]
+
+    async def async_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        writes = await original(self, *args, **kwargs)
+        if left[0] > 0:
+            left[0] -= 1
+            return [*(writes or []), Failing(number)]
+        return writes
+
+    monkeypatch.setattr(handler, "async_save", async_save)
+
+
+def flip(directory: Path) -> None:
+    """One bit of every byte of the arrays of a step. Of one byte it might not matter: some are read by nobody."""
+    for path in directory.rglob("d/*"):
+        if path.is_file():
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))

@@ -1,0 +1,364 @@
+"""What is on the disk when, what is taken for damage, and what is left behind."""
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint
+import pytest
+from steps_of_numbers import CONFIG, fail_with, flip, quiet, save_all, tree
+
+from pipejax import config as config_lib
+from pipejax.checkpoint import Best, Store, open_run, save_params
+from pipejax.checkpoint import arrays as arrays_lib
+from pipejax.checkpoint.__main__ import main
+from pipejax.convert import write_hf
+from pipejax.errors import UserError
+from pipejax.files import new_directory, sync_output, write_text
+from pipejax.run_directory import RunDirectory
+
+
+def save(directory, *steps, **options):
+    save_all(Store(directory, writable=True, **options), *steps)
+
+
+# Loss of power.
+
+
+class Disk:
+    """What has been synced; each rename is judged by what it would show after a loss of power."""
+
+    def __init__(self, monkeypatch, root):
+        self.root, self.synced, self.events = root, {}, []
+        fsync, rename, replace = os.fsync, os.rename, os.replace
+
+        def synced(handle):
+            fsync(handle)
+            path = os.path.realpath(f"/proc/self/fd/{handle}")
+            self.synced[path] = self.state(path)
+            self.events.append(("sync", path))
+
+        def renamed(how):
+            def call(source, target, **options):
+                self.events.append(("rename", str(source), str(target), self.lost(Path(source))))
+                how(source, target, **options)
+
+            return call
+
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "rename", renamed(rename))
+        monkeypatch.setattr(os, "replace", renamed(replace))
+
+    @staticmethod
+    def state(path):
+        """Of a file its content, of a directory its names."""
+        return sorted(os.listdir(path)) if os.path.isdir(path) else Path(path).read_bytes()
+
+    def lost(self, source):
+        """What of a tree would be gone or old."""
+        paths = [source, *source.rglob("*")]
+        return [str(p) for p in paths if self.synced.get(os.path.realpath(p)) != self.state(p)]
+
+    def renames_to(self, target):
+        return [i for i, event in enumerate(self.events) if event[0] == "rename" and event[2] == str(target)]
+
+    def check(self, target):
+        """The last rename to the target lost nothing and was itself synced."""
+        at = self.renames_to(target)[-1]
+        assert self.events[at][3] == []
+        assert ("sync", str(target.parent)) in self.events[at:]
+        return at
+
+
+def test_a_step_is_on_the_disk_before_it_counts_and_before_older_ones_go(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, tmp_path)
+    save(tmp_path / "checkpoints", 4, 8, keep=1)
+    disk.check(tmp_path / "checkpoints/4")
+    committed = disk.check(tmp_path / "checkpoints/8")
+    synced = disk.events.index(("sync", str(tmp_path / "checkpoints")), committed)
+    gone = [i for i, e in enumerate(disk.events) if e[:2] == ("rename", str(tmp_path / "checkpoints/4"))]
+    assert len(gone) == 1 and committed < synced < gone[0]
+    assert Store(tmp_path / "checkpoints").steps() == [8]
+    assert ("sync", str(tmp_path)) in disk.events  # the name checkpoints/
+
+
+def test_conversions_and_outputs_are_on_the_disk(tmp_path, monkeypatch):
+    model = config_lib.T5Config(
+        vocab_size=8, d_model=4, d_kv=2, d_ff=4, num_heads=2, num_layers=1, num_decoder_layers=1
+    )
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/vocab").write_text("words")
+    disk = Disk(monkeypatch, tmp_path)
+    save_params(tmp_path / "a/ours", CONFIG, tree(1.0)["params"], tokenizer_source=tmp_path / "tokenizer")
+    disk.check(tmp_path / "a/ours")
+    assert ("sync", str(tmp_path)) in disk.events  # the name a/
+    assert (tmp_path / "a/ours/tokenizer/vocab").read_text() == "words"
+    monkeypatch.setattr("pipejax.convert._to_tensors", lambda config, params: {"x": np.ones(3, np.float32)})
+    write_hf(model, {}, tmp_path / "theirs", None)
+    disk.check(tmp_path / "theirs")
+    write_text(tmp_path / "config.json", "{}")
+    disk.check(tmp_path / "config.json")
+    out = tmp_path / "out.jsonl"
+    out.write_text("records")
+    sync_output(out)
+    assert not disk.lost(out) and disk.events[-1] == ("sync", str(tmp_path))
+    sync_output(Path("/dev/null"))
+
+
+# Places.
+
+MISREAD = ["a[b]", "a*", "a?", "a\\b", "a\\", "gs:/x", "gs:", os.fsdecode(b"\xff")]
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_places_that_orbax_takes_for_others_are_refused(tmp_path, name):
+    place = tmp_path / name
+    for use in (
+        lambda: RunDirectory(place / "run"),
+        lambda: Store(place / "checkpoints", writable=True),
+        lambda: save_params(place, CONFIG, tree(1.0)["params"]),
+    ):
+        with pytest.raises(UserError, match=r"found .* expected one"):
+            use()
+    assert list(tmp_path.iterdir()) == []
+    save(tmp_path / "good/checkpoints", 4)
+    (tmp_path / "good").rename(place) if "/" not in name else shutil.copytree(tmp_path / "good", place)
+    with pytest.raises(UserError, match=r"found .* expected one"):
+        open_run(place, log=quiet)
+    assert (place / "checkpoints/4").is_dir()
+    (tmp_path / "link").symlink_to(place)
+    assert open_run(tmp_path / "link", log=quiet).step == 4
+
+
+@pytest.mark.parametrize("name", ["a b", "ü", "s3:x", "a%20b", "a#b", "{a}", "$HOME", "~", "a\nb"])
+def test_other_places_serve(tmp_path, name):
+    save(tmp_path / name / "checkpoints", 4)
+    assert open_run(tmp_path / name, log=quiet).items["params"]["a"][0, 0] == 4
+
+
+def test_the_first_save_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "finalize", lambda self, place: None)
+    store = Store(tmp_path / "checkpoints", writable=True, log=quiet)
+    with pytest.raises(UserError, match="4: was saved, but cannot be read back"):
+        store.save(4, tree(1.0), config=CONFIG, wait=True)
+
+
+# Damage, and everything else.
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("INTERNAL: no idea"),
+        ImportError("no module"),
+        AttributeError("module 'jax' has no attribute 'Array'"),
+        TypeError("unexpected keyword argument"),
+        NotImplementedError(),
+        OSError(errno.EBUSY, os.strerror(errno.EBUSY)),
+        OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)),
+        MemoryError(),
+        ValueError("UNAVAILABLE: try again"),
+        ValueError('Error reading "a": [OS error 5: EIO Input/output error]'),
+    ],
+    ids=lambda error: f"{type(error).__name__} {error}"[:40],
+)
+def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, error):
+    save(tmp_path / "checkpoints", 4, 8)
+
+    def restore(self, *args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", restore)
+    store = Store(tmp_path / "checkpoints", writable=True, log=quiet)
+    with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
+        store.newest(None, log=quiet, set_aside=True)
+    assert "\n" not in str(found.value)
+    with pytest.raises(UserError, match="cannot be read now"):
+        main(["verify", str(tmp_path)])
+    assert store.steps() == [8, 4]
+
+
+def test_files_that_nobody_may_read_are_not_damaged(tmp_path, monkeypatch):
+    """Whatever TensorStore says of it; a file that is denied is imitated, as nothing is denied to root."""
+    save(tmp_path / "checkpoints", 4)
+    flip(tmp_path / "checkpoints/4/params")
+    store, opened = Store(tmp_path / "checkpoints"), Path.open
+
+    def denied(self, *args, **kwargs):
+        if self.parent.name == "d":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", denied)
+        with pytest.raises(UserError, match=r"4/params: cannot be read now \(Permission denied\)"):
+            store.newest(None, log=quiet)
+    assert store.newest(None, log=quiet) is None
+
+
+@pytest.mark.parametrize(
+    "name, good", [("_sharding", True), ("_METADATA", False), ("array_metadatas/process_0", False)]
+)
+@pytest.mark.parametrize("how", ["flip", "remove"])
+def test_restore_and_verify_agree(tmp_path, name, good, how):
+    save(tmp_path / "checkpoints", 4)
+    file = tmp_path / "checkpoints/4/params" / name
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes())) if how == "flip" else file.unlink()
+    assert main(["verify", str(tmp_path)]) == (0 if good else 1)
+    assert (Store(tmp_path / "checkpoints").newest(None, log=quiet) is not None) == good
+
+
+def test_a_step_without_digests_opens(tmp_path, monkeypatch):
+    """As older versions saved them."""
+    monkeypatch.setattr("pipejax.checkpoint.store.metadata_digests", lambda item: {})
+    save(tmp_path, 4)
+    assert Store(tmp_path).restore(4).items["params"]["a"][0, 0] == 4
+    (tmp_path / "4/params/_METADATA").write_text('{"tree_metadata": {"x": {}}}')
+    assert Store(tmp_path).newest(None, log=quiet) is None
+
+
+# A run that goes on under its readers.
+
+
+def replacing(monkeypatch, directory, *, times):
+    """Each of the next reads finds its step replaced by the next one, as a run does that keeps one."""
+    original, left = arrays_lib.read, [times]
+
+    def read(place, *args):
+        if left[0]:
+            left[0] -= 1
+            save(directory, int(place.parent.name) + 1, keep=1)
+        return original(place, *args)
+
+    monkeypatch.setattr(arrays_lib, "read", read)
+
+
+def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsys):
+    save(tmp_path / "checkpoints", 4, keep=1)
+    with monkeypatch.context() as patch:
+        replacing(patch, tmp_path / "checkpoints", times=2)
+        said = []
+        assert open_run(tmp_path, log=said.append).step == 6 and said == []
+    with monkeypatch.context() as patch:
+        replacing(patch, tmp_path / "checkpoints", times=2)
+        assert main(["verify", str(tmp_path)]) == 0
+        assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["checkpoints/8", "good"]]
+    replacing(monkeypatch, tmp_path / "checkpoints", times=1000)
+    with pytest.raises(UserError, match="found each step replaced while it was read"):
+        open_run(tmp_path, log=quiet)
+
+
+# Saves that fail, and what is left behind.
+
+
+def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch):
+    threads = set(threading.enumerate())
+    store = Store(tmp_path, writable=True, log=quiet)
+    with monkeypatch.context() as patch:
+        fail_with(errno.EIO, patch)
+        assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("in the way")
+    assert not store.save(2, tree(1.0), config=CONFIG, wait=True)
+    assert store.close()
+    assert not [t for t in set(threading.enumerate()) - threads if not t.daemon]
+
+
+def test_a_step_that_cannot_be_removed_costs_one_line(tmp_path, monkeypatch):
+    said, rename = [], Path.rename
+
+    def stuck(self, target):
+        if self.name == "1":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stuck)
+    save(tmp_path, 1, 2, 3, keep=1, log=said.append)
+    assert said == [f"warning: {tmp_path / '1'}: no longer needed, but cannot be removed (Operation not permitted)"]
+    assert Store(tmp_path).steps() == [3, 1]
+
+
+def test_what_kills_leave_in_a_directory_of_steps_goes(tmp_path):
+    save(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / "1", tmp_path / ".gone-1")
+    (tmp_path / ".gone-0/params").mkdir(parents=True)
+    shutil.copytree(tmp_path / "1", tmp_path / "3.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "1", tmp_path / "4.orbax-checkpoint-tmp-123")
+    shutil.copytree(tmp_path / "2", tmp_path / ".replaced-2")
+    (tmp_path / "1").rename(tmp_path / ".replaced-1")  # killed just before its successor took the name
+    (tmp_path / "corrupt-0").mkdir()
+    Store(tmp_path, writable=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2", "corrupt-0"]
+    assert Store(tmp_path).restore(1).items["params"]["a"][0, 0] == 1
+
+
+def test_a_step_of_the_same_number_is_replaced(tmp_path):
+    save(tmp_path, 4)
+    store = Store(tmp_path, writable=True)
+    assert store.save(4, tree(7.0), config=CONFIG, wait=True) and store.close()
+    assert Store(tmp_path).restore(4).items["params"]["a"][0, 0] == 7
+    assert [p.name for p in tmp_path.iterdir()] == ["4"]
+
+
+def test_what_kills_leave_in_a_run_goes(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".lock").touch()
+    (run / "config.json").write_text("{}")
+    for name in (".config.json-ab_12xyz", ".metrics.jsonl-00000000"):
+        (run / name).touch()
+    for name in (".tokenizer-partial", ".tokenizer-partial-abc", ".gone-tokenizer"):
+        (run / name).mkdir()
+    (run / ".config.json-mine").touch()
+    with RunDirectory(run):
+        pass
+    assert sorted(p.name for p in run.iterdir()) == [".config.json-mine", ".lock", "config.json"]
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(UserError), RunDirectory(tmp_path / "a/run") as directory:
+        Store(directory.path / "checkpoints", writable=True)
+        raise UserError("nothing to train on")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError), RunDirectory(tmp_path / "mine"):
+        raise UserError("nothing to train on")
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
+
+
+def test_a_directory_is_made_whole_or_not_at_all(tmp_path):
+    with pytest.raises(ValueError, match="no more"), new_directory(tmp_path / "a/b/out") as partial:
+        (partial / "half").touch()
+        raise ValueError("no more")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".out-partial-4711").mkdir()  # of a process that was killed
+    with new_directory(tmp_path / "out") as first:
+        with new_directory(tmp_path / "out") as second:  # of another that is at work
+            (second / "b").touch()
+        assert first.is_dir()
+        shutil.rmtree(tmp_path / "out")
+        (first / "a").touch()
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["out", "out/a"]
+
+
+def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch):
+    said = []
+    best = Best(tmp_path, CONFIG, log=said.append)
+    best.offer(1, (1.0,), tree(1.0)["params"])
+    with monkeypatch.context() as patch:
+        fail_with(errno.ENOSPC, patch, times=2)
+        best.offer(2, (5.0,), tree(2.0)["params"])
+        best.offer(3, (4.0,), tree(3.0)["params"])  # better than what is on disk, not than what waits
+        assert not best.score > (1.0,) and Store(tmp_path).steps() == [1]
+        best.offer(4, (3.0,), tree(4.0)["params"])
+    assert Store(tmp_path).steps() == [2] and Store(tmp_path).restore(2).items["params"]["a"][0, 0] == 2
+    assert best.close() and sum("not saved" in line for line in said) == 2
+    with monkeypatch.context() as patch:
+        fail_with(errno.ENOSPC, patch, times=9)
+        best = Best(tmp_path, CONFIG, log=said.append)
+        best.offer(5, (6.0,), tree(5.0)["params"])
+        assert not best.close()
+    assert Store(tmp_path).steps() == [2]
