@@ -20,7 +20,7 @@ from pipejax import checkpoint, decoding, grid, lora, native, packed
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.data.core import bucket, cut_source, pad
-from pipejax.decoding import TRUNCATIONS, Decoded, Schedule, Strategy
+from pipejax.decoding import TRUNCATIONS, Carry, Part, Schedule, Strategy
 from pipejax.errors import UserError
 from pipejax.fingerprint import digest
 from pipejax.report import Report
@@ -32,7 +32,7 @@ Record = dict[str, Any]
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
 QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
-PREFIXES = (160, 448)  # cache slots in reach
+SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
 
 
 class Source(NamedTuple):
@@ -87,13 +87,13 @@ def prepare(model: T5, params: Any, *, in_panels: bool = False) -> Ready:
 
 
 def schedule(strategy: Strategy, batch: int) -> Schedule:
-    """The sizes that a decode goes through here, each pair of them a piece of program to compile.
+    """The sizes that a decode goes through here: a program a number of slots, with a loop a number of queries.
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
     if jax.default_backend() == "cpu":
-        return Schedule.fit(strategy, batch, queries=QUERIES, prefixes=PREFIXES)
-    return Schedule.fit(strategy, batch, prefixes=PREFIXES[-1:])
+        return Schedule.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
+    return Schedule.fit(strategy, batch, slots=SLOTS[1:])
 
 
 def memory_length(length: int) -> int:
@@ -126,12 +126,19 @@ def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array, *
 
 
 def decode_batch(
-    model: T5, strategy: Strategy, weights: packed.Weights, memory: Memory, *, sizes: Schedule | None = None
-) -> Decoded:
-    """Decodes an encoded batch; `model`, `strategy` and `sizes` (None: as `schedule` has them) are static under jit."""
-    batch = memory.mask.shape[0]
+    model: T5,
+    strategy: Strategy,
+    weights: packed.Weights,
+    memory: Memory,
+    carry: Carry | None,
+    *,
+    sizes: Schedule,
+    slots: int,
+) -> Part:
+    """A part of `decoding.run` for an encoded batch, the first if carry is None; all but arrays is static under jit."""
     decoder = packed.PackedDecoder(model.config, weights, memory, model.dtype)
-    return decoding.run(strategy, decoder, strategy.init(batch), schedule=sizes or schedule(strategy, batch))[0]
+    carry = carry or decoding.begin(strategy, decoder, strategy.init(memory.mask.shape[0]), sizes)
+    return decoding.decode(strategy, decoder, carry, schedule=sizes, slots=slots)
 
 
 class Generator:
@@ -146,7 +153,7 @@ class Generator:
         self._in_panels = own_kernel
         self._prepare = jax.jit(partial(prepare, self.model, in_panels=own_kernel))
         self.set_params(params)
-        self._programs: dict[tuple[Strategy | Literal["encoder"], tuple[int, int]], Any] = {}
+        self._programs: dict[tuple[Any, ...], Any] = {}
         self.log: Callable[[str], None] = lambda line: None  # is told what compiles
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
@@ -254,16 +261,17 @@ class Generator:
         filled = [*sources, *[sources[-1]] * (batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
-        encode = self._program("encoder", source.shape, (self.ready.encoding, source, lengths), report)
-        begun = time.perf_counter()
-        memory = encode(self.ready.encoding, source, lengths)
-        if (strategy, memory.mask.shape) not in self._programs:
-            jax.block_until_ready(memory)  # else it ends while the decoder compiles, and nobody counts it
-        report.seconds += time.perf_counter() - begun
-        decode = self._program(strategy, memory.mask.shape, (self.ready.decoding, memory), report)
-        begun = time.perf_counter()
-        decoded = jax.device_get(decode(self.ready.decoding, memory))
-        report.seconds += time.perf_counter() - begun
+        begun, compiled = time.perf_counter(), report.compile_seconds
+        memory = self._run("encoder", None, (self.ready.encoding, source, lengths), source.shape, report)
+        sizes = schedule(strategy, batch_size)
+
+        def part(slots: int, carry: Carry | None) -> Part:
+            arguments = self.ready.decoding, memory, carry
+            found: Part = self._run(strategy, slots, arguments, memory.mask.shape, report)
+            return found
+
+        decoded = jax.device_get(decoding.run(part, sizes).decoded)
+        report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
         return [
             (
                 [row[:n].tolist() for row, n in zip(decoded.tokens[b], decoded.lengths[b], strict=True)],
@@ -273,22 +281,35 @@ class Generator:
             for b in range(len(sources))
         ]
 
-    def _program(
-        self, part: Strategy | Literal["encoder"], shape: tuple[int, int], arguments: tuple[Any, ...], report: Report
+    def _run(
+        self,
+        part: Strategy | Literal["encoder"],
+        slots: int | None,
+        arguments: tuple[Any, ...],
+        shape: tuple[int, int],
+        report: Report,
     ) -> Any:
-        """The compiled encoder or decoder for batches of that shape, [B, L]."""
-        if (part, shape) not in self._programs:
+        """What the encoder, or a strategy with so many slots, makes of the arguments, for batches of that shape [B, L]."""
+        key = part, slots, shape
+        if key not in self._programs:
+            jax.block_until_ready(arguments)  # what is still computed must not count as compilation
             begun = time.perf_counter()
             function: Callable[..., Any] = partial(encode_batch, self.model, in_panels=self._in_panels)
-            name: str = "encoder"
+            name, more = "encoder", ""
             if not isinstance(part, str):
-                name, function = f"{type(part).__name__.lower()} decoder", partial(decode_batch, self.model, part)
+                sizes = schedule(part, shape[0])
+                assert slots is not None
+                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots)
+                name = f"{type(part).__name__.lower()} decoder"
+                more = "" if slots == sizes.slots[0] else f" and answers of up to {slots} places"
             if self.architecture.num_layers + self.architecture.num_decoder_layers > 8:  # takes seconds
-                self.log(f"preparing the {name} for batches of {shape[0]} with sources of up to {shape[1]} tokens")
-            self._programs[part, shape] = jax.jit(function).lower(*arguments).compile()
+                self.log(
+                    f"preparing the {name} for batches of {shape[0]} with sources of up to {shape[1]} tokens{more}"
+                )
+            self._programs[key] = jax.jit(function).lower(*arguments).compile()
             report.compile_seconds += time.perf_counter() - begun
             report.shapes += 1
-        return self._programs[part, shape]
+        return self._programs[key](*arguments)
 
     def _record(
         self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int, truncated: str | None
