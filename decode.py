@@ -35,10 +35,8 @@ def main(argv: Sequence[str]) -> int:
 
     records.check_paths(flags.input, flags.output)
 
-    from pipejax import program_cache  # starts JAX: after the flags and the input's place are known to be good
-    from pipejax.generate import load
+    from pipejax.generate import load  # starts JAX: after the flags and the input's place are known to be good
 
-    program_cache.use(log=cli.note)
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, log=cli.note)
     records.decode_file(
         generator, flags.input, flags.output, strategy=flags.strategy, batch_size=flags.batch_size, log=cli.note

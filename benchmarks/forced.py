@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import decoding, generate, packed
+from pipejax import decoding, packed, programs
 from pipejax.decoding import Carry, Decoded, Part, Pipelined, Query, Sequential
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.t5 import T5, Memory
@@ -94,10 +94,10 @@ class Forced:
 class Decoder:
     """Encodes and decodes with one forced strategy; compiles on the first use of a shape."""
 
-    def __init__(self, model: T5, ready: generate.Ready, strategy: Forced, *, in_panels: bool) -> None:
+    def __init__(self, model: T5, ready: programs.Ready, strategy: Forced, *, in_panels: bool) -> None:
         """Nothing compiles yet."""
         self.model, self.ready, self.strategy = model, ready, strategy
-        self._encode = jax.jit(partial(generate.encode_batch, model, in_panels=in_panels))
+        self._encode = jax.jit(partial(programs.encode_batch, model, in_panels=in_panels))
         self._begin = jax.jit(self._begun)
         self._decode = jax.jit(self._part, static_argnames=("slots",))
 
@@ -105,11 +105,11 @@ class Decoder:
         return packed.PackedDecoder(self.model.config, weights, memory, self.model.dtype)
 
     def _begun(self, weights: packed.Weights, memory: Memory, lengths: Array) -> Carry:
-        sizes = generate.schedule(self.strategy, lengths.shape[0])
+        sizes = programs.schedule(self.strategy, lengths.shape[0])
         return decoding.begin(self.strategy, self._decoder(weights, memory), self.strategy.start(lengths), sizes)
 
     def _part(self, weights: packed.Weights, memory: Memory, carry: Carry, *, slots: int) -> Part:
-        sizes = generate.schedule(self.strategy, memory.mask.shape[0])
+        sizes = programs.schedule(self.strategy, memory.mask.shape[0])
         return decoding.decode(self.strategy, self._decoder(weights, memory), carry, schedule=sizes, slots=slots)
 
     def encode(self, source: np.ndarray, lengths: np.ndarray) -> Memory:
@@ -127,7 +127,7 @@ class Decoder:
         begun = self._begin(weights, memory, lengths)
         found = decoding.run(
             lambda slots, carry: self._decode(weights, memory, carry or begun, slots=slots),
-            generate.schedule(self.strategy, len(rows)),
+            programs.schedule(self.strategy, len(rows)),
         )
         decoded: Decoded = jax.device_get(found.decoded)
         assert decoded.steps.tolist() == [self.strategy.steps(r) for r in rows], "steps are not those of the rows"

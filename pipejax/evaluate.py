@@ -21,9 +21,10 @@ from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.data.text import sentences
 from pipejax.errors import UserError
-from pipejax.generate import Generator, Record, Source, load
+from pipejax.generate import Generator, Record, load
 from pipejax.progress import Progress
 from pipejax.report import Report
+from pipejax.sources import Source
 
 
 def evaluate(
@@ -130,9 +131,6 @@ def main(argv: Sequence[str]) -> int:
     ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
     others = [a for a in flags.overrides if a not in ours]
 
-    from pipejax import program_cache
-
-    program_cache.use(log=cli.note)
     generator = load(flags.checkpoint, best=flags.best, overrides=others, log=cli.note)
     if generator.tokenizer is None:
         raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
@@ -150,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--split {flags.split}: found no examples in it; expected some")
     strategy = flags.strategy or generator.default_strategy
     progress = Progress("evaluating", len(examples), unit="example")
-    generator.log = progress.line
+    generator.programs.log = progress.line
     result, records = evaluate(
         generator, examples, strategy=strategy, batch_size=min(flags.batch_size, len(examples)), tick=progress.add
     )

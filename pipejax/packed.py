@@ -68,44 +68,44 @@ class Cache:
 
 
 def lay_out(config: T5Config, params: Any, dtype: DTypeLike, *, in_panels: bool) -> Weights:
-    """The decoder's weights from a T5's parameters; `in_panels`: for our own kernel, where it can have them."""
-    decoder = params["decoder"]
-
-    def laid(matrix: Array) -> Array:
-        fits = in_panels and dtype == jnp.float32 and matrix.shape[0] % native.LANES == 0
-        return native.panels(matrix) if fits else matrix
-
-    def rows(*layers: Any) -> Array:
-        return laid(jnp.concatenate([x["kernel"].T for x in layers]).astype(dtype))
-
-    layers = []
-    for i in range(config.num_decoder_layers):
-        layer = decoder[f"layers_{i}"]
-        own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
-        inwards = [feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed]
-        layers.append(
-            Layer(
-                self_norm=own["norm"]["scale"],
-                self_inwards=rows(own["query"], own["key"], own["value"]),
-                self_outwards=rows(own["output"]),
-                cross_norm=cross["norm"]["scale"],
-                cross_query=rows(cross["query"]),
-                cross_outwards=rows(cross["output"]),
-                norm=feed["norm"]["scale"],
-                inwards=rows(*inwards),
-                outwards=rows(feed["wo"]),
-            )
-        )
+    """The decoder's weights from a T5's parameters but for its layers; `in_panels`: for our own kernel."""
     embedding = params["shared"]["embedding"].astype(dtype)
+    head = embedding if config.tied_head else params["lm_head"]["kernel"].T.astype(dtype)
     longest = config.relative_attention_max_distance
     of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
+    decoder = params["decoder"]
     return Weights(
         embedding=embedding,
-        layers=tuple(layers),
+        layers=(),
         norm=decoder["norm"]["scale"],
-        head=laid(embedding) if config.tied_head else rows(params["lm_head"]),
+        head=_laid(head, in_panels=in_panels),
         bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
     )
+
+
+def lay_out_layer(layer: Any, dtype: DTypeLike, *, in_panels: bool) -> Layer:
+    """A layer of the decoder from its parameters."""
+    own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
+
+    def rows(*parts: Any) -> Array:
+        return _laid(jnp.concatenate([x["kernel"].T for x in parts]).astype(dtype), in_panels=in_panels)
+
+    return Layer(
+        self_norm=own["norm"]["scale"],
+        self_inwards=rows(own["query"], own["key"], own["value"]),
+        self_outwards=rows(own["output"]),
+        cross_norm=cross["norm"]["scale"],
+        cross_query=rows(cross["query"]),
+        cross_outwards=rows(cross["output"]),
+        norm=feed["norm"]["scale"],
+        inwards=rows(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed)),
+        outwards=rows(feed["wo"]),
+    )
+
+
+def _laid(matrix: Array, *, in_panels: bool) -> Array:
+    fits = in_panels and matrix.dtype == jnp.float32 and matrix.shape[0] % native.LANES == 0
+    return native.panels(matrix) if fits else matrix
 
 
 @dataclasses.dataclass(frozen=True)

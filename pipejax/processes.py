@@ -234,19 +234,6 @@ def same(value: Any) -> Any:
     return json.loads(gather(json.dumps(value))[0]) if several() else value
 
 
-def local(tree: Any) -> Any:
-    """Arrays of all processes, whole on a device of this one; with one process they stay where they are."""
-    if not several():
-        return tree
-    return jax.tree.map(
-        lambda x: jax.jit(_whole, out_shardings=NamedSharding(x.sharding.mesh, P()))(x).addressable_data(0), tree
-    )
-
-
-def _whole(x: jax.Array) -> jax.Array:
-    return x
-
-
 class Vote:
     """The highest number that any process has said, known to all at the same call.
 

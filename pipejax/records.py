@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipejax import cli
-from pipejax.data import TASKS, make_task
-from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
+from pipejax.data.lines import read_file, read_objects
 from pipejax.errors import UserError
-from pipejax.generate import WINDOW, Generator, Record, Source
+from pipejax.generate import WINDOW, Generator, Record
 from pipejax.progress import Progress
 from pipejax.report import Report
+from pipejax.sources import Source
 
 STANDARD = "-"
 
@@ -73,7 +73,7 @@ def decode_file(
         sources, total, window = iter(checked), len(checked), WINDOW
         size = min(batch_size or generator.config.decode.batch_size, total)
     report, progress = Report(), Progress("decoding", total, unit="example")
-    generator.log = progress.line
+    generator.programs.log = progress.line
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
@@ -98,19 +98,9 @@ def decode_file(
 
 
 def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Source]:
-    """Sources that the generator can decode, from ("FILE:LINE", object): with the template that it was trained with."""
-    data = generator.config.data
-    read = make_task(data).source if data.task in TASKS else lambda value, place: text_of(value, "source", place)
+    """Sources that the generator can decode, from ("FILE:LINE", object); a line without an id has its number."""
     for place, value in lines:
-        if "source" in value and "source_ids" in value:
-            raise UserError(f'{place}: found "source" and "source_ids"; expected one of them')
-        if "source_ids" not in value:
-            yield generator.check(Source(id_of(value, place), read(value, place)), place)
-            continue
-        ids = value["source_ids"]
-        if not isinstance(ids, list):
-            raise UserError(f'{place}: "source_ids": found {kind(ids)}; expected a list of whole numbers')
-        yield generator.check(Source(id_of(value, place), ids), f'{place}: "source_ids"')
+        yield generator.source(value, place, place.rpartition(":")[2])
 
 
 def _open(target: str) -> BinaryIO:

@@ -9,7 +9,7 @@ import jax
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Schedule, Strategy
-from pipejax.generate import decode_batch, encode_batch, prepare, schedule
+from pipejax.programs import decode_batch, encode_batch, prepare, schedule
 from pipejax.t5 import T5
 
 
@@ -29,9 +29,7 @@ def compiled(
     def whole(params: Any, source: jax.Array, length: jax.Array) -> Decoded:
         weights, memory = encode(params, source, length)
         chosen = sizes or schedule(strategy, len(length))
-        found = decoding.run(
-            lambda slots, carry: decode(weights, memory, carry, sizes=chosen, slots=slots), chosen
-        )
+        found = decoding.run(lambda slots, carry: decode(weights, memory, carry, sizes=chosen, slots=slots), chosen)
         return found.decoded
 
     return whole

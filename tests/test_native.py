@@ -10,7 +10,7 @@ import oracle
 import pytest
 from one_program import compiled
 
-from pipejax import generate, native, program_cache, t5
+from pipejax import native, program_cache, programs, t5
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined
 
@@ -92,10 +92,10 @@ def test_decodes_are_those_without_it(kernel, changes):
     with_it, without = compiled(config, strategy, in_panels=True), compiled(config, strategy)
     source, length = np.arange(40).reshape(4, 10), np.asarray([10, 3, 7, 5], np.int32)
     ready = jax.eval_shape(
-        lambda key: generate.prepare(model, t5.init_params(config, key), in_panels=True), jax.random.key(0)
+        lambda key: programs.prepare(model, t5.init_params(config, key), in_panels=True), jax.random.key(0)
     )
-    memory = jax.eval_shape(partial(generate.encode_batch, model, in_panels=True), ready.encoding, source, length)
-    part = partial(generate.decode_batch, model, strategy, sizes=generate.schedule(strategy, 4), slots=200)
+    memory = jax.eval_shape(partial(programs.encode_batch, model, in_panels=True), ready.encoding, source, length)
+    part = partial(programs.decode_batch, model, strategy, sizes=programs.schedule(strategy, 4), slots=200)
     text = jax.jit(part).lower(ready.decoding, memory, None).as_text()
     assert {name for name in native.TARGETS if name in text} >= {*native.TARGETS[0 if changes else 1 :]}
     rows = 0

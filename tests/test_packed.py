@@ -11,7 +11,7 @@ import oracle
 import pytest
 from one_program import compiled
 
-from pipejax import generate, grid, t5
+from pipejax import grid, programs, t5
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Schedule, Sequential
 from pipejax.decoding.core import NOWHERE, Filled, Query, pack
@@ -68,9 +68,9 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
     source = np.random.default_rng(0).integers(0, 40, (batch, 6))
     lengths = np.asarray([6, 4, 5][:batch], np.int32)
     model = t5.T5(CONFIG)
-    ready = generate.prepare(model, params)
+    ready = programs.prepare(model, params)
     decoder = PackedDecoder(
-        CONFIG, ready.decoding, generate.encode_batch(model, ready.encoding, source, lengths), jnp.float32
+        CONFIG, ready.decoding, programs.encode_batch(model, ready.encoding, source, lengths), jnp.float32
     )
     all_rows = [[*ROWS[b:], *ROWS[:b]] for b in range(batch)]
     forced, at = [], []
@@ -182,12 +182,12 @@ def test_no_step_copies_the_cache(strategy, batch, number):
     """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
     sizes = Schedule.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78))
-    ready = jax.eval_shape(lambda k: generate.prepare(model, t5.init_params(CONFIG, k)), jax.random.key(0))
+    ready = jax.eval_shape(lambda k: programs.prepare(model, t5.init_params(CONFIG, k)), jax.random.key(0))
     source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    memory = jax.eval_shape(partial(generate.encode_batch, model), ready.encoding, source, length)
+    memory = jax.eval_shape(partial(programs.encode_batch, model), ready.encoding, source, length)
     carry = None
     for slots in sizes.slots[: number + 1]:
-        program = jax.jit(partial(generate.decode_batch, model, strategy, sizes=sizes, slots=slots))
+        program = jax.jit(partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots))
         arguments = ready.decoding, memory, carry
         carry = jax.eval_shape(program, *arguments).carry
     text = program.lower(*arguments).compile().as_text()

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,10 +22,10 @@ import pytest
 
 import decode
 import pipejax
-from pipejax import checkpoint, cli, generate, records
+from pipejax import checkpoint, cli, generate, programs, records, sources
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
-from pipejax.decoding import Decoded
+from pipejax.decoding import Decoded, Part
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
@@ -301,12 +300,13 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
     """And what is compiled once is not compiled again."""
     compiled = []
 
-    def nothing(model, strategy, weights, memory):
+    def nothing(model, strategy, weights, memory, carry, *, sizes, slots):
         compiled.append(memory.mask.shape)
         none = jnp.zeros(len(memory.mask), jnp.int32)
-        return Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
+        decoded = Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
+        return Part(over=none[0] == 0, decoded=decoded, carry=none)
 
-    monkeypatch.setattr(generate, "decode_batch", nothing)
+    monkeypatch.setattr(programs, "decode_batch", nothing)
     generator = pipejax.load(str(checkpoints / "none"), overrides=["decode.max_length=99"])
     (tmp_path / "in.jsonl").write_text(as_lines({"source_ids": [5] * length} for length in range(1, 43)))
     for again in (False, True):
@@ -324,7 +324,7 @@ def test_python_gives_the_same_records(checkpoints, decoded, tokenizer, monkeypa
         expected, _ = decoded([{"source": text} for text in texts], *flags, model="pipelined")
         expected = [record | {"id": i} for i, record in enumerate(expected)]
         assert generator.decode(texts, strategy=strategy) == expected
-        monkeypatch.setattr(generate, "decode_batch", None)  # whatever compiles now, fails
+        monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
         assert generator.decode(iter(texts), strategy=strategy, batch_size=8) == expected
         ids = [np.asarray([*tokenizer.encode(text), 1]) for text in texts]
         assert generator.decode(ids, strategy=strategy) == expected
@@ -378,14 +378,12 @@ ASKED = {"question": "who sang it", "context": "It was  sung."}
     ids=str,
 )
 def test_fields_are_read_as_in_training(data, value, read):
-    generator = SimpleNamespace(config=Config(data=DataConfig(**data)), check=lambda source, place: source)
-    lines = iter([("FILE:7", {"id": "1", **value})])
+    config, value = Config(data=DataConfig(**data)), {"id": "1", **value}
     if read.startswith(("found", '"')):
         with pytest.raises(UserError, match=f"FILE:7: {read}"):
-            list(records.read_sources(generator, lines))
+            sources.of_record(value, "FILE:7", 7, config)
     else:
-        (source,) = records.read_sources(generator, lines)
-        assert (source.id, source.content) == ("1", read)
+        assert sources.of_record(value, "FILE:7", 7, config) == ("1", read)
 
 
 # In processes of their own.
