@@ -164,11 +164,12 @@ class Generator:
         return decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos)
 
     def _encode(self, source: Source, report: Report) -> Sequence[int]:
-        content = source.content
-        if isinstance(content, str):
+        given = source.content
+        if isinstance(given, str):
             assert self.tokenizer is not None  # `check` saw to it
-            content = [*self.tokenizer.encode(content), self.architecture.eos_token_id]
-        content = content if isinstance(content, Sequence) else content.tolist()
+            content = [*self.tokenizer.encode(given), self.architecture.eos_token_id]
+        else:
+            content = [int(i) for i in given]
         cut = cut_source(content, self.config.data.max_source)
         report.cut_sources += len(cut) < len(content)
         return cut
@@ -183,6 +184,9 @@ class Generator:
             row_ids = [row for row in row_ids if row]
         if self.tokenizer is not None:
             rows = [self.tokenizer.decode(row) for row in row_ids]
+            if strategy != "sequential":  # tokens may be no text, and a sequential text has no empty rows either
+                row_ids = [row for row, said in zip(row_ids, rows, strict=True) if said.strip()]
+                rows = [said for said in rows if said.strip()]
             text = separator.join(rows)
             if strategy == "sequential":
                 rows = split_rows(text, separator)

@@ -34,7 +34,6 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 _SHARED = "shared_by_all_processes"  # marks an exception
-_MESSAGE = 2048  # bytes of a text that goes from one process to the others
 
 
 def shared(error: BaseException) -> bool:
@@ -167,10 +166,11 @@ def gather(text: str) -> list[str]:
     """Each process's text, in their order; every process must call it."""
     if not several():
         return [text]
-    content = np.zeros(_MESSAGE, np.uint8)
-    encoded = text.encode()[:_MESSAGE]
-    content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(content)]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(encoded.size))
+    content = np.pad(encoded, (0, lengths.max() - encoded.size))
+    rows = multihost_utils.process_allgather(content)
+    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
 def check_same(text: str, what: str) -> None:
