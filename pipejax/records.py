@@ -86,7 +86,7 @@ def decode_file(
             unfinished = Unfinished(target, settings_of(generator, name, checked))
             kept = unfinished.kept(checked) if resume else kept
         sources = iter(checked[kept.records :])
-    report = Report()
+    report, resumable = Report(), False
     if kept.records == total:
         log(f"{target}: holds the records of all {total} lines already")
     progress = Progress("decoding", total and total - kept.records, unit="example")
@@ -99,15 +99,16 @@ def decode_file(
                 sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
             ):
                 if out is None:  # only now: bad input must not cost anyone an older result
-                    if unfinished:
-                        unfinished.begin()
+                    resumable = unfinished is not None and unfinished.note({}, log)
                     out = stack.enter_context(_open(target, kept.size))
+                    if unfinished and resumable:  # what an output of other work held is gone by now
+                        unfinished.note(unfinished.settings, log)
                 _write(out, record, target)
         except KeyboardInterrupt:
             if out is not None and Path(target).is_file():
                 with open(target, "rb") as file:
                     written = sum(1 for _ in file)
-                more = "; --resume goes on after them" if unfinished else ""
+                more = "; --resume goes on after them" if resumable else ""
                 log(f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines{more}")
             raise
     if unfinished:
@@ -134,12 +135,14 @@ class Unfinished:
         self.target, self.settings = target, settings
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
 
-    def begin(self) -> None:
-        """The output is about to be written."""
+    def note(self, settings: dict[str, Any], log: Callable[[str], None]) -> bool:
+        """Writes it, if that can be: a decode does not fail for it."""
         try:
-            write_text(self.path, json.dumps(self.settings, indent=2) + "\n")
+            write_text(self.path, json.dumps(settings, indent=2) + "\n")
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from error
+            log(f"{self.path}: cannot be written ({error.strerror}); --resume will not be possible")
+            return False
+        return True
 
     def end(self) -> None:
         """The output is complete."""
@@ -210,12 +213,9 @@ def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]
 def _open(target: str, kept: int) -> BinaryIO:
     """The output, to be written after so many bytes of it."""
     try:
-        if not kept:
-            return open(target, "wb", buffering=0)
-        file = open(target, "r+b", buffering=0)
-        file.truncate(kept)
-        file.seek(kept)
-        return file
+        if kept:
+            os.truncate(target, kept)
+        return open(target, "ab" if kept else "wb", buffering=0)
     except OSError as error:
         raise UserError(f"--output {target}: cannot be written ({error.strerror})") from error
 

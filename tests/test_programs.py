@@ -1,0 +1,98 @@
+"""What runs on devices: each decodes by itself, whatever mesh the weights come from, and casts a layer at a time."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from pipejax import programs, sharding, t5
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.generate import Generator
+from pipejax.report import Report
+
+MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
+CONFIG = Config(
+    model=MODEL,
+    grid=GridConfig(delay=1, time_max=12, sub_max=4),
+    data=DataConfig(task="none", separator=" "),
+    train=TrainConfig(objective="pipelined"),
+    decode=DecodeConfig(max_length=12),
+)
+PARAMS = oracle.random_params(MODEL, np.random.default_rng(314))
+SOURCES = [np.random.default_rng(i).integers(2, 64, 3 + i % 14).tolist() for i in range(21)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Generator(CONFIG, PARAMS, None)
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, fsdp=2, tensor=2)], ids=["one device", "mesh"])
+def test_records_are_the_same_on_every_mesh(mesh, alone):
+    """Eight devices decode two sources each and more; nothing crosses from one to another."""
+    params = PARAMS
+    if mesh:
+        made = sharding.make_mesh(mesh)
+        params = sharding.put_tree(params, sharding.param_shardings(params, made))
+        assert any(not x.is_fully_replicated for x in jax.tree.leaves(params))
+    spread = Generator(CONFIG, params, None, devices=jax.local_devices())
+    expected = alone.decode(SOURCES, batch_size=2)
+    assert spread.decode(SOURCES, batch_size=2) == expected
+    assert len({str(record["row_ids"]) for record in expected}) > 5
+    assert {key[2][0] for key in spread.programs._compiled} == {8}
+    for program in spread.programs._compiled.values():
+        assert not re.search(r"all-(reduce|gather|to-all)|collective|reduce-scatter", program.as_text())
+
+
+def test_new_weights_compile_nothing_anew(alone):
+    """As at every evaluation of a training."""
+    found = alone.decode(SOURCES[:2])
+    before = dict(alone.programs._compiled)
+    other = oracle.random_params(MODEL, np.random.default_rng(1))
+    alone.programs.set_params(other)
+    changed = alone.decode(SOURCES[:2])
+    alone.programs.set_params(PARAMS)
+    assert alone.programs._compiled == before and alone.decode(SOURCES[:2]) == found != changed
+
+
+def test_no_two_layers_of_float32_lie_on_a_device():
+    """Of restored weights a layer at a time comes to the device and leaves it in the compute dtype."""
+    config = dataclasses.replace(MODEL, num_layers=3, num_decoder_layers=3, tied_head=False)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float32), oracle.random_params(config, np.random.default_rng(0)))
+    before, sent, made = {id(x) for x in jax.live_arrays()}, [], []
+
+    def compute(function, tree, **static):
+        assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree))
+        sent.append(sum(x.nbytes for x in jax.tree.leaves(tree)))
+        made.append(jax.jit(function, static_argnames=tuple(static))(tree, **static))
+        here = [x for x in jax.live_arrays() if id(x) not in before and x.dtype == jnp.float32]
+        assert all(x.ndim == 1 or x.shape[0] == config.num_heads or x.shape[1] == config.num_heads for x in here)
+        return made[-1]
+
+    model = t5.T5(config, dtype=jnp.bfloat16)
+    ready = programs.prepare(model, params, compute=compute)
+    assert len(sent) == 7 and sum(sent) == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert max(sent[:-1]) < sum(sent) / 4
+    whole = jax.jit(lambda p: programs.prepare(model, p))(params)
+    assert jax.tree.structure(ready) == jax.tree.structure(whole)
+    for a, b in zip(jax.tree.leaves(ready), jax.tree.leaves(whole), strict=True):
+        assert a.dtype == b.dtype and (a == b).all()
+
+
+@pytest.mark.parametrize("strategy", [Pipelined(1, 100, 8), Sequential(2000)])
+def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
+    """Bounds may be generous: sizes of the cache double up to the bound, and each compiles when it is reached."""
+    sizes = programs.schedule(strategy, 1)
+    assert sizes.slots[-1] >= strategy.slots and all(b <= 2.8 * a for a, b in itertools.pairwise(sizes.slots))
+    fresh, report = programs.Programs(MODEL, jnp.dtype("float32"), devices=jax.local_devices()[:1]), Report()
+    fresh.set_params(PARAMS)
+    found = fresh.decode(SOURCES[:1], strategy, batch_size=1, spread=1, report=report)
+    used = {key[1] for key in fresh._compiled if not isinstance(key[0], str)}
+    needed = [c for c in sizes.slots if c - strategy.rows < int(found.lengths.sum(axis=1).max()) + 2 * strategy.rows]
+    assert used <= {*sizes.slots[: len(needed) + 1]} and len(used) < len(sizes.slots)
