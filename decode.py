@@ -21,11 +21,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of train.py"
     )
-    parser.add_argument("--input", required=True, metavar="FILE", help="JSON lines, or - for standard input")
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="JSON lines (gzip, too), Parquet, a saved data set; - for standard input",
+    )
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or - for standard output")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="default: decode.batch_size; 1 from standard input")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="default: decode.batch_size; 1 from standard input; a CPU takes 8 at most",
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
     if flags.batch_size is not None and flags.batch_size < 1:
@@ -33,15 +44,19 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax import records
 
-    records.check_paths(flags.input, flags.output)
+    records.check_paths(flags.input, flags.output, resume=flags.resume)
 
-    from pipejax import program_cache  # starts JAX: after the flags and the input's place are known to be good
-    from pipejax.generate import load
+    from pipejax.generate import load  # starts JAX: after the flags and the input's place are known to be good
 
-    program_cache.use(log=cli.note)
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, log=cli.note)
     records.decode_file(
-        generator, flags.input, flags.output, strategy=flags.strategy, batch_size=flags.batch_size, log=cli.note
+        generator,
+        flags.input,
+        flags.output,
+        strategy=flags.strategy,
+        batch_size=flags.batch_size,
+        log=cli.note,
+        resume=flags.resume,
     )
     return 0
 

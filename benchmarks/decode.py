@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of pipejax")
     parser.add_argument("--sub-max", default="20", metavar="S,...", help="rows of the grid; the first is the headline")
-    parser.add_argument("--time-max", type=int, default=64, metavar="T", help="time-steps of the grid (64)")
+    parser.add_argument("--time-max", default="64", metavar="T,...", help="its time-steps, one for all or each (64)")
     parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
@@ -69,19 +69,24 @@ def main(argv: Sequence[str]) -> int:
     peers = [name for name in flags.peers.split(",") if name]
     if unknown := set(peers) - set(PEERS):
         raise UserError(f"--peers: found {', '.join(sorted(unknown))}; expected {', '.join(PEERS)}")
-    bounds = whole_numbers("--sub-max", flags.sub_max)
+    rows_of_grid = whole_numbers("--sub-max", flags.sub_max)
+    times = whole_numbers("--time-max", flags.time_max) * (1 if "," in flags.time_max else len(rows_of_grid))
+    if len(times) != len(rows_of_grid):
+        raise UserError(f"--time-max: found {flags.time_max}; expected one, or as many as --sub-max has")
+    grids = list(zip(rows_of_grid, times, strict=True))
     program_cache.use(log=cli.note)
     for text, rows in patterns.items():
-        if len(rows) >= min(bounds) or len(rows) + max(rows) > flags.time_max:
-            raise UserError(f"--patterns {text}: found more than a grid of {min(bounds)} x {flags.time_max} can hold")
+        for most, time_max in grids:
+            if len(rows) >= most or len(rows) + max(rows) > time_max:
+                raise UserError(f"--patterns {text}: found more than a grid of {most} x {time_max} can hold")
         if sum(rows) + len(rows) > flags.max_length:
             raise UserError(f"--patterns {text}: found {sum(rows) + len(rows)} tokens; expected {flags.max_length}")
 
     config = SIZES[flags.model]
     params = random_params(config)
-    strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, flags.time_max, bounds[0])}
+    strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, times[0], rows_of_grid[0])}
     strategies[OURS[1]] = Sequential(flags.max_length)
-    strategies |= {f"{OURS[0]}-{b}-rows": Pipelined(1, flags.time_max, b) for b in bounds[1:]}
+    strategies |= {f"{OURS[0]}-{s}x{t}": Pipelined(1, t, s) for s, t in grids[1:]}
     ours = build(config, params, flags.dtype, strategies=strategies)
     systems: list[System] = [*ours]
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:

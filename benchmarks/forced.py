@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import decoding, generate, packed
-from pipejax.decoding import Decoded, Pipelined, Query, Sequential
+from pipejax import decoding, packed, programs
+from pipejax.decoding import Carry, Decoded, Part, Pipelined, Query, Sequential
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.t5 import T5, Memory
 
@@ -94,16 +94,23 @@ class Forced:
 class Decoder:
     """Encodes and decodes with one forced strategy; compiles on the first use of a shape."""
 
-    def __init__(self, model: T5, ready: generate.Ready, strategy: Forced, *, in_panels: bool) -> None:
+    def __init__(self, model: T5, ready: programs.Ready, strategy: Forced, *, in_panels: bool) -> None:
         """Nothing compiles yet."""
         self.model, self.ready, self.strategy = model, ready, strategy
-        self._encode = jax.jit(partial(generate.encode_batch, model, in_panels=in_panels))
-        self._decode = jax.jit(self._decode_batch)
+        self._encode = jax.jit(partial(programs.encode_batch, model, in_panels=in_panels))
+        self._begin = jax.jit(self._begun)
+        self._decode = jax.jit(self._part, static_argnames=("slots",))
 
-    def _decode_batch(self, weights: packed.Weights, memory: Memory, lengths: Array) -> tuple[Decoded, Array]:
-        decoder = packed.PackedDecoder(self.model.config, weights, memory, self.model.dtype)
-        sizes = generate.schedule(self.strategy, lengths.shape[0])
-        return decoding.run(self.strategy, decoder, self.strategy.start(lengths), schedule=sizes)
+    def _decoder(self, weights: packed.Weights, memory: Memory) -> packed.PackedDecoder:
+        return packed.PackedDecoder(self.model.config, weights, memory, self.model.dtype)
+
+    def _begun(self, weights: packed.Weights, memory: Memory, lengths: Array) -> Carry:
+        sizes = programs.schedule(self.strategy, lengths.shape[0])
+        return decoding.begin(self.strategy, self._decoder(weights, memory), self.strategy.start(lengths), sizes)
+
+    def _part(self, weights: packed.Weights, memory: Memory, carry: Carry, *, slots: int) -> Part:
+        sizes = programs.schedule(self.strategy, memory.mask.shape[0])
+        return decoding.decode(self.strategy, self._decoder(weights, memory), carry, schedule=sizes, slots=slots)
 
     def encode(self, source: np.ndarray, lengths: np.ndarray) -> Memory:
         """The memory of padded sources i32 [B, L], once it is there."""
@@ -116,7 +123,13 @@ class Decoder:
           AssertionError: it decoded something else.
         """
         lengths = np.asarray([self.strategy.wanted(r) for r in rows], np.int32)
-        decoded: Decoded = jax.device_get(self._decode(self.ready.decoding, memory, lengths))[0]
+        weights = self.ready.decoding
+        begun = self._begin(weights, memory, lengths)
+        found = decoding.run(
+            lambda slots, carry: self._decode(weights, memory, carry or begun, slots=slots),
+            programs.schedule(self.strategy, len(rows)),
+        )
+        decoded: Decoded = jax.device_get(found.decoded)
         assert decoded.steps.tolist() == [self.strategy.steps(r) for r in rows], "steps are not those of the rows"
         assert (decoded.lengths == lengths).all(), "rows have not the lengths that were asked for"
         return decoded

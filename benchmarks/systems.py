@@ -23,8 +23,8 @@ from pipejax.architectures import ARCHITECTURES
 from pipejax.config import T5Config
 from pipejax.convert import write_hf
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.generate import Ready, prepare
 from pipejax.grid import sequential_steps
+from pipejax.programs import Ready, prepare
 from pipejax.t5 import T5, init_params
 
 SIZES = {

@@ -7,6 +7,7 @@ holds the scores, steps, what was cut, examples a second (generate and detokenis
 out), peak memory, and score, steps and seconds by the number of rows in the data.
 """
 
+import dataclasses
 import json
 import resource
 from collections.abc import Callable, Sequence
@@ -15,15 +16,16 @@ from typing import Any
 
 import jax
 
-from pipejax import cli, metrics
+from pipejax import cli, metrics, processes
 from pipejax import config as config_lib
 from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.data.text import sentences
 from pipejax.errors import UserError
-from pipejax.generate import Generator, Record, Source, load
+from pipejax.generate import Generator, Record, load
 from pipejax.progress import Progress
 from pipejax.report import Report
+from pipejax.sources import Source
 
 
 def evaluate(
@@ -52,14 +54,7 @@ def evaluate(
       is 1. With the metric "rouge" and a blank separator "rows" are the sentences of the text, of either strategy.
     """
     name = strategy or generator.default_strategy
-    report, sources = Report(), [Source(e.id, e.source) for e in examples]
-    decode = partial(generator.stream, strategy=name, batch_size=batch_size, report=report, tick=tick)
-    records: list[Record] = []
-    for part in [sources] if batch_size > 1 else [[source] for source in sources]:  # one by one they can be timed
-        before = report.seconds
-        records += decode(part)
-        if batch_size == 1:
-            records[-1]["seconds"] = report.seconds - before
+    records, report = _decode(generator, examples, name, batch_size, tick)
     data = generator.config.data
     metric = metric or data.metric or make_task(data).metric
     if metric == "rouge" and not data.separator.strip():
@@ -76,6 +71,35 @@ def evaluate(
         **report.summary(name),
     }
     return result, records
+
+
+def _decode(
+    generator: Generator, examples: Sequence[Example], strategy: str, batch_size: int, tick: Callable[[int], None]
+) -> tuple[list[Record], Report]:
+    """Each process decodes a share of the examples; all have the records of all."""
+    index, count = jax.process_index(), jax.process_count()
+    report, sources = Report(), [Source(e.id, e.source) for e in examples[index::count]]
+    ticks = 0
+
+    def counted(done: int) -> None:
+        nonlocal ticks
+        ticks += 1
+        tick(done)
+
+    decode = partial(generator.stream, strategy=strategy, batch_size=batch_size, report=report, tick=counted)
+    records: list[Record] = []
+    for part in [sources] if batch_size > 1 else [[source] for source in sources]:  # one by one they can be timed
+        before = report.seconds
+        records += decode(part)
+        if batch_size == 1:
+            records[-1]["seconds"] = report.seconds - before
+    if not processes.several():
+        return records, report
+    for _ in range(ticks, max(int(n) for n in processes.gather(str(ticks)))):
+        tick(0)
+    shares = [json.loads(text) for text in processes.gather(json.dumps([records, dataclasses.asdict(report)]))]
+    merged = [shares[i % count][0][i // count] for i in range(len(examples))]
+    return merged, Report.of_all([Report(**numbers) for _, numbers in shares])
 
 
 def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, Any]]:
@@ -130,9 +154,6 @@ def main(argv: Sequence[str]) -> int:
     ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
     others = [a for a in flags.overrides if a not in ours]
 
-    from pipejax import program_cache
-
-    program_cache.use(log=cli.note)
     generator = load(flags.checkpoint, best=flags.best, overrides=others, log=cli.note)
     if generator.tokenizer is None:
         raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
@@ -150,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--split {flags.split}: found no examples in it; expected some")
     strategy = flags.strategy or generator.default_strategy
     progress = Progress("evaluating", len(examples), unit="example")
-    generator.log = progress.line
+    generator.programs.log = progress.line
     result, records = evaluate(
         generator, examples, strategy=strategy, batch_size=min(flags.batch_size, len(examples)), tick=progress.add
     )

@@ -210,11 +210,10 @@ class Examiner:
         """
         if stopped():
             return False
-        weights = processes.local(params)  # every process decodes all, by itself
         if self.generator is None:
-            self.generator = Generator(self.config, weights, self.tokenizer)
+            self.generator = Generator(self.config, params, self.tokenizer)
         else:
-            self.generator.set_params(weights)
+            self.generator.programs.set_params(params)
 
         def tick(count: int) -> None:
             if stopped():
@@ -225,8 +224,7 @@ class Examiner:
         except _Stopped:
             return False
         finally:
-            self.generator.forget_params()  # training needs the room
-        del weights
+            self.generator.programs.forget_params()  # training needs the room
         loss = self._dev_loss(params, stopped)
         if loss is None:
             return False

@@ -57,8 +57,8 @@ class Weights:
 
 
 @flax.struct.dataclass
-class Stretch:
-    """Keys and values of some cache slots, a layer each, in the very shapes that the products of attention read.
+class Cache:
+    """Keys and values of what was fed, a layer each, in the very shapes that the products of attention read.
 
     In any other shape XLA may write a step's keys twice, reshaped and not, and copy the cache to do so.
     """
@@ -68,44 +68,44 @@ class Stretch:
 
 
 def lay_out(config: T5Config, params: Any, dtype: DTypeLike, *, in_panels: bool) -> Weights:
-    """The decoder's weights from a T5's parameters; `in_panels`: for our own kernel, where it can have them."""
-    decoder = params["decoder"]
-
-    def laid(matrix: Array) -> Array:
-        fits = in_panels and dtype == jnp.float32 and matrix.shape[0] % native.LANES == 0
-        return native.panels(matrix) if fits else matrix
-
-    def rows(*layers: Any) -> Array:
-        return laid(jnp.concatenate([x["kernel"].T for x in layers]).astype(dtype))
-
-    layers = []
-    for i in range(config.num_decoder_layers):
-        layer = decoder[f"layers_{i}"]
-        own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
-        inwards = [feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed]
-        layers.append(
-            Layer(
-                self_norm=own["norm"]["scale"],
-                self_inwards=rows(own["query"], own["key"], own["value"]),
-                self_outwards=rows(own["output"]),
-                cross_norm=cross["norm"]["scale"],
-                cross_query=rows(cross["query"]),
-                cross_outwards=rows(cross["output"]),
-                norm=feed["norm"]["scale"],
-                inwards=rows(*inwards),
-                outwards=rows(feed["wo"]),
-            )
-        )
+    """The decoder's weights from a T5's parameters but for its layers; `in_panels`: for our own kernel."""
     embedding = params["shared"]["embedding"].astype(dtype)
+    head = embedding if config.tied_head else params["lm_head"]["kernel"].T.astype(dtype)
     longest = config.relative_attention_max_distance
     of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
+    decoder = params["decoder"]
     return Weights(
         embedding=embedding,
-        layers=tuple(layers),
+        layers=(),
         norm=decoder["norm"]["scale"],
-        head=laid(embedding) if config.tied_head else rows(params["lm_head"]),
+        head=_laid(head, in_panels=in_panels),
         bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
     )
+
+
+def lay_out_layer(layer: Any, dtype: DTypeLike, *, in_panels: bool) -> Layer:
+    """A layer of the decoder from its parameters."""
+    own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
+
+    def rows(*parts: Any) -> Array:
+        return _laid(jnp.concatenate([x["kernel"].T for x in parts]).astype(dtype), in_panels=in_panels)
+
+    return Layer(
+        self_norm=own["norm"]["scale"],
+        self_inwards=rows(own["query"], own["key"], own["value"]),
+        self_outwards=rows(own["output"]),
+        cross_norm=cross["norm"]["scale"],
+        cross_query=rows(cross["query"]),
+        cross_outwards=rows(cross["output"]),
+        norm=feed["norm"]["scale"],
+        inwards=rows(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed)),
+        outwards=rows(feed["wo"]),
+    )
+
+
+def _laid(matrix: Array, *, in_panels: bool) -> Array:
+    fits = in_panels and matrix.dtype == jnp.float32 and matrix.shape[0] % native.LANES == 0
+    return native.panels(matrix) if fits else matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +117,20 @@ class PackedDecoder:
     memory: Memory
     dtype: DTypeLike
 
-    def stretch(self, slots: int) -> Stretch:
-        """Zeroed slots."""
+    def cache(self, slots: int, old: Cache | None) -> Cache:
+        """See `Model`."""
         c, heads = self.config, self.memory.mask.shape[0] * self.config.num_heads
-        keys, values = jnp.zeros((heads, c.d_kv, slots), self.dtype), jnp.zeros((heads, slots, c.d_kv), self.dtype)
-        return Stretch((keys,) * c.num_decoder_layers, (values,) * c.num_decoder_layers)
+        if old is None:
+            keys, values = jnp.zeros((heads, c.d_kv, slots), self.dtype), jnp.zeros((heads, slots, c.d_kv), self.dtype)
+            return Cache((keys,) * c.num_decoder_layers, (values,) * c.num_decoder_layers)
+        more = (0, slots - old.keys[0].shape[2])
+        return Cache(
+            keys=tuple(jnp.pad(x, ((0, 0), (0, 0), more)) for x in old.keys),
+            values=tuple(jnp.pad(x, ((0, 0), more, (0, 0))) for x in old.values),
+        )
 
-    def __call__(self, step: Step, past: tuple[Stretch, ...], current: Stretch) -> tuple[Array, Stretch]:
-        """Logits f32 [V, N], and the current stretch with the step's keys and values."""
+    def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """See `Model`."""
         w, memory = self.weights, self.memory
         bias = self._bias(step)
         memory_bias = jnp.where(memory.mask, 0.0, MASKED)
@@ -134,22 +140,21 @@ class PackedDecoder:
             projected = self._at_places(self._inwards(layer.self_inwards, x, layer.self_norm), step)
             query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
             key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
-            k = jax.lax.dynamic_update_slice_in_dim(current.keys[i], key, step.start, axis=2)
-            v = jax.lax.dynamic_update_slice_in_dim(current.values[i], value.swapaxes(1, 2), step.start, axis=1)
+            k = jax.lax.dynamic_update_slice_in_dim(cache.keys[i], key, step.start, axis=2)
+            v = jax.lax.dynamic_update_slice_in_dim(cache.values[i], value.swapaxes(1, 2), step.start, axis=1)
             keys.append(k)
             values.append(v)
-            reach = [*((p.keys[i], p.values[i]) for p in past), (k, v)]
-            x = outwards(layer.self_outwards, self._packed(attend(query, reach, bias), step), x)
+            x = outwards(layer.self_outwards, self._packed(attend(query, k, v, bias), step), x)
 
             query = self._at_places(self._inwards(layer.cross_query, x, layer.cross_norm), step)
             if memory.keys[i].ndim == 5:
                 found = native.attend(memory.keys[i], memory.values[i], query, memory_bias)
             else:
-                found = attend(query, [(memory.keys[i], memory.values[i])], memory_bias[:, None, None])
+                found = attend(query, memory.keys[i], memory.values[i], memory_bias[:, None, None])
             x = outwards(layer.cross_outwards, self._packed(found, step), x)
             x = outwards(layer.outwards, self._activated(x, layer), x)
         logits = self._inwards(w.head, x, w.norm, factor=self._head_factor, dtype=jnp.float32)
-        return logits, Stretch(tuple(keys), tuple(values))
+        return logits, Cache(tuple(keys), tuple(values))
 
     @property
     def _head_factor(self) -> float:
@@ -220,17 +225,15 @@ def outwards(matrix: Array, columns: Array, residual: Array) -> Array:
     return residual + jnp.matmul(matrix, columns)
 
 
-def attend(query: Array, reach: list[tuple[Array, Array]], bias: Array) -> Array:
-    """What queries [B, H, K, Q] find in stretches of keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
+def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
+    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
     batch, heads, width, queries = query.shape
     rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
-    reach = [(keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])) for keys, values in reach]
-    scores = [jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32) for keys, _ in reach]
-    joined = jnp.concatenate(scores, axis=2).reshape(batch, heads, queries, -1) + bias
-    weights = jax.nn.softmax(joined, axis=3).astype(query.dtype).reshape(batch * heads, queries, -1)
-    parts = jnp.split(weights, np.cumsum([s.shape[2] for s in scores])[:-1], axis=2)
-    found = [jnp.einsum("nqc,nck->nqk", part, values) for part, (_, values) in zip(parts, reach, strict=True)]
-    return functools.reduce(jnp.add, found).reshape(batch, heads, queries, width).swapaxes(2, 3)
+    keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])
+    scores = jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores.reshape(batch, heads, queries, -1) + bias, axis=3).astype(query.dtype)
+    found = jnp.einsum("nqc,nck->nqk", weights.reshape(batch * heads, queries, -1), values)
+    return found.reshape(batch, heads, queries, width).swapaxes(2, 3)
 
 
 def memory_in_panels(memory: Memory) -> Memory:

@@ -211,6 +211,8 @@ def main(argv: Sequence[str]) -> int:
     import jax
 
     mesh = config.mesh
+    if flags.measure and jax.default_backend() == "cpu":
+        raise UserError("--measure: found no GPU or TPU here; expected one (--compile needs none)")
     if not flags.measure:  # plan for any machine on any machine
         devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
         jax.config.update("jax_platforms", "cpu")

@@ -34,7 +34,6 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 _SHARED = "shared_by_all_processes"  # marks an exception
-_MESSAGE = 2048  # bytes of a text that goes from one process to the others
 
 
 def shared(error: BaseException) -> bool:
@@ -167,10 +166,11 @@ def gather(text: str) -> list[str]:
     """Each process's text, in their order; every process must call it."""
     if not several():
         return [text]
-    content = np.zeros(_MESSAGE, np.uint8)
-    encoded = text.encode()[:_MESSAGE]
-    content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(content)]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(encoded.size))
+    content = np.pad(encoded, (0, lengths.max() - encoded.size))
+    rows = multihost_utils.process_allgather(content)
+    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
 def check_same(text: str, what: str) -> None:
@@ -232,19 +232,6 @@ def alone(explain: Callable[[BaseException], int]) -> Iterator[None]:
 def same(value: Any) -> Any:
     """Process 0's value, in every process: anything that JSON can hold."""
     return json.loads(gather(json.dumps(value))[0]) if several() else value
-
-
-def local(tree: Any) -> Any:
-    """Arrays of all processes, whole on a device of this one; with one process they stay where they are."""
-    if not several():
-        return tree
-    return jax.tree.map(
-        lambda x: jax.jit(_whole, out_shardings=NamedSharding(x.sharding.mesh, P()))(x).addressable_data(0), tree
-    )
-
-
-def _whole(x: jax.Array) -> jax.Array:
-    return x
 
 
 class Vote:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -17,6 +18,21 @@ class Report:
     other_steps: int | None = 0  # ideal steps of the other strategy for the same rows, unbounded; None: unknown rows
     cut_sources: int = 0
     truncated: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @classmethod
+    def of_all(cls, parts: "Sequence[Report]") -> "Report":
+        """What processes came to that each decoded a part at the same time."""
+        others = [part.other_steps for part in parts]
+        return cls(
+            examples=sum(part.examples for part in parts),
+            seconds=max(part.seconds for part in parts),
+            compile_seconds=max(part.compile_seconds for part in parts),
+            shapes=max(part.shapes for part in parts),
+            steps=sum(part.steps for part in parts),
+            other_steps=None if None in others else sum(n for n in others if n),
+            cut_sources=sum(part.cut_sources for part in parts),
+            truncated=sum((Counter(part.truncated) for part in parts), Counter()),
+        )
 
     def summary(self, strategy: str) -> dict[str, Any]:
         """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""

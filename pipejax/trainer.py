@@ -18,8 +18,8 @@ from pipejax import grid, lora, losses, sharding
 from pipejax.config import Config, T5Config
 from pipejax.data.core import pack_size
 from pipejax.errors import UserError
-from pipejax.generate import compute_dtype
 from pipejax.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
+from pipejax.programs import compute_dtype
 from pipejax.t5 import T5, init_params
 
 Array = jax.Array

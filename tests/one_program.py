@@ -1,23 +1,35 @@
-"""Encoding and decoding of a padded batch as one jitted function of the parameters, as tests like it."""
+"""Encoding and decoding of a padded batch as a function of the parameters, as tests like it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 
+from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Schedule, Strategy
-from pipejax.generate import decode_batch, encode_batch, prepare
+from pipejax.programs import decode_batch, encode_batch, prepare, schedule
 from pipejax.t5 import T5
 
 
-def compiled(config: T5Config, strategy: Strategy, sizes: Schedule | None = None) -> Callable[..., Decoded]:
+def compiled(
+    config: T5Config, strategy: Strategy, sizes: Schedule | None = None, *, in_panels: bool = False
+) -> Callable[..., Decoded]:
     """From parameters, source i32 [B, L] and length i32 [B] to what is decoded."""
     model = T5(config)
 
-    def whole(params: Any, source: jax.Array, length: jax.Array) -> Decoded:
-        ready = prepare(model, params)
-        memory = encode_batch(model, ready.encoding, source, length)
-        return decode_batch(model, strategy, ready.decoding, memory, sizes=sizes)
+    @jax.jit
+    def encode(params: Any, source: jax.Array, length: jax.Array) -> Any:
+        ready = prepare(model, params, in_panels=in_panels)
+        return ready.decoding, encode_batch(model, ready.encoding, source, length, in_panels=in_panels)
 
-    return jax.jit(whole)
+    decode = jax.jit(partial(decode_batch, model, strategy), static_argnames=("sizes", "slots"))
+
+    def whole(params: Any, source: jax.Array, length: jax.Array) -> Decoded:
+        weights, memory = encode(params, source, length)
+        chosen = sizes or schedule(strategy, len(length))
+        found = decoding.run(lambda slots, carry: decode(weights, memory, carry, sizes=chosen, slots=slots), chosen)
+        return found.decoded
+
+    return whole

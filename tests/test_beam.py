@@ -72,14 +72,14 @@ def until_eos(tokens):
 
 
 @pytest.mark.parametrize(
-    "config, beams, penalty, max_length, batch, queries, prefixes",
+    "config, beams, penalty, max_length, batch, queries, slots",
     SETTINGS,
     ids=lambda x: x.feed_forward if isinstance(x, T5Config) else None,
 )
-def test_beam_search_is_that_of_transformers(config, beams, penalty, max_length, batch, queries, prefixes, in_torch):
+def test_beam_search_is_that_of_transformers(config, beams, penalty, max_length, batch, queries, slots, in_torch):
     decode = DecodeConfig(max_length=max_length, beams=beams, length_penalty=penalty)
     strategy = make("sequential", GridConfig(), decode, bos=0, eos=1)
-    program = compiled(config, strategy, Schedule.fit(strategy, batch, queries=queries, prefixes=prefixes))
+    program = compiled(config, strategy, Schedule.fit(strategy, batch, queries=queries, slots=slots))
     seen = Counter()
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, beams, batch, 5])

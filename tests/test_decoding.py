@@ -70,7 +70,7 @@ def padded(batch):
 
 def small_steps(config, strategy, batch):
     """In sizes that these small grids run through."""
-    return compiled(config, strategy, Schedule.fit(strategy, batch, queries=(batch + 2,), prefixes=(9,)))
+    return compiled(config, strategy, Schedule.fit(strategy, batch, queries=(batch + 2,), slots=(9,)))
 
 
 def rows_of(decoded, b):

@@ -37,9 +37,9 @@ KEYS = {*BASE, *(f"{key}_mean_doc" for key in BASE)}
         ("top <digit> lists", ["top <digit>"], ["<digit>", "top <digit>"], (100 * 0.4 / 1.2, 200 / 3), (0, 0)),
         # the separator is no phrase; P@5 of absent 1/5
         ("graphs", ["graph", "<peos>", "vision"], ["graph", "<peos>", "vision"], (100 / 3, 100), (100 / 3, 100)),
-        # '' is absent: gold and prediction agree on it
-        ("graphs", ["", "graph"], ["graph", " "], (100 / 3, 100), (100 / 3, 100)),
-        ("", [""], [""], (0, 0), (100 / 3, 100)),
+        # a gold '' is absent, a predicted one is no prediction: P@M of absent stays 1
+        ("graphs", ["", "graph"], ["graph", " "], (100 / 3, 100), (0, 0)),
+        ("graphs", ["x"], ["x", "", " "], (0, 0), (100 / 3, 100)),
         # none predicted, none wanted, neither
         ("graphs", ["graph", "vision"], [], (0, 0), (0, 0)),
         ("graphs", [], ["graph", "vision"], (0, 0), (0, 0)),
@@ -135,7 +135,7 @@ def naive_score(
             if text.strip() == "<peos>":
                 continue
             phrase = stemmed(text)
-            if phrase in kept or (check and ("," in phrase or "." in phrase or "<unk>" in phrase)):
+            if phrase in kept or (check and (not phrase or "," in phrase or "." in phrase or "<unk>" in phrase)):
                 continue
             kept.append(phrase)
         return kept

@@ -15,7 +15,7 @@ from pipejax import checkpoint, lora, optimizer, sharding, t5
 from pipejax.data import demo
 from pipejax.data.core import TrainingBatches
 from pipejax.errors import UserError
-from pipejax.generate import prepare
+from pipejax.programs import prepare
 from pipejax.trainer import Trainer, batch_loss
 from pipejax.training import fit
 

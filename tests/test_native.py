@@ -1,14 +1,16 @@
 """Our own kernel: products equal NumPy's, decodes equal those without it, and its absence costs no more than a line."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from one_program import compiled
 
-from pipejax import generate, native, program_cache, t5
+from pipejax import native, program_cache, programs, t5
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined
 
@@ -87,21 +89,18 @@ def test_decodes_are_those_without_it(kernel, changes):
     config = dataclasses.replace(CONFIG, **changes)
     model, strategy = t5.T5(config), Pipelined(delay=1, time_max=15, sub_max=10)
 
-    def program(in_panels):
-        def whole(params, source, length):
-            ready = generate.prepare(model, params, in_panels=in_panels)
-            memory = generate.encode_batch(model, ready.encoding, source, length, in_panels=in_panels)
-            return generate.decode_batch(model, strategy, ready.decoding, memory)
-
-        return jax.jit(whole)
-
-    with_it, without = program(True), program(False)
+    with_it, without = compiled(config, strategy, in_panels=True), compiled(config, strategy)
     source, length = np.arange(40).reshape(4, 10), np.asarray([10, 3, 7, 5], np.int32)
+    ready = jax.eval_shape(
+        lambda key: programs.prepare(model, t5.init_params(config, key), in_panels=True), jax.random.key(0)
+    )
+    memory = jax.eval_shape(partial(programs.encode_batch, model, in_panels=True), ready.encoding, source, length)
+    part = partial(programs.decode_batch, model, strategy, sizes=programs.schedule(strategy, 4), slots=200)
+    text = jax.jit(part).lower(ready.decoding, memory, None).as_text()
+    assert {name for name in native.TARGETS if name in text} >= {*native.TARGETS[0 if changes else 1 :]}
     rows = 0
     for seed in range(4):
         params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed)))
-        text = with_it.lower(params, source, length).as_text()
-        assert {name for name in native.TARGETS if name in text} >= {*native.TARGETS[0 if changes else 1 :]}
         a, b = (jax.device_get(f(params, source, length)) for f in (with_it, without))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             np.testing.assert_array_equal(x, y)

@@ -11,7 +11,7 @@ import oracle
 import pytest
 from one_program import compiled
 
-from pipejax import generate, grid, t5
+from pipejax import grid, programs, t5
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Schedule, Sequential
 from pipejax.decoding.core import NOWHERE, Filled, Query, pack
@@ -34,16 +34,16 @@ ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 
 
 @pytest.mark.parametrize(
-    "delay, time_max, sub_max, literal, batch, queries, prefixes",
+    "delay, time_max, sub_max, literal, batch, queries, slots",
     [
         (1, 20, 9, False, 5, (3, 11), (16, 30)),
         (2, 17, 20, False, 1, (2,), ()),
         (3, 19, 4, True, 6, (), (10,)),
     ],
 )
-def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, batch, queries, prefixes):
+def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, batch, queries, slots):
     strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
-    model, sizes = t5.T5(CONFIG), Schedule.fit(strategy, batch, queries=queries, prefixes=prefixes)
+    model, sizes = t5.T5(CONFIG), Schedule.fit(strategy, batch, queries=queries, slots=slots)
     program = compiled(CONFIG, strategy, sizes)
     rng = np.random.default_rng(delay)
     for seed in range(4):
@@ -63,14 +63,14 @@ def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, bat
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("delay", [1, 2, 5])
 def test_cached_decoding_equals_teacher_forcing(delay, batch):
-    """Step by step through two stretches of cache, forced to ROWS (rotated by example): logits against one pass."""
+    """Step by step in a cache that grows, forced to ROWS (rotated by example): logits against one pass."""
     params = jax.tree.map(jnp.asarray, oracle.random_params(CONFIG, np.random.default_rng(3)))
     source = np.random.default_rng(0).integers(0, 40, (batch, 6))
     lengths = np.asarray([6, 4, 5][:batch], np.int32)
     model = t5.T5(CONFIG)
-    ready = generate.prepare(model, params)
+    ready = programs.prepare(model, params)
     decoder = PackedDecoder(
-        CONFIG, ready.decoding, generate.encode_batch(model, ready.encoding, source, lengths), jnp.float32
+        CONFIG, ready.decoding, programs.encode_batch(model, ready.encoding, source, lengths), jnp.float32
     )
     all_rows = [[*ROWS[b:], *ROWS[:b]] for b in range(batch)]
     forced, at = [], []
@@ -83,18 +83,18 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
         at.append({(int(r), int(t)): i for i, (r, t) in enumerate(zip(flat.row, flat.time, strict=True))})
 
     strategy = Pipelined(delay=delay, time_max=30, sub_max=6)
-    state, past, compared, calls = strategy.init(batch), [], 0, 0
+    state, compared, calls, used = strategy.init(batch), 0, 0, 0
     width, queries = 6, 6 * batch
-    nothing = jnp.full((batch, 16), NOWHERE)
-    cache, filled, used = decoder.stretch(16), Filled(nothing, nothing), 0
-    packed_step = jax.jit(lambda query, past, filled, used: pack(query, past, filled, used, queries, width))
+    cache, filled = decoder.cache(16, None), Filled(jnp.full((batch, 16), NOWHERE), jnp.full((batch, 16), NOWHERE))
+    packed_step = jax.jit(lambda query, filled, used: pack(query, filled, used, queries, width))
     ask = jax.jit(decoder.__call__)
     while not bool(strategy.done(state).all()):
         state, query = strategy.query(state)
-        if used + width > 16:
-            past, cache, filled, used = [*past, (cache, filled)], decoder.stretch(16), Filled(nothing, nothing), 0
-        step, number, filled = packed_step(query, [f for _, f in past], filled, used)
-        logits, cache = ask(step, tuple(c for c, _ in past), cache)
+        if used + width > filled.row.shape[1]:
+            filled = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 16)), constant_values=NOWHERE), filled)
+            cache = decoder.cache(filled.row.shape[1], cache)
+        step, number, filled = packed_step(query, filled, used)
+        logits, cache = ask(step, cache)
         used, calls = used + int(query.live.sum(axis=1).max()), calls + 1
         assert query.live.any()
         now, answers = int(state.time), np.ones((batch, 6), np.int32)
@@ -108,7 +108,7 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
                     compared += 1
         state = strategy.advance(state, jnp.asarray(answers))
     assert compared == batch * (sum(len(row) + 1 for row in ROWS) + 1)
-    assert past  # more than one stretch was used
+    assert filled.row.shape[1] > 16  # the cache has grown
     script = oracle.scripted_next_tokens(ROWS)
     expected = oracle.algorithm1(script, delay=delay, time_max=30, sub_max=6, stop="empty_row")
     if batch == 1:
@@ -119,17 +119,19 @@ def test_pack_puts_each_live_query_in_one_place():
     live = np.asarray([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], bool)
     tokens = np.arange(10, 22).reshape(3, 4)
     query = Query(tokens=jnp.asarray(tokens), row=jnp.arange(4)[None], time=jnp.full((3, 4), 7), live=jnp.asarray(live))
-    before = Filled(jnp.asarray([[0, 2], [0, 1], [1, NOWHERE]]), jnp.full((3, 2), 6))
-    empty = Filled(jnp.full((3, 8), NOWHERE), jnp.full((3, 8), NOWHERE))
-    step, number, filled = pack(query, [before], empty, jnp.int32(2), 5, 3)
+    before = Filled(
+        jnp.pad(jnp.asarray([[0, 2], [0, 1], [1, NOWHERE]]), ((0, 0), (0, 8)), constant_values=NOWHERE),
+        jnp.full((3, 10), 6),
+    )
+    step, number, filled = pack(query, before, jnp.int32(4), 5, 3)
     assert step.tokens[:4].tolist() == [10, 12, 13, 19]
     assert [number[0, 0], number[0, 2], number[0, 3], number[2, 1]] == [0, 1, 2, 3]
     assert step.places.tolist() == [[0, 1, 2], [5, 5, 5], [3, 5, 5]]
     assert step.home.tolist() == [0, 1, 2, 6, 9]
     assert filled.row.tolist() == [
-        [NOWHERE] * 2 + [0, 2, 3] + [NOWHERE] * 3,
-        [NOWHERE] * 8,
-        [NOWHERE] * 2 + [1] + [NOWHERE] * 5,
+        [0, 2, NOWHERE, NOWHERE, 0, 2, 3] + [NOWHERE] * 3,
+        [0, 1] + [NOWHERE] * 8,
+        [1] + [NOWHERE] * 3 + [1] + [NOWHERE] * 5,
     ]
     # Example 0: rows 0, 2 and 3 ask; keys are rows 0 and 2 of before, then their own.
     assert step.mask[0, :, :7].astype(int).tolist() == [
@@ -152,10 +154,10 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
         live=jnp.asarray(live),
         lineage=jnp.asarray(lineage),
     )
-    before = Filled(jnp.asarray([[1, 0, 0, NOWHERE]] * 2), jnp.asarray([[1, 0, 1, NOWHERE]] * 2))
-    empty = Filled(jnp.full((2, 4), NOWHERE), jnp.full((2, 4), NOWHERE))
-    step, _, filled = pack(query, [before], empty, jnp.int32(0), 4, 2)
-    assert filled.row[0].tolist() == [0, 2, NOWHERE, NOWHERE]
+    nothing = [NOWHERE] * 4
+    before = Filled(jnp.asarray([[1, 0, 0, *nothing, 9]] * 2), jnp.asarray([[1, 0, 1, *nothing, 9]] * 2))
+    step, _, filled = pack(query, before, jnp.int32(4), 4, 2)
+    assert filled.row[0].tolist() == [1, 0, 0, NOWHERE, 0, 2, NOWHERE, 9]
     assert step.mask[0].astype(int).tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 0, 0]]
     assert step.distance[0, :, [0, 1, 2, 4, 5]].T.tolist() == [[1, 2, 1, 0, 0]] * 2
 
@@ -163,28 +165,32 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
 def test_schedule_holds_every_decode():
     strategy = Pipelined(delay=2, time_max=9, sub_max=20)
     assert (strategy.rows, strategy.slots) == (5, 9 + 7 + 5 + 3 + 1)
-    sizes = Schedule.fit(strategy, 3, queries=(4, 8, 40), prefixes=(3, 12, 64))
+    sizes = Schedule.fit(strategy, 3, queries=(4, 8, 40), slots=(3, 12, 64))
     assert sizes.queries == (4, 8, 15)
-    assert sizes.stretches == (12, 25 - 12 + 2 * 5)
-    assert Schedule.fit(Sequential(max_length=7), 1, queries=(4, 8), prefixes=(128,)) == Schedule((1,), (8,))
+    assert sizes.slots == (12, 25 + 5)
+    assert Schedule.fit(Sequential(max_length=7), 1, queries=(4, 8), slots=(128,)) == Schedule((1,), (8,))
     assert (Beam(7, 4).rows, Beam(7, 4).slots) == (4, 1 + 6 * 4)
-    with pytest.raises(ValueError, match="steps of at least 5"):
-        Schedule.fit(strategy, 1, prefixes=(6, 8))
+    assert Schedule.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 30)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
     "strategy", [Pipelined(delay=1, time_max=23, sub_max=10), Sequential(max_length=200), Beam(60, 5)]
 )
-def test_no_step_copies_the_cache(strategy, batch):
-    """In the compiled program no computation that a loop's body calls copies a stretch, the memory or a weight."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_no_step_copies_the_cache(strategy, batch, number):
+    """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
-    sizes = Schedule.fit(strategy, batch, queries=(4 * batch,), prefixes=(31, 78))
-    ready = jax.eval_shape(lambda k: generate.prepare(model, t5.init_params(CONFIG, k)), jax.random.key(0))
+    sizes = Schedule.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78))
+    ready = jax.eval_shape(lambda k: programs.prepare(model, t5.init_params(CONFIG, k)), jax.random.key(0))
     source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    memory = jax.eval_shape(partial(generate.encode_batch, model), ready.encoding, source, length)
-    program = jax.jit(partial(generate.decode_batch, model, strategy, sizes=sizes))
-    text = program.lower(ready.decoding, memory).compile().as_text()
+    memory = jax.eval_shape(partial(programs.encode_batch, model), ready.encoding, source, length)
+    carry = None
+    for slots in sizes.slots[: number + 1]:
+        program = jax.jit(partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots))
+        arguments = ready.decoding, memory, carry
+        carry = jax.eval_shape(program, *arguments).carry
+    text = program.lower(*arguments).compile().as_text()
 
     computations: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -193,7 +199,7 @@ def test_no_step_copies_the_cache(strategy, batch):
         elif " = " in line:
             inside.append(line)
     loops = [line for lines in computations.values() for line in lines if " while(" in line]
-    assert len(loops) == len(sizes.stretches) * (len(sizes.queries) + (len(sizes.queries) > 1))
+    assert len(loops) == len(sizes.queries) + (len(sizes.queries) > 1)
     waiting, bodies = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in loops], set()
     while waiting:
         if (name := waiting.pop()) not in bodies:
@@ -201,7 +207,7 @@ def test_no_step_copies_the_cache(strategy, batch):
             for line in computations[name]:
                 called = r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)"
                 waiting += re.findall(called, line)
-    keys = [*sizes.stretches, 64]
+    keys = [slots, 64]
     large = {f"f32[{h},{x}]" for h in (3 * batch, f"{batch},3") for k in keys for x in (f"{k},8", f"8,{k}")}
     large |= {f"f32[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(ready) if len(x.shape) == 2}
     written, copied = set(), []
@@ -211,5 +217,5 @@ def test_no_step_copies_the_cache(strategy, batch):
                 copied += [line] if found[1] in large and found[2] in ("copy", "copy-start", "transpose") else []
                 written |= {found[1]} if found[2] == "dynamic-update-slice" else set()
     assert not copied
-    for stretch in sizes.stretches:  # the names that are looked for are those that occur
-        assert {f"f32[{3 * batch},{stretch},8]", f"f32[{3 * batch},8,{stretch}]"} <= written
+    # The names that are looked for are those that occur.
+    assert {f"f32[{3 * batch},{slots},8]", f"f32[{3 * batch},8,{slots}]"} <= written

@@ -1,138 +1,98 @@
-"""What is counted of a compiled program, on one written by hand; and what no decoding program may hold."""
+"""What runs on devices: each decodes by itself, whatever mesh the weights come from, and casts a layer at a time."""
+
+import dataclasses
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import oracle
 import pytest
 
-from benchmarks.hlo import Program, elements, size
-from benchmarks.programs import cases, report
-from benchmarks.systems import SIZES
-from benchmarks.targets import TARGETS, Gpu
+from pipejax import programs, sharding, t5
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.generate import Generator
+from pipejax.report import Report
 
-# A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.
-BY_HAND = """\
-HloModule by_hand
-
-%update (p0: f32[8,4], p1: f32[1,4], p2: s32[]) -> f32[8,4] {
-  %p0 = f32[8,4]{1,0} parameter(0)
-  %p1 = f32[1,4]{1,0} parameter(1)
-  %p2 = s32[] parameter(2)
-  ROOT %dus = f32[8,4]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
-}
-
-%lookup (p0: bf16[100,4], p1: s32[]) -> bf16[1,4] {
-  %p0 = bf16[100,4]{1,0} parameter(0)
-  %p1 = s32[] parameter(1)
-  ROOT %row = bf16[1,4]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,4}
-}
-
-%product (p0: f32[8,4], p1: f32[4,4]) -> f32[8,4] {
-  %p0 = f32[8,4]{1,0} parameter(0)
-  %p1 = f32[4,4]{1,0} parameter(1)
-  ROOT %dot = f32[8,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%first_step (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
-  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
-  %cache = f32[8,4]{1,0} get-tuple-element(%t), index=0
-  %i = s32[] get-tuple-element(%t), index=1
-  %table = bf16[100,4]{1,0} constant({...})
-  %weights = f32[4,4]{1,0} constant({...})
-  %row = bf16[1,4]{1,0} fusion(%table, %i), kind=kLoop, calls=%lookup
-  %wide = f32[1,4]{1,0} convert(%row)
-  %new = f32[8,4]{1,0} fusion(%cache, %wide, %i), kind=kLoop, calls=%update
-  %y = f32[8,4]{1,0} fusion(%new, %weights), kind=kOutput, calls=%product
-  %moved = f32[8,4]{1,0} copy(%y)
-  ROOT %r = (f32[8,4]{1,0}, s32[]) tuple(%moved, %i)
-}
-
-%second_step (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
-  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
-  %x = f32[8,4]{1,0} get-tuple-element(%t), index=0
-  %i = s32[] get-tuple-element(%t), index=1
-  %sorted = f32[8,4]{1,0} sort(%x), dimensions={0}, to_apply=%less
-  %told = () custom-call(%sorted), custom_call_target="xla_ffi_python_callback"
-  ROOT %r = (f32[8,4]{1,0}, s32[]) tuple(%sorted, %i)
-}
-
-%outer (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
-  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
-  ROOT %w = (f32[8,4]{1,0}, s32[]) while(%t), condition=%going, body=%first_step
-}
-
-%branch (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
-  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
-  ROOT %w = (f32[8,4]{1,0}, s32[]) while(%t), condition=%going, body=%second_step
-}
-
-%skip (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
-  ROOT %t = (f32[8,4]{1,0}, s32[]) parameter(0)
-}
-
-ENTRY %main (a: f32[8,4], n: s32[]) -> (f32[8,4], s32[]) {
-  %a = f32[8,4]{1,0} parameter(0)
-  %n = s32[] parameter(1)
-  %t = (f32[8,4]{1,0}, s32[]) tuple(%a, %n)
-  %w = (f32[8,4]{1,0}, s32[]) while(%t), condition=%going, body=%outer
-  %more = pred[] constant(true)
-  ROOT %c = (f32[8,4]{1,0}, s32[]) conditional(%more, %w, %w), branch_computations={%skip, %branch}
-}
-"""
-
-
-def test_loops_come_in_the_order_in_which_they_run() -> None:
-    program = Program(BY_HAND)
-    assert program.loops(least=1) == ["first_step", "second_step"]
-    assert program.loops(least=3) == ["first_step"]
-
-
-def test_kernels_by_kind() -> None:
-    program = Program(BY_HAND)
-    assert program.kernels("first_step") == {"elementwise": 2, "convert": 1, "product": 1, "copy": 1}
-    assert program.kernels("second_step") == {"sort": 1, "custom call xla_ffi_python_callback": 1}
-
-
-def test_bytes_of_what_moves() -> None:
-    # lookup: a row of 8 bytes and its place (4), 8 written; convert 8 + 16; update: 16 + 4 read, 16 written;
-    # product: 128 + 64 + 128; copy 128 + 128.
-    assert Program(BY_HAND).bytes("first_step") == (8 + 4 + 8) + (8 + 16) + (16 + 4 + 16) + (128 + 64 + 128) + 256
-
-
-def test_trouble_is_found() -> None:
-    program = Program(BY_HAND)
-    assert (program.largest("sort"), program.largest("scatter"), program.host_transfers()) == (32, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "count", "bytes_"), [("bf16[3,5]{1,0}", 15, 30), ("(f32[2], pred[])", 3, 9), ("f8e4m3fn[7]", 7, 7)]
+MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
+CONFIG = Config(
+    model=MODEL,
+    grid=GridConfig(delay=1, time_max=12, sub_max=4),
+    data=DataConfig(task="none", separator=" "),
+    train=TrainConfig(objective="pipelined"),
+    decode=DecodeConfig(max_length=12),
 )
-def test_sizes(shape: str, count: int, bytes_: int) -> None:
-    assert (elements(shape), size(shape)) == (count, bytes_)
+PARAMS = oracle.random_params(MODEL, np.random.default_rng(314))
+SOURCES = [np.random.default_rng(i).integers(2, 64, 3 + i % 14).tolist() for i in range(21)]
 
 
-def test_a_gpu_is_described_by_its_figures() -> None:
-    card = TARGETS["rtx4090"]
-    assert isinstance(card, Gpu)
-    said = card.description()
-    assert "major: 8 minor: 9" in said and "device_memory_size: 25393692672" in said
-    assert said.count("{") == said.count("}")
+@pytest.fixture(scope="module")
+def alone():
+    return Generator(CONFIG, PARAMS, None)
 
 
-def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache() -> None:
-    config, here = SIZES["tiny"], jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `packed.Stretch` holds them
-    seen = []
-    for case in cases(config, jnp.dtype("float32"), [2], 64, here):
-        compiled = jax.jit(case.function).lower(*case.arguments).compile()
-        text = compiled.as_text()
-        assert text
-        found = report(text, compiled.memory_analysis())
-        assert (found["largest_sort"], found["host_transfers"], found["collectives"]) == (0, 0, 0), case.name
-        seen.append(case.name)
-        program = Program(text)
-        if case.name != "encode, batch 2":
-            assert found["per_step"], case.name
-            steps = [one for body in program.loops() for one in program.computations[body]]
-            assert any(one.shape.startswith(cache) for one in steps), case.name
-            assert not [one for one in steps if one.kind == "copy" and one.shape.startswith(cache)], case.name
-    assert seen == ["encode, batch 2", "sequential, batch 2", "pipelined, batch 2"]
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, fsdp=2, tensor=2)], ids=["one device", "mesh"])
+def test_records_are_the_same_on_every_mesh(mesh, alone):
+    """Eight devices decode two sources each and more; nothing crosses from one to another."""
+    params = PARAMS
+    if mesh:
+        made = sharding.make_mesh(mesh)
+        params = sharding.put_tree(params, sharding.param_shardings(params, made))
+        assert any(not x.is_fully_replicated for x in jax.tree.leaves(params))
+    spread = Generator(CONFIG, params, None, devices=jax.local_devices())
+    expected = alone.decode(SOURCES, batch_size=2)
+    assert spread.decode(SOURCES, batch_size=2) == expected
+    assert len({str(record["row_ids"]) for record in expected}) > 5
+    assert {key[2][0] for key in spread.programs._compiled} == {8}
+    for program in spread.programs._compiled.values():
+        assert not re.search(r"all-(reduce|gather|to-all)|collective|reduce-scatter", program.as_text())
+
+
+def test_new_weights_compile_nothing_anew(alone):
+    """As at every evaluation of a training."""
+    found = alone.decode(SOURCES[:2])
+    before = dict(alone.programs._compiled)
+    other = oracle.random_params(MODEL, np.random.default_rng(1))
+    alone.programs.set_params(other)
+    changed = alone.decode(SOURCES[:2])
+    alone.programs.set_params(PARAMS)
+    assert alone.programs._compiled == before and alone.decode(SOURCES[:2]) == found != changed
+
+
+def test_no_two_layers_of_float32_lie_on_a_device():
+    """Of restored weights a layer at a time comes to the device and leaves it in the compute dtype."""
+    config = dataclasses.replace(MODEL, num_layers=3, num_decoder_layers=3, tied_head=False)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float32), oracle.random_params(config, np.random.default_rng(0)))
+    before, sent, made = {id(x) for x in jax.live_arrays()}, [], []
+
+    def compute(function, tree, **static):
+        assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree))
+        sent.append(sum(x.nbytes for x in jax.tree.leaves(tree)))
+        made.append(jax.jit(function, static_argnames=tuple(static))(tree, **static))
+        here = [x for x in jax.live_arrays() if id(x) not in before and x.dtype == jnp.float32]
+        assert all(x.ndim == 1 or x.shape[0] == config.num_heads or x.shape[1] == config.num_heads for x in here)
+        return made[-1]
+
+    model = t5.T5(config, dtype=jnp.bfloat16)
+    ready = programs.prepare(model, params, compute=compute)
+    assert len(sent) == 7 and sum(sent) == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert max(sent[:-1]) < sum(sent) / 4
+    whole = jax.jit(lambda p: programs.prepare(model, p))(params)
+    assert jax.tree.structure(ready) == jax.tree.structure(whole)
+    for a, b in zip(jax.tree.leaves(ready), jax.tree.leaves(whole), strict=True):
+        assert a.dtype == b.dtype and (a == b).all()
+
+
+@pytest.mark.parametrize("strategy", [Pipelined(1, 100, 8), Sequential(2000)])
+def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
+    """Bounds may be generous: sizes of the cache double up to the bound, and each compiles when it is reached."""
+    sizes = programs.schedule(strategy, 1)
+    assert sizes.slots[-1] >= strategy.slots and all(b <= 2.8 * a for a, b in itertools.pairwise(sizes.slots))
+    fresh, report = programs.Programs(MODEL, jnp.dtype("float32"), devices=jax.local_devices()[:1]), Report()
+    fresh.set_params(PARAMS)
+    found = fresh.decode(SOURCES[:1], strategy, batch_size=1, spread=1, report=report)
+    used = {key[1] for key in fresh._compiled if not isinstance(key[0], str)}
+    needed = [c for c in sizes.slots if c - strategy.rows < int(found.lengths.sum(axis=1).max()) + 2 * strategy.rows]
+    assert used <= {*sizes.slots[: len(needed) + 1]} and len(used) < len(sizes.slots)

@@ -1,6 +1,7 @@
 """decode.py from end to end: lines of sources in, records out, in order, whatever the batch."""
 
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +21,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pyarrow.parquet
 import pytest
 
 import decode
 import pipejax
-from pipejax import checkpoint, cli, generate, records
+from pipejax import checkpoint, cli, generate, program_cache, programs, records, sources
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
-from pipejax.decoding import Decoded
+from pipejax.decoding import Decoded, Part
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
 
@@ -78,6 +81,9 @@ def opened_once(checkpoints):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "load", load_once)
         yield
+
+
+load_anew = generate.load
 
 
 def as_lines(values) -> str:
@@ -301,12 +307,13 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
     """And what is compiled once is not compiled again."""
     compiled = []
 
-    def nothing(model, strategy, weights, memory):
+    def nothing(model, strategy, weights, memory, carry, *, sizes, slots):
         compiled.append(memory.mask.shape)
         none = jnp.zeros(len(memory.mask), jnp.int32)
-        return Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
+        decoded = Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
+        return Part(over=none[0] == 0, decoded=decoded, carry=none)
 
-    monkeypatch.setattr(generate, "decode_batch", nothing)
+    monkeypatch.setattr(programs, "decode_batch", nothing)
     generator = pipejax.load(str(checkpoints / "none"), overrides=["decode.max_length=99"])
     (tmp_path / "in.jsonl").write_text(as_lines({"source_ids": [5] * length} for length in range(1, 43)))
     for again in (False, True):
@@ -324,12 +331,45 @@ def test_python_gives_the_same_records(checkpoints, decoded, tokenizer, monkeypa
         expected, _ = decoded([{"source": text} for text in texts], *flags, model="pipelined")
         expected = [record | {"id": i} for i, record in enumerate(expected)]
         assert generator.decode(texts, strategy=strategy) == expected
-        monkeypatch.setattr(generate, "decode_batch", None)  # whatever compiles now, fails
+        monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
         assert generator.decode(iter(texts), strategy=strategy, batch_size=8) == expected
         ids = [np.asarray([*tokenizer.encode(text), 1]) for text in texts]
         assert generator.decode(ids, strategy=strategy) == expected
         monkeypatch.undo()
     assert generator.decode([]) == []
+    assert generator.decode([{"source": SHORT[0], "id": "x"}]) == [generator.decode(SHORT[:1])[0] | {"id": "x"}]
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ("a text", "a text"),
+        ({"source": ["a"]}, r"one record \(dict\)"),
+        (SimpleNamespace(columns=["source"]), r"a table \(SimpleNamespace\)"),
+        (pyarrow.table({"source": ["a"]}), r"a table \(Table\)"),
+    ],
+)
+def test_python_refuses_what_would_decode_its_column_names(checkpoints, given, found):
+    with pytest.raises(UserError, match=f"sources: found {found}; expected a list of texts"):
+        generate.load(checkpoints / "none").decode(given)
+
+
+def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
+    """And those that were warmed up compile nothing at all."""
+    opened = []
+    monkeypatch.setattr(program_cache, "use", lambda *, log: opened.append(1))
+    generator = load_anew(checkpoints / "pipelined", log=str)
+    assert opened  # the cache on disk, as the commands have it
+    for count in range(1, 9):
+        assert len(generator.decode([SHORT[0]] * count)) == count
+    batches = {key[2][1] for key in generator.programs._compiled}
+    assert batches == {1, 2, 4, 8}
+    fresh = load_anew(checkpoints / "pipelined", log=str)
+    took = fresh.warm_up([16, 40], batch_sizes=(1, 2))
+    assert took.shapes == len(fresh.programs._compiled) > 4
+    monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
+    monkeypatch.setattr(programs, "encode_batch", None)
+    assert fresh.decode([[5] * 16, [6] * 10]) and fresh.decode([[5] * 40])
 
 
 def test_a_named_pipe_is_a_file_too(checkpoints, decoded, tmp_path):
@@ -378,14 +418,110 @@ ASKED = {"question": "who sang it", "context": "It was  sung."}
     ids=str,
 )
 def test_fields_are_read_as_in_training(data, value, read):
-    generator = SimpleNamespace(config=Config(data=DataConfig(**data)), check=lambda source, place: source)
-    lines = iter([("FILE:7", {"id": "1", **value})])
+    config, value = Config(data=DataConfig(**data)), {"id": "1", **value}
     if read.startswith(("found", '"')):
         with pytest.raises(UserError, match=f"FILE:7: {read}"):
-            list(records.read_sources(generator, lines))
+            sources.of_record(value, "FILE:7", 7, config)
     else:
-        (source,) = records.read_sources(generator, lines)
-        assert (source.id, source.content) == ("1", read)
+        assert sources.of_record(value, "FILE:7", 7, config) == ("1", read)
+
+
+def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):
+    """The output is that of an uninterrupted run to the byte, also where a kill cut a line; the note goes with it."""
+    values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT)]
+    decoded(values, model="pipelined")
+    target = tmp_path / "out.jsonl"
+    whole = target.read_bytes()
+    assert not (tmp_path / "out.jsonl.unfinished").exists()
+    lines, unfinished, stop = whole.splitlines(keepends=True), tmp_path / "out.jsonl.unfinished", 3
+    flags = "--checkpoint", checkpoints / "pipelined", "--input", tmp_path / "in.jsonl", "--output", target
+
+    class Cut(Exception):
+        pass
+
+    def cut(out, record, place, *, count):
+        count[0] += 1
+        if count[0] > stop:
+            raise Cut
+        out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+
+    for tail in (b"", lines[stop][:9]):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
+            patch.setattr(records, "_write", partial(cut, count=[0]))
+            decode.main([str(flag) for flag in flags])
+        assert target.read_bytes() == b"".join(lines[:stop]) and unfinished.exists()
+        target.write_bytes(target.read_bytes() + tail)
+        _, err = run(*flags, "--resume")
+        assert target.read_bytes() == whole and not unfinished.exists()
+        assert f"{len(SHORT) - stop} examples" in err
+    (tmp_path / "new.jsonl").unlink(missing_ok=True)
+    run(*flags[:-1], tmp_path / "new.jsonl", "--resume")  # nothing is there to go on with: from the start
+    assert (tmp_path / "new.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda root: (root / "out.jsonl.unfinished").unlink(), "found no out.jsonl.unfinished beside it"),
+        (lambda root: (root / "out.jsonl").write_text('{"id": "b"}\n'), r"out.jsonl:1: found no record .* the id '1'"),
+        (lambda root: (root / "in.jsonl").write_text(as_lines([{"source": "x"}] * 3)), "found input = "),
+        (lambda root: (root / "out.jsonl").write_text("{}\n" * 9), "out.jsonl:1: found no record"),
+    ],
+)
+def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(as_lines({"source": text} for text in SHORT[:3]))
+    generator = generate.load(checkpoints / "none", log=str)
+    checked = list(records.read_sources(generator, records.read_records(source)))
+    target.write_text(as_lines([{"id": "1"}]))
+    settings = records.settings_of(generator, "sequential", checked)
+    (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(settings))
+    assert records.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
+    with pytest.raises(UserError, match="found strategy = 'sequential'; expected 'pipelined'"):
+        records.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(checked)
+    spoil(tmp_path)
+    before = target.read_bytes()
+    with pytest.raises(UserError, match=words):
+        records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, log=str, resume=True)
+    assert target.read_bytes() == before
+    with pytest.raises(UserError, match="--resume: found --input - "):
+        records.check_paths("-", str(target), resume=True)
+
+
+def test_packed_lines_and_parquet_are_lines_too(checkpoints, decoded, tmp_path):
+    values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT)]
+    expected, _ = decoded(values)
+    assert decoded(gzip.compress(as_lines(values).encode()))[0] == expected  # whatever the name
+    flags = "--checkpoint", checkpoints / "none", "--output", tmp_path / "out.jsonl"
+    table = pyarrow.Table.from_pylist(values)
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet", row_group_size=4)
+    run(*flags, "--input", tmp_path / "in.parquet")
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == expected
+    for name, content, words in (
+        ("cut.jsonl.gz", gzip.compress(as_lines(values).encode())[:-20], "damaged gzip data"),
+        ("bad.gz", b"\x1f\x8b" + b"x" * 40, "damaged gzip data"),
+        ("bad.parquet", b"PAR1" + b"x" * 40, "not Parquet, or damaged"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}.*: {words}"):
+            list(records.read_records(tmp_path / name))
+
+
+def test_a_saved_data_set(tmp_path, monkeypatch):
+    """The library's own reader is asked; its splits and its absence are told."""
+    (tmp_path / "set" / "train").mkdir(parents=True)
+    (tmp_path / "set" / "dataset_dict.json").write_text("{}")
+    (tmp_path / "set" / "train" / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="found the splits train; expected one of them"):
+        list(records.read_records(tmp_path / "set"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="without the package datasets: pip install datasets"):
+        list(records.read_records(tmp_path / "set" / "train"))
+    library = SimpleNamespace(load_from_disk=lambda path: iter([{"source": path}]))
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    place = str(tmp_path / "set" / "train")
+    assert list(records.read_records(place)) == [(f"{place}:1", {"source": place})]
+    records.check_paths(place, "-")
 
 
 # In processes of their own.
@@ -425,7 +561,7 @@ def test_a_pipe_is_answered_line_by_line(checkpoints, decoded):
 def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
     """Ctrl-C, and a kill that no program sees coming."""
     source, targets = tmp_path / "in.jsonl", [tmp_path / "interrupted.jsonl", tmp_path / "killed.jsonl"]
-    source.write_text(as_lines({"source_ids": [5 + i % 50, 7, 9, 1]} for i in range(100_000)))
+    source.write_text(as_lines({"source_ids": [5 + i % 50, 7, 9, 1]} for i in range(20_000)))
     flags = "--checkpoint", checkpoints / "none", "--input", source, "--batch-size", "2", "--output"
     with process(*flags, targets[0]) as first, process(*flags, targets[1]) as second:
         for running, target, number in zip((first, second), targets, (signal.SIGINT, signal.SIGKILL), strict=True):
@@ -435,9 +571,10 @@ def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
         said = [running.communicate()[1].decode() for running in (first, second)]
     assert (first.returncode, second.returncode) == (130, -signal.SIGKILL), said
     count = len(targets[0].read_bytes().splitlines())
-    assert said[0] == f"{targets[0]}: holds the records of the first {count} of 100000 lines\ninterrupted\n"
+    told = f"{targets[0]}: holds the records of the first {count} of 20000 lines; --resume goes on after them"
+    assert said[0].splitlines()[-2:] == [told, "interrupted"]
     for target in targets:
         content = target.read_bytes()
         found = [json.loads(line) for line in content.splitlines()]
-        assert content.endswith(b"\n") and 10 < len(found) < 100_000
+        assert content.endswith(b"\n") and 10 < len(found) < 20_000
         assert [record["id"] for record in found] == [str(i + 1) for i in range(len(found))]

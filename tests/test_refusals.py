@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import decode
 import train
-from pipejax import checkpoint, cli, convert, generate
+from pipejax import checkpoint, cli, convert, generate, programs
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.errors import UserError
@@ -61,7 +61,7 @@ def opened_once(checkpoints):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "load", load_known)
-        patch.setattr(generate, "decode_batch", compiles)
+        patch.setattr(programs, "decode_batch", compiles)
         yield
 
 

@@ -1,11 +1,12 @@
-"""One's own data: a file a split, as JSON lines or CSV. A line is `{"id", "source", "targets": [row, ...]}`."""
+"""One's own data: a file of records a split, or a CSV file. A record is `{"id", "source", "targets": [row, ...]}`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipejax.config import DataConfig
 from pipejax.data.core import Example
-from pipejax.data.lines import Placed, check_text, id_of, open_file, read_file, read_table, text_of, texts_of, value_of
+from pipejax.data.formats import read_records
+from pipejax.data.lines import Placed, check_text, id_of, open_file, read_table, text_of, texts_of, unpacked, value_of
 from pipejax.data.text import Template, sentences, split
 from pipejax.errors import UserError
 from pipejax.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ class FilesTask:
         """
         self.paths = {"train": config.train, "dev": config.dev, "test": config.test}
         self.metric = config.metric or "spans"
-        self._read = read_csv if config.task == "csv" else read_file
+        self._read = read_csv if config.task == "csv" else read_records
         self._template = Template(config.source_template or "{source}", key="data.source_template")
         self._rows = _rule(config)
 
@@ -60,8 +61,8 @@ class FilesTask:
 
 def read_csv(path: str) -> Iterator[Placed]:
     """The rows of a CSV file, with their places."""
-    with open_file(path, "a CSV file") as file:
-        yield from read_table(file, path)
+    with open_file(path, "a CSV file") as file, unpacked(file, path) as table:
+        yield from read_table(table, path)
 
 
 def _rule(config: DataConfig) -> Callable[[dict[str, Any], str], list[str]]:

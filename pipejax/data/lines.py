@@ -1,13 +1,16 @@
 """Records of unknown origin, as JSON lines, JSON arrays or CSV: every error names the file and the line."""
 
+import contextlib
 import csv
+import gzip
 import io
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from pipejax.errors import UserError
 
@@ -121,8 +124,22 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
 
 def read_file(path: str | Path) -> Iterator[Placed]:
     """`read_objects` of a file."""
-    with open_file(path, "a file of JSON lines") as file:
-        yield from read_objects(file, str(path))
+    with open_file(path, "a file of JSON lines") as file, unpacked(file, str(path)) as lines:
+        yield from read_objects(lines, str(path))
+
+
+@contextlib.contextmanager
+def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
+    """The content of an open file, whether it is packed with gzip or not, whatever its name.
+
+    Raises:
+      UserError: it is packed and damaged; from within the block, where it is read.
+    """
+    packed = file.peek(2)[:2] == b"\x1f\x8b" if isinstance(file, io.BufferedReader) else False
+    try:
+        yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{where}: damaged gzip data ({error}); expected a whole file") from error
 
 
 def text_of(value: dict[str, Any], key: str, place: str) -> str:

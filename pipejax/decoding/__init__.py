@@ -2,7 +2,20 @@
 
 from pipejax.config import STRATEGIES, DecodeConfig, GridConfig
 from pipejax.decoding.beam import Beam
-from pipejax.decoding.core import TRUNCATIONS, Decoded, Model, Query, Schedule, Step, Strategy, run
+from pipejax.decoding.core import (
+    TRUNCATIONS,
+    Carry,
+    Decoded,
+    Model,
+    Part,
+    Query,
+    Schedule,
+    Step,
+    Strategy,
+    begin,
+    decode,
+    run,
+)
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.errors import UserError
@@ -11,15 +24,19 @@ __all__ = [
     "STRATEGIES",
     "TRUNCATIONS",
     "Beam",
+    "Carry",
     "Decoded",
     "Model",
+    "Part",
     "Pipelined",
     "Query",
     "Schedule",
     "Sequential",
     "Step",
     "Strategy",
+    "begin",
     "check",
+    "decode",
     "make",
     "run",
 ]

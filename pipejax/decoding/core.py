@@ -5,22 +5,23 @@ places of the grid they stand, and what it takes from the logits; the loop packs
 was fed, asks the model, and hands the answers back. Nothing here knows the T5.
 
 The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
-see only the stretch of cache in use. XLA wants static shapes, so there are a few sizes of each (`Schedule`), and one
-`while_loop` a pair of sizes, each running as long as the decode fits it. A `switch` inside one loop would copy the
-cache.
+see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Schedule`). A
+program holds one `while_loop` a number of queries, each running as long as the decode fits it: a `switch` inside one
+loop would copy the cache. When the cache is full the program ends, and the next one goes on with a larger cache.
 
 Shapes: B batch, S rows of the grid, T its time-steps, N queries of a step over the whole batch, Q queries of one
 example, C cache slots in reach, V vocabulary.
 """
 
 import dataclasses
-import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipejax import grid
 
@@ -51,7 +52,7 @@ class Step:
     home: Array | None  # i32 [N], place of each query, counted through [B * Q]; B * Q: it is a filler
     mask: Array  # bool [B, Q, C], True: the query sees that slot, its own included
     distance: Array  # i32 [B, Q, C]
-    start: Array  # i32 scalar: keys of place q go to slot start + q of the last stretch
+    start: Array  # i32 scalar: keys of place q go to slot start + q
 
 
 @flax.struct.dataclass
@@ -97,11 +98,11 @@ class Strategy(Protocol):
 class Model(Protocol[Cache]):
     """The decoder of a batch, as the loop sees it."""
 
-    def stretch(self, slots: int) -> Cache:
-        """A piece of cache of that many zeroed slots."""
+    def cache(self, slots: int, old: Cache | None) -> Cache:
+        """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
 
-    def __call__(self, step: Step, past: tuple[Cache, ...], current: Cache) -> tuple[Array, Cache]:
-        """Logits f32 [V, N] over all stretches, and the current one with the step's keys and values written."""
+    def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +110,11 @@ class Schedule:
     """The static sizes that a decode goes through."""
 
     queries: tuple[int, ...]  # N, ascending; the last holds every step
-    stretches: tuple[int, ...]  # slots of each stretch of cache, in order of use; together they hold every decode
+    slots: tuple[int, ...]  # C, ascending; the last holds every decode
 
     @classmethod
     def fit(
-        cls, strategy: Strategy, batch: int, *, queries: tuple[int, ...] = (), prefixes: tuple[int, ...] = ()
+        cls, strategy: Strategy, batch: int, *, queries: tuple[int, ...] = (), slots: tuple[int, ...] = ()
     ) -> "Schedule":
         """The sizes that hold every decode of that strategy.
 
@@ -121,21 +122,16 @@ class Schedule:
           strategy: says how much that can be.
           batch: B.
           queries: wanted values of N; those too large fall away, the largest that is needed comes in addition.
-          prefixes: wanted totals of slots after each stretch, likewise.
+          slots: wanted values of C, likewise.
         """
         most, widest = batch * strategy.rows, strategy.rows
-        totals = [0, *(p for p in prefixes if widest <= p < strategy.slots)]
-        stretches = [b - a for a, b in itertools.pairwise(totals)]
-        if any(s < widest for s in stretches):
-            raise ValueError(f"prefixes: found {prefixes}; expected steps of at least {widest}")
-        # Each change of stretch may leave slots unused, and the last write needs room for its fillers.
-        rest = strategy.slots - totals[-1] + widest * (len(stretches) + 1)
-        return cls((*(n for n in queries if n < most), most), (*stretches, rest))
+        holds = strategy.slots + widest  # the last write needs room for its fillers
+        return cls((*(n for n in queries if n < most), most), (*(c for c in slots if widest <= c < holds), holds))
 
 
 @flax.struct.dataclass
 class Filled:
-    """Coordinates of the slots of one stretch."""
+    """Coordinates of the slots of the cache."""
 
     row: Array  # i32 [B, C], NOWHERE where nothing was fed
     time: Array  # i32 [B, C]
@@ -143,13 +139,89 @@ class Filled:
 
 @flax.struct.dataclass
 class Carry:
-    """What changes from step to step."""
+    """What goes from step to step."""
 
     state: Any
-    query: Query  # the next one
+    query: Query  # of the next step
     size: Array  # i32 scalar, index into Schedule.queries that it needs
-    used: Array  # i32 scalar, slots used of the current stretch
-    calls: Array  # i32 scalar, decoder calls so far
+    used: Array  # i32 scalar, slots that are taken, by any example
+    calls: Array  # i32 scalar, of the decoder
+    filled: Filled
+    cache: Any
+
+
+@flax.struct.dataclass
+class Part:
+    """A decode so far."""
+
+    over: Array  # bool scalar, every example is done; else the cache is full
+    decoded: Decoded  # the result, if it is over
+    carry: Carry
+
+
+def run(part: Callable[[int, Carry | None], Part], schedule: Schedule) -> Part:
+    """Decodes part by part until every example is done (paper, Algorithm 1).
+
+    The parts are programs of their own: a decode that stays short never compiles what a longer one would need.
+
+    Args:
+      part: `decode`, compiled, of that many slots and what the part before left; asked for the sizes in turn.
+      schedule: the sizes; results do not depend on them.
+    """
+    carry: Carry | None = None
+    for slots in schedule.slots:
+        found = part(slots, carry)
+        if np.all(found.over):
+            break
+        carry = found.carry
+    return found
+
+
+def begin(strategy: Strategy, model: Model[Cache], state: Any, schedule: Schedule) -> Carry:
+    """What the first step needs, from `strategy.init(batch)`, with no slot yet."""
+    zero, none = jnp.int32(0), jnp.zeros((strategy.done(state).shape[0], 0), jnp.int32)
+    return _opened(strategy, schedule, state, zero, zero, Filled(none, none), model.cache(0, None))
+
+
+def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, schedule: Schedule, slots: int) -> Part:
+    """Goes on until every example is done, or a cache of that many slots is full; traced."""
+    widths = [min(n, strategy.rows) for n in schedule.queries]
+    limits = jnp.asarray([slots - w for w in widths], jnp.int32)
+    more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
+    filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
+    carry = dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
+
+    def going(carry: Carry) -> Array:
+        return ~strategy.done(carry.state).all() & (carry.used <= limits[carry.size])
+
+    def fits(size: int, carry: Carry) -> Array:
+        return going(carry) & (carry.size == size)
+
+    def step(size: int, carry: Carry) -> Carry:
+        queries = schedule.queries[size]
+        asked, number_of, filled = pack(carry.query, carry.filled, carry.used, queries, widths[size])
+        logits, cache = model(asked, carry.cache)
+        answers = jax.tree.map(lambda x: x[jnp.minimum(number_of, queries - 1)], strategy.choose(logits))
+        used = carry.used + carry.query.live.sum(axis=1).max()
+        state = strategy.advance(carry.state, answers)
+        return _opened(strategy, schedule, state, used, carry.calls + 1, filled, cache)
+
+    def sweep(carry: Carry) -> Carry:
+        for i in range(len(widths)):
+            carry = jax.lax.while_loop(partial(fits, i), partial(step, i), carry)
+        return carry
+
+    carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)
+    return Part(strategy.done(carry.state).all(), strategy.result(carry.state), carry)
+
+
+def _opened(
+    strategy: Strategy, schedule: Schedule, state: Any, used: Array, calls: Array, filled: Filled, cache: Any
+) -> Carry:
+    state, query = strategy.query(state)
+    total = query.live.sum()
+    size = sum((total > n).astype(jnp.int32) for n in schedule.queries[:-1]) + jnp.int32(0)
+    return Carry(state, query, size, used, calls, filled, cache)
 
 
 def first_argmax(logits: Array) -> Array:
@@ -158,81 +230,11 @@ def first_argmax(logits: Array) -> Array:
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
 
 
-def run(strategy: Strategy, model: Model[Cache], state: Any, *, schedule: Schedule) -> tuple[Decoded, Array]:
-    """Decodes until every example is done (paper, Algorithm 1).
-
-    Args:
-      strategy: static.
-      model: of the same batch.
-      state: `strategy.init(batch)`.
-      schedule: the static sizes; results do not depend on them.
-
-    Returns:
-      the rows, and the number of decoder calls (i32 scalar).
-    """
-    batch = strategy.done(state).shape[0]
-    widths = [min(n, strategy.rows) for n in schedule.queries]
-
-    def opened(state: Any, used: Array, calls: Array) -> Carry:
-        state, query = strategy.query(state)
-        total = query.live.sum()
-        size = sum((total > n).astype(jnp.int32) for n in schedule.queries[:-1]) + jnp.int32(0)
-        return Carry(state, query, size, used, calls)
-
-    def stage(number: int, carry: Carry, past: tuple[tuple[Cache, Filled], ...]) -> Carry:
-        slots = schedule.stretches[number]
-        nothing = jnp.full((batch, slots), NOWHERE, jnp.int32)
-        start = carry, model.stretch(slots), Filled(nothing, nothing)
-        limits = jnp.asarray([slots - w for w in widths], jnp.int32)
-
-        def going(loop: tuple[Carry, Cache, Filled]) -> Array:
-            carry = loop[0]
-            return ~strategy.done(carry.state).all() & (carry.used <= limits[carry.size])
-
-        def fits(size: int, loop: tuple[Carry, Cache, Filled]) -> Array:
-            return going(loop) & (loop[0].size == size)
-
-        def step(size: int, loop: tuple[Carry, Cache, Filled]) -> tuple[Carry, Cache, Filled]:
-            carry, cache, filled = loop
-            asked, number_of, filled = pack(
-                carry.query, [f for _, f in past], filled, carry.used, schedule.queries[size], widths[size]
-            )
-            logits, cache = model(asked, tuple(c for c, _ in past), cache)
-            number_of = jnp.minimum(number_of, schedule.queries[size] - 1)
-            answers = jax.tree.map(lambda x: x[number_of], strategy.choose(logits))
-            used = carry.used + carry.query.live.sum(axis=1).max()
-            return opened(strategy.advance(carry.state, answers), used, carry.calls + 1), cache, filled
-
-        def sweep(loop: tuple[Carry, Cache, Filled]) -> tuple[Carry, Cache, Filled]:
-            for i in range(len(widths)):
-                loop = jax.lax.while_loop(partial(fits, i), partial(step, i), loop)
-            return loop
-
-        if len(widths) == 1:
-            carry, cache, filled = jax.lax.while_loop(going, partial(step, 0), start)
-        else:
-            carry, cache, filled = jax.lax.while_loop(going, sweep, start)
-        if number + 1 == len(schedule.stretches):
-            return carry
-        past = (*past, (cache, filled))
-        carry = dataclasses.replace(carry, used=jnp.int32(0))
-        # Once in a decode: what never comes this far pays for no further stretch.
-        return jax.lax.cond(
-            strategy.done(carry.state).all(), lambda c, p: c, lambda c, p: stage(number + 1, c, p), carry, past
-        )
-
-    zero = jnp.int32(0)
-    last = stage(0, opened(state, zero, zero), ())
-    return strategy.result(last.state), last.calls
-
-
-def pack(
-    query: Query, past: list[Filled], filled: Filled, start: Array, queries: int, width: int
-) -> tuple[Step, Array, Filled]:
+def pack(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
     """Gathers the live queries of a batch into N = `queries`, at most Q = `width` an example.
 
     Returns:
-      what to ask the model; for each of the [B, S] queries its number among the N; the stretch's coordinates.
+      what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
     """
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))
@@ -249,22 +251,22 @@ def pack(
         jax.lax.dynamic_update_slice_in_dim(filled.row, row, start, axis=1),
         jax.lax.dynamic_update_slice_in_dim(filled.time, time, start, axis=1),
     )
-    key_row, key_time = (jnp.concatenate([getattr(f, x) for f in (*past, filled)], axis=1) for x in ("row", "time"))
-    here = row[:, :, None], time[:, :, None], key_row[:, None], key_time[:, None]
+    here = row[:, :, None], time[:, :, None], filled.row[:, None], filled.time[:, None]
     if query.lineage is None:
-        mask, distance = grid.visible(*here) & (key_row < NOWHERE)[:, None], grid.distance(*here)
+        mask, distance = grid.visible(*here) & (filled.row < NOWHERE)[:, None], grid.distance(*here)
     else:  # whatever rows it runs through, a line is as long as it took
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
-        seen = jnp.take_along_axis(line, key_time[:, None], axis=2, mode="clip")
-        mask, distance = seen == key_row[:, None], grid.distance(0, here[1], 0, here[3])
+        seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
+        mask, distance = seen == filled.row[:, None], grid.distance(0, here[1], 0, here[3])
     tokens = at_places(query.tokens, 0)
     if batch == 1:
         return Step(tokens[0], None, None, mask, distance, start), place, filled
 
-    before = jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1)  # live queries of earlier examples
-    number = before[:, None] + place  # [B, S], of a live query among all
+    before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # live queries of earlier examples
+    number = before + place  # [B, S], of a live query among all
     places = at_places(number, queries)
-    every = places.reshape(-1)
-    home = jnp.where(every[None] == jnp.arange(queries)[:, None], jnp.arange(batch * width), batch * width).min(axis=1)
+    numbers = jnp.arange(queries)
+    example = (before[:, 0] <= numbers[:, None]).sum(axis=1) - 1
+    home = jnp.where(numbers < live.sum(), example * width + numbers - before[:, 0][example], batch * width)
     packed = jnp.append(tokens.reshape(-1), 0)[home]
     return Step(packed, places, home, mask, distance, start), number, filled

@@ -42,7 +42,7 @@ def score(
     Args:
       sources: title and text of each document; words are what stands between spaces.
       gold: its keyphrases; an empty one is absent.
-      predicted: its predicted keyphrases, the best first.
+      predicted: its predicted keyphrases, the best first; an empty one does not count.
       tick: called with 1 for each document.
 
     Raises:
@@ -105,7 +105,8 @@ def _distinct(phrases: Iterable[str]) -> list[Phrase]:
 
 
 def _valid(phrases: Sequence[str]) -> list[Phrase]:
-    return [phrase for phrase in _distinct(phrases[:MOST_PREDICTIONS]) if not _INVALID & {*phrase}]
+    """Those that count. A phrase of no words says nothing: it is not a wrong one, though a gold one is a phrase."""
+    return [phrase for phrase in _distinct(phrases[:MOST_PREDICTIONS]) if phrase and not _INVALID & {*phrase}]
 
 
 def _part(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:

@@ -1,0 +1,69 @@
+"""Files and directories of records by what they hold: JSON lines (gzip too), Parquet, data sets of Hugging Face."""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipejax.data.lines import Placed, read_file
+from pipejax.errors import UserError
+
+PARQUET = (".parquet", ".pq")
+EXPECTED = "JSON lines, Parquet, or a directory that the library datasets has saved"
+
+
+def read_records(path: str | Path) -> Iterator[Placed]:
+    """The records of a file, or of a directory of Hugging Face's `Dataset.save_to_disk`, with their places.
+
+    Raises:
+      UserError: it is none, it is damaged, or the library that reads it is not installed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _read_dataset(path)
+    return _read_parquet(path) if path.suffix.lower() in PARQUET else read_file(path)
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether it is a directory that the library datasets has saved."""
+    return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
+
+
+def _read_parquet(path: Path) -> Iterator[Placed]:
+    if not path.exists():
+        raise UserError(f"{path}: no such file; expected {EXPECTED}")
+    library = _library("pyarrow.parquet", "pyarrow", path)
+    number = 0
+    try:
+        for batch in library.ParquetFile(path).iter_batches():
+            for value in batch.to_pylist():
+                number += 1
+                yield f"{path}:{number}", value
+    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
+        raise UserError(f"{path}: not Parquet, or damaged ({_first_line(error)})") from error
+
+
+def _read_dataset(path: Path) -> Iterator[Placed]:
+    if not is_dataset(path):
+        raise UserError(f"{path}: found a directory; expected {EXPECTED}")
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(found.name for found in path.iterdir() if is_dataset(found)))
+        raise UserError(f"{path}: found the splits {splits or 'none'}; expected one of them, such as {path}/train")
+    library = _library("datasets", "datasets", path)
+    try:
+        rows = library.load_from_disk(str(path))
+        for number, value in enumerate(rows, start=1):
+            yield f"{path}:{number}", value
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: not a data set, or damaged ({_first_line(error)})") from error
+
+
+def _library(module: str, package: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{path}: cannot be read without the package {package}: pip install {package}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
