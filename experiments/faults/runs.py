@@ -288,3 +288,8 @@ def fresh(directory: Path) -> Path:
     """The path, with nothing there."""
     shutil.rmtree(directory, ignore_errors=True)
     return directory
+
+
+def copy(directory: Path, target: Path) -> None:
+    """Copies a directory, replacing what is there."""
+    shutil.copytree(directory, fresh(target), symlinks=True)
