@@ -8,7 +8,9 @@ import contextlib
 import dataclasses
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -20,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from experiments.faults import events
+from experiments.faults.events import Trap
 
 STEPS, EVERY = 24, 4
 CONFIG = '''"""The fault harness's model and data."""
@@ -108,8 +113,26 @@ class Commands:
         needed = ["pipejax.training", "pipejax.convert", "experiments.faults.runs", "train", "decode"]
         needed += ["transformers.models.auto.tokenization_auto", "sentencepiece"]
         self.context.set_forkserver_preload(needed)
+        self.library: Path | None = None
+        self.blind = ""  # why file events cannot be seen
+        try:
+            self.library = events.build(scratch)
+            os.environ["LD_PRELOAD"] = str(self.library)
+            multiprocessing.forkserver.ensure_running()  # which all commands are forked from
+        except events.CannotWatch as reason:
+            self.blind = str(reason)
+        finally:
+            os.environ.pop("LD_PRELOAD", None)
 
-    def start(self, name: str, *argv: str, devices: int = 1, cold: bool = False) -> Command:
+    def start(
+        self,
+        name: str,
+        *argv: str,
+        devices: int = 1,
+        cold: bool = False,
+        trap: Trap | None = None,
+        files: int | None = None,
+    ) -> Command:
         """Starts the `main` of a module with these arguments.
 
         Args:
@@ -117,11 +140,14 @@ class Commands:
           argv: its arguments.
           devices: fake CPU devices.
           cold: compile everything, instead of taking it from the runs before.
+          trap: what watches its files.
+          files: how many it may have open at once.
         """
         self.count += 1
         said = self.scratch / f"{self.count}.err"
         said.touch()
-        process = self.context.Process(target=_child, args=(name, argv, str(said), devices, cold))
+        watch = (trap, self.library) if trap and self.library else None
+        process = self.context.Process(target=_child, args=(name, argv, str(said), devices, cold, watch, files))
         process.start()
         return Command(process, said)
 
@@ -133,26 +159,50 @@ class Commands:
         flags: Sequence[str] = (),
         cold: bool = False,
         devices: int = 1,
+        trap: Trap | None = None,
+        files: int | None = None,
     ) -> Command:
         """Starts train.py."""
         assigned = [f"--set={setting}" for setting in settings]
         arguments = [f"--config={config}", f"--workdir={workdir}", *assigned, *flags]
-        return self.start("train", *arguments, cold=cold, devices=devices)
+        return self.start("train", *arguments, cold=cold, devices=devices, trap=trap, files=files)
 
-    def pair(self, config: Path, workdir: Path, *settings: str, heartbeat: int = 10) -> list[Command]:
+    def pair(
+        self,
+        config: Path,
+        workdir: Path,
+        *settings: str,
+        heartbeat: int = 10,
+        traps: Sequence[Trap | None] = (None, None),
+    ) -> list[Command]:
         """Starts train.py in two processes of one run."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = f"127.0.0.1:{free.getsockname()[1]}"
         several = [f"--coordinator={place}", "--processes=2", f"--heartbeat={heartbeat}"]
-        return [self.train(config, workdir, *settings, flags=[*several, f"--process-id={i}"]) for i in (0, 1)]
+        return [
+            self.train(config, workdir, *settings, flags=[*several, f"--process-id={i}"], trap=traps[i]) for i in (0, 1)
+        ]
 
 
-def _child(name: str, argv: Sequence[str], said: str, devices: int, cold: bool) -> None:
+def speak_into(said: str) -> None:
+    """Standard error of this process goes into a file from now on, standard output nowhere."""
     handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(handle, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _child(
+    name: str,
+    argv: Sequence[str],
+    said: str,
+    devices: int,
+    cold: bool,
+    watch: tuple[Trap, Path] | None,
+    files: int | None,
+) -> None:
+    speak_into(said)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import importlib
 
@@ -164,7 +214,12 @@ def _child(name: str, argv: Sequence[str], said: str, devices: int, cold: bool) 
     os.environ["NPROC"] = str(2 * devices)  # XLA's threads: with one a device, devices that wait for each other starve
     if cold:
         jax.config.update("jax_enable_compilation_cache", False)
-    cli.run(importlib.import_module(name).main, list(argv))
+    main = importlib.import_module(name).main
+    if watch:
+        events.arm(*watch)
+    if files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    cli.run(main, list(argv))
 
 
 def metrics(workdir: Path) -> list[dict[str, Any]]:
@@ -233,3 +288,8 @@ def fresh(directory: Path) -> Path:
     """The path, with nothing there."""
     shutil.rmtree(directory, ignore_errors=True)
     return directory
+
+
+def copy(directory: Path, target: Path) -> None:
+    """Copies a directory, replacing what is there."""
+    shutil.copytree(directory, fresh(target), symlinks=True)

@@ -1,0 +1,136 @@
+"""What a power cut could take, from the order of writes, fsyncs and renames that a command makes."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from experiments.faults import events, runs
+from experiments.faults.events import Event, Trap
+from experiments.faults.runs import Commands
+
+STEP = re.compile(r"[0-9]+")
+SPARED = (".lock",)  # nobody misses them
+SETTINGS = ("train.steps=6", "train.checkpoint_every=2", "train.evaluate_every=2", "train.keep_checkpoints=1")
+
+
+class Disk:
+    """What would be left of a directory, empty at first, if the power failed now: files, names, and what is at risk."""
+
+    def __init__(self, root: Path) -> None:
+        """An empty directory."""
+        self.root = root
+        self.present: set[Path] = set()
+        self.unwritten: set[Path] = set()  # files whose content may not be on disk
+        self.unnamed: set[Path] = set()  # entries that their directory may not have on disk
+        self.losses: list[str] = []
+
+    def see(self, event: Event, later: Iterable[Path] = ()) -> None:
+        """What one event does; `later` are the paths that are renamed after it."""
+        path, to = event.path, event.to
+        if event.kind == "fsync":
+            self._enter(path)
+            self.unwritten.discard(path)
+            self.unnamed = {name for name in self.unnamed if name.parent != path}
+        elif event.kind in ("open", "write", "truncate", "link"):
+            self._enter(path)
+            self.unwritten.add(path)
+        elif event.kind == "mkdir":
+            self._enter(path)
+        elif event.kind == "rename" and to is not None:
+            if not set(later) & set(to.parents):  # else what it is a part of gets its name later
+                self._check_whole(path, to)
+            if _committed(path):
+                self._check_replaced(path)
+            self._leave(to)
+            for of in (self.present, self.unwritten, self.unnamed):
+                moved = {name for name in of if name == path or path in name.parents}
+                of -= moved
+                of |= {to / name.relative_to(path) for name in moved}
+            self._enter(to)
+            self.unnamed.add(to)
+        elif event.kind in ("unlink", "rmdir"):
+            for step in (path, *path.parents):
+                if _committed(step):
+                    self._check_replaced(step)
+            self._leave(path)
+
+    def end(self, left: Iterable[Path] | None = None) -> list[str]:
+        """All that was or still is at risk when the command has ended; nothing if everything is on disk.
+
+        `left` are the paths that are there now: Rust's system calls pass by what sees events, so that one may be new.
+        """
+        if left is not None:
+            unseen = set(left) - self.present
+            self.losses += [f"{self._short(path)}: its content may not be on disk at the end" for path in sorted(unseen)]
+            self.present &= set(left)
+        for what, paths in (("its content", self.unwritten), ("its name", self.unnamed)):
+            at_risk = sorted(path for path in paths & self.present if path.name not in SPARED)
+            self.losses += [f"{self._short(path)}: {what} may not be on disk at the end" for path in at_risk]
+        return self.losses
+
+    def _enter(self, path: Path) -> None:
+        if path not in self.present and path != self.root:
+            self.present.add(path)
+            self.unnamed.add(path)
+
+    def _leave(self, path: Path) -> None:
+        for of in (self.present, self.unwritten, self.unnamed):
+            of -= {name for name in of if name == path or path in name.parents}
+
+    def _check_whole(self, path: Path, to: Path) -> None:
+        """Whatever gets its name by a rename is on disk before."""
+        within = sorted(p for p in self.unwritten | self.unnamed if path in p.parents or p == path in self.unwritten)
+        if within:
+            few = ", ".join(str(p.relative_to(path)) for p in within[:3])
+            self.losses.append(f"{self._short(to)}: renamed with {len(within)} not on disk ({few}, ...)")
+
+    def _check_replaced(self, old: Path) -> None:
+        """A step goes only when a newer one in its place is on disk, with all names that lead to it."""
+        newer = [p for p in self.present if p.parent == old.parent and _committed(p) and int(p.name) > int(old.name)]
+        safe = [p for p in newer if not self.unnamed & {p, *p.parents}]
+        if not safe and old in self.present:
+            self.losses.append(f"{self._short(old)}: goes before a newer step is on disk")
+
+    def _short(self, path: Path) -> str:
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+
+def _committed(path: Path) -> bool:
+    return bool(STEP.fullmatch(path.name)) and path.parent.name in ("checkpoints", "best")
+
+
+def losses(root: Path, happened: Iterable[Event], left: Iterable[Path] | None = None) -> list[str]:
+    """What a power cut could have taken at some time, each once; `left` as in `Disk.end`."""
+    disk, all_of = Disk(root), list(happened)
+    for number, event in enumerate(all_of):
+        disk.see(event, [e.path for e in all_of[number + 1 :] if e.to] if event.to else ())
+    return list(dict.fromkeys(disk.end(left)))
+
+
+def order(commands: Commands, scratch: Path) -> dict[str, Any]:
+    """Traces a training, a conversion in each direction and a decode."""
+    if commands.library is None:
+        return {"skipped": commands.blind, "ok": None}
+    config = runs.prepare(scratch / "tiny")
+    (scratch / "in.jsonl").write_text('{"id": 1, "source": "honey maps"}\n' * 4)
+    run = scratch / "training/run"
+    traced = {
+        "training": ("train", f"--config={config}", f"--workdir={run}", *(f"--set={s}" for s in SETTINGS)),
+        "to_hf": ("pipejax.convert", "to-hf", str(run), "{here}/hf"),
+        "from_hf": ("pipejax.convert", "from-hf", str(scratch / "to_hf/hf"), "{here}/converted"),
+        "decode": ("decode", f"--checkpoint={run}", f"--input={scratch}/in.jsonl", "--output={here}/out.jsonl"),
+    }
+    counts, failures = {}, []
+    for name, (command, *arguments) in traced.items():
+        here, log = scratch / name, scratch / f"{name}.log"
+        here.mkdir()
+        filled = [argument.replace("{here}", str(here)) for argument in arguments]
+        started = commands.start(command, *filled, trap=Trap(here, log))
+        code, happened = started.end(), events.read(log)
+        found = losses(here, happened, here.rglob("*"))
+        if code or not any(event.kind == "fsync" for event in happened):
+            found.append(f"exit code {code}, {len(happened)} events: {started.said()[-1:]}")
+        counts[name] = {"events": len(happened), "at_risk": len(found)}
+        failures += [f"{name}: {loss}" for loss in found]
+    return {"trials": len(traced), **counts, "ok": not failures, "failures": failures[:20]}
