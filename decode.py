@@ -10,7 +10,6 @@ in $PIPEJAX_CACHE if that is set ("off": nowhere).
 from collections.abc import Sequence
 
 from pipejax import cli
-from pipejax.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,11 +24,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or - for standard output")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="default: decode.batch_size; 1 from standard input")
+    parser.add_argument(
+        "--batch-size", type=cli.whole(1, 2**16), metavar="N", help="default: decode.batch_size; 1 from standard input"
+    )
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
-    if flags.batch_size is not None and flags.batch_size < 1:
-        raise UserError(f"--batch-size: found {flags.batch_size}; expected at least 1")
 
     from pipejax import records
 

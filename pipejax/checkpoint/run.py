@@ -41,6 +41,8 @@ def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], 
     restored = Store(directory / kind).newest(None, log=log)
     if restored is None:
         raise UserError(f"{directory / kind}: found no good step; expected at least one")
+    if restored.config.model is None:
+        raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
     return dataclasses.replace(restored, items={"params": lora.merge_factors(restored.items["params"])})
 
 
@@ -60,13 +62,13 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
     said: list[str] = []
     try:
         partial.chmod(0o755)
+        if tokenizer_source is not None:  # before the step, which is sealed with its digests
+            shutil.copytree(tokenizer_source, partial / "tokenizer")
         store = Store(partial / "checkpoints", writable=True, log=said.append)
         saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)
         store.close()
         if not saved:
             raise UserError(f"{directory}: cannot be written ({said[-1].partition(': ')[2]})")
-        if tokenizer_source is not None:
-            shutil.copytree(tokenizer_source, partial / "tokenizer")
         write_text(partial / "config.json", config_lib.to_json(config))
         if directory.is_dir():
             directory.rmdir()

@@ -8,7 +8,7 @@ Orbax's manager, whose barriers would leave the other processes waiting when a s
 import contextlib
 import dataclasses
 import errno
-import json
+import functools
 import os
 import re
 import shutil
@@ -20,14 +20,15 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from pipejax import config as config_lib
-from pipejax import processes
+from pipejax import environment, processes
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.manifest import Damaged, Manifest
 from pipejax.checkpoint.trouble import hush_stragglers, reading, reason_of
 from pipejax.config import Config
 from pipejax.errors import UserError
+from pipejax.files import look
 from pipejax.fingerprint import Fingerprints, difference, fingerprints
+from pipejax.tokenizer import check_digests, digests
 
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 
@@ -44,6 +45,17 @@ class Restored:
     metadata: dict[str, Any]
     arrays: dict[str, Fingerprints]
     path: Path
+
+    def tokenizer_files(self) -> Path | None:
+        """The directory of the tokenizer that lies with the run; None if it carries none.
+
+        Raises:
+          UserError: its files are not those that the step was saved with. Older checkpoints do not say.
+        """
+        directory = self.path.parents[1] / "tokenizer"
+        if expected := self.metadata.get("tokenizer"):
+            check_digests(directory, expected)
+        return directory if look(directory) == "directory" else None
 
 
 class Store:
@@ -64,6 +76,7 @@ class Store:
           UserError: the directory cannot be written.
         """
         self.directory, self.log, self.keep, self.keep_every = directory.absolute(), log, keep, keep_every
+        environment.check()
         self._saving: int | None = None  # the step whose save is under way
         self._littered = False  # a failed save may go on writing for a moment: its rests are swept up again later
         self._manager: ocp.CheckpointManager | None = None
@@ -135,7 +148,7 @@ class Store:
         self.settle()
         self._sweep()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
-        manifest = manifest_lib.make(step, arrays, config, metadata or {})
+        manifest = manifest_lib.make(step, arrays, config, {**(metadata or {}), "tokenizer": self._tokenizer})
         saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         arguments = ocp.args.Composite(**saves, manifest=ocp.args.JsonSave(manifest))
         try:
@@ -149,6 +162,11 @@ class Store:
             self._failed(step, error)
             return False
         return self.settle() if wait else True
+
+    @functools.cached_property
+    def _tokenizer(self) -> dict[str, str]:
+        """Digests of the tokenizer beside this directory, of the first save: what changes later is not what is used."""
+        return digests(self.directory.parent / "tokenizer")
 
     def settle(self) -> bool:
         """Waits for the save under way. False if it failed; the log then has a line about it."""
@@ -183,7 +201,7 @@ class Store:
         place = self.directory / str(step)
         with processes.together(UserError, Damaged):
             manifest = self._manifest(step)
-            config = _config(manifest, place)
+            config = manifest_lib.config_of(manifest, place)
             arrays = manifest["arrays"]
             templates = expect(config) if expect else {"params": manifest_lib.template(arrays["params"])}
             for name, template in templates.items():
@@ -209,7 +227,9 @@ class Store:
     def describe(self, step: int) -> Restored:
         """A step's manifest without its arrays: what it says is verified, `items` is empty."""
         manifest, place = self._manifest(step), self.directory / str(step)
-        return Restored(step, {}, _config(manifest, place), manifest["metadata"], manifest["arrays"], place)
+        return Restored(
+            step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
+        )
 
     def newest(self, expect: Expect | None, *, log: Callable[[str], None], set_aside: bool = False) -> Restored | None:
         """The newest step that verifies, or None. With `set_aside` damaged ones are renamed to corrupt-STEP."""
@@ -307,10 +327,6 @@ class Store:
             if not rests:
                 break
             time.sleep(0.1)  # writes that were under way may make it anew
-
-
-def _config(manifest: Manifest, place: Path) -> Config:
-    return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
 
 
 def _read(path: Path, template: Any) -> Any:

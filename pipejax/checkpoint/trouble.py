@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.errors import UserError
+from pipejax.errors import UserError, out_of_memory
 
 PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EINTR)
 LOOP_CLOSED = "Event loop is closed"
@@ -48,7 +48,7 @@ def _refuse_passing_trouble(error: BaseException, path: Path) -> None:
       UserError: memory, file handles, permission or the device that holds the files failed, not their content.
     """
     for cause in _chain(error):
-        passing = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in PASSING)
+        passing = out_of_memory(cause) or (isinstance(cause, OSError) and cause.errno in PASSING)
         if passing or "RESOURCE_EXHAUSTED" in str(cause) or "PERMISSION_DENIED" in str(cause):
             raise UserError(f"{path}: cannot be read now ({type(cause).__name__}: {_brief(cause)})") from error
 
