@@ -78,7 +78,7 @@ def settings() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | str) else str(getattr(value, "value", value))
+    return value if value is None or isinstance(value, bool | int) else str(getattr(value, "value", value))
 
 
 def check_flags() -> None:
@@ -91,7 +91,7 @@ def check_flags() -> None:
 def _try_flags(flags: str) -> None:
     """Another process asks XLA first."""
     ended = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if ended.returncode < 0:
-        said = ended.stderr.decode(errors="replace").splitlines()
-        reason = next((line.partition("] ")[2] for line in said if "] " in line), "XLA does not take them")
+    said = ended.stderr.decode(errors="replace").splitlines()
+    reason = next((line.partition("] ")[2] for line in said if ".cc:" in line), "")
+    if ended.returncode and reason:
         raise UserError(f"{_FLAGS}: found {flags!r} ({reason}); expected flags that this XLA knows")

@@ -99,6 +99,10 @@ def first_line(error: BaseException) -> str:
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
     try:
+        file.open("rb").close()  # safetensors says of all that cannot be opened that it is not there
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
+    try:
         handle = safe_open(file, framework="numpy")
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no dict)
     except (SafetensorError, OSError) as error:

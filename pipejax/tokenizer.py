@@ -81,8 +81,8 @@ def digests(directory: Path) -> dict[str, str]:
     if look(directory) != "directory":
         return {}
     try:
-        files = sorted(p for p in directory.rglob("*") if not p.name.startswith(".") and look(p) == "file")
-        return {str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+        files = sorted(p for p in directory.iterdir() if not p.name.startswith(".") and look(p) == "file")
+        return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
     except OSError as error:
         raise UserError(f"{error.filename or directory}: cannot be read ({error.strerror})") from error
 

@@ -148,7 +148,7 @@ class Store:
         self.settle()
         self._sweep()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
-        manifest = manifest_lib.make(step, arrays, config, {**(metadata or {}), "tokenizer": self._tokenizer})
+        manifest = manifest_lib.make(step, arrays, config, {**(metadata or {}), **self._tokenizer})
         saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         arguments = ocp.args.Composite(**saves, manifest=ocp.args.JsonSave(manifest))
         try:
@@ -164,9 +164,10 @@ class Store:
         return self.settle() if wait else True
 
     @functools.cached_property
-    def _tokenizer(self) -> dict[str, str]:
+    def _tokenizer(self) -> dict[str, Any]:
         """Digests of the tokenizer beside this directory, of the first save: what changes later is not what is used."""
-        return digests(self.directory.parent / "tokenizer")
+        found = digests(self.directory.parent / "tokenizer")
+        return {"tokenizer": found} if found else {}
 
     def settle(self) -> bool:
         """Waits for the save under way. False if it failed; the log then has a line about it."""

@@ -13,7 +13,7 @@ from pipejax.data.lines import open_file
 from pipejax.errors import UserError
 from pipejax.files import look
 
-WHOLE = 2**32  # bytes of a file that is read as a whole; what is longer is none of the known ones
+WHOLE = 2**31  # bytes of a file that is read as a whole; what is longer is none of the known ones
 # What zipfile raises for a member that is damaged, encrypted, or packed in a way that it does not know.
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, NotImplementedError, OSError)
 
@@ -46,10 +46,11 @@ class File(NamedTuple):
     def read(self) -> bytes:
         """All of it; raises a UserError if that is too much."""
         with self.open() as file:
-            content = file.read(WHOLE + 1)
-        if len(content) > WHOLE:
-            raise UserError(f"{self}: found more than {WHOLE >> 30} GiB; expected a publisher's file")
-        return content
+            # zipfile reads no more of a member than it is said to hold.
+            size = _archive(self.path).getinfo(self.member).file_size if self.member else self.path.stat().st_size
+            if size > WHOLE:
+                raise UserError(f"{self}: found {size >> 30} GiB; expected a publisher's file of at most {WHOLE >> 30}")
+            return file.read()
 
 
 class _Member(io.RawIOBase):
