@@ -86,5 +86,5 @@ def test_a_failure_is_told_once():
 def test_output_to_what_is_closed_is_refused_before_the_work(monkeypatch):
     streams.check_standard_output("--output")
     monkeypatch.setattr(streams, "_closed", ["stdout"])
-    with pytest.raises(UserError, match="^--output -: found standard output closed"):
+    with pytest.raises(UserError, match=r"^--output -: found standard output closed"):
         streams.check_standard_output("--output")

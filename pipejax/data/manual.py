@@ -57,7 +57,8 @@ class _Member(io.RawIOBase):
     """A member of a zip whose faults are UserErrors."""
 
     def __init__(self, file: File) -> None:
-        self._name, self._inner = str(file), self._try(lambda: _archive(file.path).open(file.member))
+        self._name = str(file)
+        self._inner = self._try(lambda: _archive(file.path).open(file.member))
 
     def _try(self, act: Callable[[], Any]) -> Any:
         try:
