@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipejax import cli
+from pipejax import cli, streams
 from pipejax.data import TASKS, make_task
 from pipejax.data.lines import id_of, kind, read_file, read_objects, text_of
 from pipejax.errors import UserError
@@ -31,6 +31,7 @@ def check_paths(source: str, target: str) -> None:
             f"--input {source}: found a table; expected JSON lines, such as an object for each row with its columns"
         )
     if target == STANDARD:
+        streams.check_standard_output("--output")
         return
     wanted = Path(target)
     if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):

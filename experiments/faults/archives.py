@@ -32,9 +32,11 @@ def _zip(here: Path, content: bytes = LINES, names: tuple[str, ...] = MEMBERS) -
     return path
 
 
-def _field(here: Path, local: int, central: int, value: int, form: str = "<H") -> None:
+def _field(
+    here: Path, local: int, central: int, value: int, form: str = "<H", names: tuple[str, ...] = MEMBERS
+) -> None:
     """Sets a field of every member, in both of its places."""
-    path = _zip(here)
+    path = _zip(here, names=names)
     data = bytearray(path.read_bytes())
     for mark, offset in ((LOCAL, local), (CENTRAL, central)):
         at = data.find(mark)
@@ -56,15 +58,14 @@ def _damage(data: bytearray) -> None:
     data[start : start + 8] = bytes(8)
 
 
-def _bomb(here: Path, name: str, *, letter: bytes, lead: bytes = b"") -> None:
-    """A member of 6 GiB in six megabytes."""
+def _bomb(here: Path, name: str) -> None:
+    """A member of 6 GiB, a single line, in 26 megabytes."""
     path = here / "manual/files.zip"
     path.parent.mkdir()
     deflated = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
     with deflated as file, file.open(name, "w", force_zip64=True) as member:
-        member.write(lead)
         for _ in range(6 * 2**8):
-            member.write(letter * 2**22)
+            member.write(b"x" * 2**22)
 
 
 def _kind(name: str, spoil: Callable[[Path], Any], *words: str) -> Kind:
@@ -88,10 +89,12 @@ KINDS = (
     _kind("an empty zip", lambda here: _zip(here, names=()), "found no train.jsonl"),
     _kind("other files", lambda here: _zip(here, names=("thesis.tex",)), "found no train.jsonl"),
     _kind("nothing but zeros in a member", lambda here: _zip(here, bytes(1000)), "train.jsonl:1: not JSON"),
+    _kind("a line of 6 GiB", lambda here: _bomb(here, "train.jsonl"), "train.jsonl:1: found a line of more"),
     _kind(
-        "a line of 6 GiB", lambda here: _bomb(here, "train.jsonl", letter=b"x"), "train.jsonl:1: found a line of more"
+        "an array that says it has 3 GiB",
+        lambda here: _field(here, 22, 24, 3 * 2**30, "<I", ("train.json",)),
+        "at most",
     ),
-    _kind("an array of 6 GiB", lambda here: _bomb(here, "train.json", letter=b"1", lead=b"["), "at most 2"),
 )
 
 
