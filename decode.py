@@ -10,7 +10,6 @@ in $PIPEJAX_CACHE if that is set ("off": nowhere).
 from collections.abc import Sequence
 
 from pipejax import cli
-from pipejax.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,15 +31,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=cli.whole(1, 2**16),
         metavar="N",
         help="default: decode.batch_size; 1 from standard input; a CPU takes 8 at most",
     )
     parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
-    if flags.batch_size is not None and flags.batch_size < 1:
-        raise UserError(f"--batch-size: found {flags.batch_size}; expected at least 1")
 
     from pipejax import records
 

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Sequence
 
 from pipejax import cli
-from pipejax.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,17 +19,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
     parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config.py lists all")
-    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many into DIR/profile")
+    parser.add_argument("--profile", type=cli.whole(0), default=0, metavar="STEPS", help="to trace into DIR/profile")
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    several.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+    several.add_argument("--processes", type=cli.whole(1, 2**20), metavar="N", help="how many there are")
+    several.add_argument("--process-id", type=cli.whole(0, 2**20), metavar="I", help="which one this is, from 0")
     several.add_argument(
-        "--heartbeat", type=int, default=60, metavar="SECONDS", help="silence after which one counts as dead (60)"
+        "--heartbeat",
+        type=cli.whole(1, 86400),
+        default=60,
+        metavar="SECONDS",
+        help="silence after which one counts as dead (60)",
     )
     flags = parser.parse_args(argv)
-    if flags.profile < 0:
-        raise UserError(f"--profile: found {flags.profile}; expected a number of steps")
 
     from pipejax import config as config_lib
 

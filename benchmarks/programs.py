@@ -4,7 +4,7 @@
     python -m benchmarks.programs --targets h100,rtx4090,v5e --model base --json OUT [--dump DIR]
 
 Compiles the encoder and both decoders for each target, batch by batch, and counts what the compiled text holds. A
-decoding loop has a line for each stretch of cache, in order of use. It proves no numbers and no speed: kernels are
+decoder has a program for each size that its cache grows to. It proves no numbers and no speed: kernels are
 started one after the other, and what a start costs only the device can tell.
 """
 
@@ -23,9 +23,9 @@ import numpy as np
 from benchmarks.hlo import COLLECTIVES, Program
 from benchmarks.systems import SIZES, save
 from benchmarks.targets import TARGETS
-from pipejax import cli, generate
+from pipejax import cli, programs
 from pipejax.config import GridConfig, T5Config
-from pipejax.decoding import Pipelined, Schedule, Sequential
+from pipejax.decoding import Pipelined, Sequential
 from pipejax.errors import UserError
 from pipejax.t5 import T5, init_params
 
@@ -90,18 +90,21 @@ def cases(
 
     model, grid = T5(config, dtype=dtype), GridConfig()
     params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
-    ready = on_device(jax.eval_shape(partial(generate.prepare, model), params))
+    ready = on_device(jax.eval_shape(partial(programs.prepare, model), params))
     strategies = Sequential(512), Pipelined(grid.delay, grid.time_max, grid.sub_max)
     for batch in batches:
         source = on_device(jax.ShapeDtypeStruct((batch, length), np.int32))
         lengths = on_device(jax.ShapeDtypeStruct((batch,), np.int32))
-        encode = partial(generate.encode_batch, model)
+        encode = partial(programs.encode_batch, model)
         yield Case(f"encode, batch {batch}", encode, (ready.encoding, source, lengths))
         memory = on_device(jax.eval_shape(encode, ready.encoding, source, lengths))
         for strategy in strategies:
-            sizes = Schedule.fit(strategy, batch, prefixes=generate.PREFIXES[-1:])
-            decode = partial(generate.decode_batch, model, strategy, sizes=sizes)
-            yield Case(f"{type(strategy).__name__.lower()}, batch {batch}", decode, (ready.decoding, memory))
+            sizes, carry = programs.schedule(strategy, batch, "accelerator"), None
+            for slots in sizes.slots:
+                decode = partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots)
+                arguments = ready.decoding, memory, carry
+                yield Case(f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots", decode, arguments)
+                carry = on_device(jax.eval_shape(decode, *arguments).carry)
 
 
 def report(text: str, memory: Any) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loop["kernels"].items()))
         unit = "a step" if result["per_step"] else "in all"
         count = sum(loop["kernels"].values())
-        name = f"{result['target']:<8} {result['program']:<22}"
+        name = f"{result['target']:<8} {result['program']:<32}"
         said.append(f"{name} {count:>5} kernels {unit} ({kinds}), {loop['bytes'] / 1e6:.0f} MB")
     memory = result["memory"]
     trouble = [f"{result['host_transfers']} host transfers"] if result["host_transfers"] else []
@@ -138,7 +141,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         if result[f"largest_{kind}"] >= MATTERS:
             trouble.append(f"a {kind} of {result[f'largest_{kind}'] / 1e6:.1f} M elements")
     said.append(
-        f"{'':<31} arguments {memory['argument'] / 2**20:.0f} MiB, temporary {memory['temp'] / 2**20:.0f} MiB, "
+        f"{'':<41} arguments {memory['argument'] / 2**20:.0f} MiB, temporary {memory['temp'] / 2**20:.0f} MiB, "
         f"compiled in {result['compile_s']:.0f} s{'; ' if trouble else ''}{', '.join(trouble)}"
     )
     return said

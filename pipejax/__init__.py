@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from pipejax import environment as environment  # before anything imports JAX: it pins settings
+
 if TYPE_CHECKING:
     from pipejax.generate import Generator
 

@@ -3,19 +3,23 @@
 import argparse
 import contextlib
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pipejax.errors import UserError
-from pipejax.files import write_text
+from pipejax import environment, streams
+from pipejax.errors import UserError, out_of_memory
+from pipejax.fields import WHOLE
+from pipejax.files import look, write_text
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_OUR_MISTAKE = 70  # EX_SOFTWARE; a traceback shows it
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's RuntimeError begins
+LINE = 1000  # characters of a line that is said; what is longer loses its middle
+FILES = 256  # that must be allowed to be open at once: a save opens some for each array
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,8 +38,25 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
+    """The type of a flag that is a whole number in that range."""
+
+    def read(text: str) -> int:
+        value: int | str = text
+        with contextlib.suppress(ValueError):
+            value = int(text)
+            if least <= value <= most:
+                return value
+        bounds = f"at least {least}" if most == WHOLE else f"{least} to {most}"
+        raise argparse.ArgumentTypeError(f"found {value!r}; expected a whole number, {bounds}")
+
+    return read
+
+
 def note(line: str) -> None:
     """One line for the person at the keyboard, on standard error: standard output belongs to results."""
+    if len(line) > LINE:
+        line = f"{line[: LINE // 2]} ... {line[-LINE // 2 :]}"
     print(line, file=sys.stderr, flush=True)
 
 
@@ -44,12 +65,13 @@ def check_output(flag: str, target: str | None) -> None:
     if target is None:
         return
     wanted = Path(target)
-    if wanted.is_dir():
+    found = look(wanted, flag)
+    if found == "directory":
         raise UserError(f"{flag} {target}: found a directory; expected a file")
     directory = Path(os.path.realpath(wanted)).parent  # where a link leads to
-    if not directory.is_dir():
+    if look(directory, flag) != "directory":
         raise UserError(f"{flag} {target}: found no directory {directory}; expected one that exists")
-    if not os.access(wanted if wanted.exists() else directory, os.W_OK):
+    if not os.access(wanted if found else directory, os.W_OK):
         raise UserError(f"{flag} {target}: cannot be written (permission denied)")
 
 
@@ -74,7 +96,12 @@ def write_output(flag: str, target: str, text: str) -> None:
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and leaves with its exit code; bad input is one last line on standard error and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    streams.make_safe()
     try:
+        allow_files()
+        environment.check_flags()
+        for setting in environment.IGNORED:
+            note(f"{setting}: not followed, as what is computed depends on it")
         code = main(arguments)
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
@@ -84,24 +111,40 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     sys.exit(code)
 
 
+def allow_files() -> None:
+    """Raises the number of files that may be open to what a command needs, or a UserError if that is forbidden."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY or allowed >= FILES:
+        return
+    try:
+        wanted = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    except (OSError, ValueError):
+        wanted = allowed
+    if wanted < FILES:
+        raise UserError(f"ulimit -n: found {wanted} files that may be open at once; expected at least {FILES}")
+
+
 def explain(error: BaseException, *, debug: bool) -> int:
     """One line about an error that people can do something about; the exit code, EXIT_OUR_MISTAKE for any other."""
     if isinstance(error, KeyboardInterrupt):
         note("interrupted")
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    out_of_memory = isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and str(error).startswith(OUT_OF_MEMORY)
-    )
-    if not (out_of_memory or isinstance(error, UserError)):
+    exhausted = out_of_memory(error)
+    refused = isinstance(error, OSError) and error.strerror  # by the operating system, wherever we asked it
+    if not (exhausted or refused or isinstance(error, UserError)):
         return EXIT_OUR_MISTAKE
     if debug:
         traceback.print_exception(error)
-    if out_of_memory:
+    if exhausted:
         said = str(error) or "out of memory"
         note(f"error: {said.splitlines()[0]} (a smaller batch size or shorter lengths may fit)")
         return 1
-    note("error: " + " ".join(str(error).splitlines()))
+    if refused:
+        assert isinstance(error, OSError)
+        note(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}")
+    else:
+        note("error: " + " ".join(str(error).splitlines()))
     return EXIT_BAD_INPUT

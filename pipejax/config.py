@@ -3,20 +3,19 @@
 A config file is a short Python file that assigns `config = Config(...)`. Standard library only.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import json
-import math
 import re
 import runpy
 import traceback
-import types
 import typing
 from pathlib import Path
 from typing import Any
 
 from pipejax.errors import UserError
+from pipejax.fields import alternatives, check_fields, parse, setting, types_of
+from pipejax.files import look
 
 STRATEGIES = ("pipelined", "sequential")
 OBJECTIVES = (*STRATEGIES, "none")
@@ -30,35 +29,22 @@ DTYPES = ("auto", "float32", "bfloat16")
 ROWS = ("list", "delimiter", "sentences")
 METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
+PLACES = 2**24  # of a grid at the most: beyond that no device holds what decoding keeps of each
 SPACED = ("data.delimiter", "data.separator", "data.source_template")  # spaces at the ends of these count
-
-
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """A dataclass field with its legal range: `least`/`most` are inclusive, `above`/`below` are not."""
-    bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices}
-    return dataclasses.field(default=default, metadata=bounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
     """The architecture of a T5 (names as in Hugging Face's config.json where one exists)."""
 
-    vocab_size: int = setting(least=2)
-    d_model: int = setting(least=1)
-    d_kv: int = setting(least=1)
-    d_ff: int = setting(least=1)
-    num_heads: int = setting(least=1)
-    num_layers: int = setting(least=1)
-    num_decoder_layers: int = setting(least=1)
-    relative_attention_num_buckets: int = setting(32, least=4)
+    vocab_size: int = setting(least=2, most=2**24)
+    d_model: int = setting(least=1, most=2**16)
+    d_kv: int = setting(least=1, most=2**12)
+    d_ff: int = setting(least=1, most=2**18)
+    num_heads: int = setting(least=1, most=2**10)
+    num_layers: int = setting(least=1, most=2**10)
+    num_decoder_layers: int = setting(least=1, most=2**10)
+    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)
     relative_attention_max_distance: int = setting(128, least=4)
     dropout_rate: float = setting(0.1, least=0.0, below=1.0)
     layer_norm_epsilon: float = setting(1e-6, above=0.0)
@@ -95,8 +81,8 @@ class DataConfig:
     metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
     data_dir: str = setting("")  # where `python -m pipejax.data prepare` wrote; "" = TFDS's own directory
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
-    max_source: int = setting(2048, least=2)  # longer sources are cut here, eos kept
-    max_target: int = setting(512, least=2)  # a longer target loses its last rows (training only)
+    max_source: int = setting(2048, least=2, most=2**20)  # longer sources are cut here, eos kept
+    max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)
     separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
 
 
@@ -106,14 +92,18 @@ class TrainConfig:
 
     objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
     steps: int = setting(1000, least=1)
-    batch_size: int = setting(24, least=1)
+    batch_size: int = setting(24, least=1, most=2**20)
     accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
     pack: int = setting(0, least=0)  # examples whose targets share a row of slots, against padding; 0: see data.core
-    length_group: int = setting(16, least=1)  # batches drawn together and parted by length, against padding; 1: none
+    length_group: int = setting(
+        16, least=1, most=2**16
+    )  # batches drawn together and parted by length, against padding; 1: none
     remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
     optimizer: str = setting("adamw", choices=OPTIMIZERS)
     freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
-    lora_rank: int = setting(0, least=0)  # of low-rank factors, which alone are trained; 0: none, all is trained
+    lora_rank: int = setting(
+        0, least=0, most=2**16
+    )  # of low-rank factors, which alone are trained; 0: none, all is trained
     learning_rate: float = setting(1e-4, above=0.0)
     schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
     warmup_steps: int = setting(100, least=0)
@@ -144,7 +134,7 @@ class DecodeConfig:
     max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
     beams: int = setting(1, least=1)  # of the sequential decoder: 1 is greedy, more is beam search
     length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**this
-    batch_size: int = setting(8, least=1)
+    batch_size: int = setting(8, least=1, most=2**16)
     dtype: str = setting("auto", choices=DTYPES)
 
 
@@ -177,9 +167,8 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
       UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
     """
     path = Path(path)
-    if not path.is_file():
-        found = "found a directory" if path.is_dir() else "no such file"
-        raise UserError(f"{path}: {found}; expected a config file")
+    if (found := look(path)) != "file":
+        raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected a config file")
     try:
         namespace = runpy.run_path(str(path))
     except UserError:
@@ -242,7 +231,7 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def check(config: Config, *, where: str) -> None:
     """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
-    _check_fields(config, "", where)
+    check_fields(config, "", where)
     model = config.model
     if model is not None:
         for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
@@ -262,6 +251,11 @@ def check(config: Config, *, where: str) -> None:
                 f"{where}: decode.beams: found {config.decode.beams}; expected at most half of model.vocab_size = "
                 f"{model.vocab_size}"
             )
+    if (places := config.grid.time_max * config.grid.sub_max) > PLACES:
+        raise UserError(
+            f"{where}: grid: found {places} places, time_max {config.grid.time_max} x sub_max {config.grid.sub_max}; "
+            f"expected at most {PLACES}"
+        )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
     if config.data.rows == "delimiter" and not config.data.delimiter:
@@ -275,7 +269,7 @@ def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
     if keys[0] not in names:
         raise UserError(f"{full}: unknown key{_suggestion(full)}")
     value = getattr(node, keys[0])
-    kind = _types(type(node))[keys[0]]
+    kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:
         if value is None:
             raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
@@ -285,31 +279,20 @@ def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
         return dataclasses.replace(node, **{keys[0]: _assign(value, keys[1:], text, full)})
     if dataclasses.is_dataclass(value) or kind not in (int, float, bool, str):
         raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, value)}")
-    return dataclasses.replace(node, **{keys[0]: _parse(text, kind, full)})
-
-
-def _parse(text: str, kind: type, key: str) -> Any:
-    if kind is str:
-        return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-    if kind is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    raise UserError(f"{key}: found {text!r}; expected {_noun(kind)}")
+    return dataclasses.replace(node, **{keys[0]: parse(text, kind, full)})
 
 
 def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
     if not isinstance(values, dict):
         raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
-    kinds = _types(cls)
+    kinds = types_of(cls)
     for key in values:
         if key not in kinds:
             raise UserError(f"{where}: {prefix}{key}: unknown key{_suggestion(prefix + key)}")
     built = {}
     for key, value in values.items():
         section = next(
-            (k for k in _alternatives(kinds[key]) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
+            (k for k in alternatives(kinds[key]) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
         )
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:
@@ -323,50 +306,6 @@ def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
         raise UserError(f"{where}: {prefix}{missing[0] if missing else ''}: missing") from error
 
 
-def _check_fields(node: Any, prefix: str, where: str) -> None:
-    kinds = _types(type(node))
-    for field in dataclasses.fields(node):
-        key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
-        if dataclasses.is_dataclass(value) and type(value) in _alternatives(kind):
-            _check_fields(value, f"{key}.", where)
-            continue
-        # bool is an int and an int is a float in Python; a config key takes the first for neither.
-        fits = type(value) in _alternatives(kind) or (kind is float and type(value) is int)
-        if not fits or (kind is float and not math.isfinite(value)):
-            raise UserError(f"{where}: {key}: found {value!r}; expected {_noun(kind)}")
-        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            raise UserError(f"{where}: {key}: found {value!r}; expected valid Unicode")
-        rule = field.metadata
-        if rule.get("choices") and value not in rule["choices"]:
-            guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
-            raise UserError(
-                f"{where}: {key}: found {value!r}; expected one of {', '.join(filter(None, rule['choices']))}"
-                + (f" (did you mean {guess[0]}?)" if guess else "")
-            )
-        for name, words, broken in (
-            ("least", "at least", lambda v, b: v < b),
-            ("most", "at most", lambda v, b: v > b),
-            ("above", "more than", lambda v, b: v <= b),
-            ("below", "less than", lambda v, b: v >= b),
-        ):
-            bound = rule.get(name)
-            if bound is not None and broken(value, bound):
-                raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
-
-
-def _types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-
-
-def _noun(kind: Any) -> str:
-    nouns = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in _alternatives(kind))
-
-
 def _suggestion(key: str) -> str:
     every = [*flat(Config()), *(f"model.{f.name}" for f in dataclasses.fields(T5Config))]
     section, _, name = key.rpartition(".")
@@ -378,7 +317,7 @@ def _suggestion(key: str) -> str:
     siblings = [k.removeprefix(f"{section}.") for k in every if k.startswith(f"{section}.")]
     if siblings:
         return f"; the keys of {section} are {', '.join(siblings)}"
-    return f"; the sections are {', '.join(_types(Config))}"
+    return f"; the sections are {', '.join(types_of(Config))}"
 
 
 def _example(key: str, value: Any) -> str:

@@ -2,8 +2,7 @@
 
 Every tensor is used, every parameter filled, every shape follows from config.json; anything else is an error.
 The file decides where config.json misleads: the head is `lm_head.weight` or, without one, the shared table.
-Known are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. Kernels are [in, out] here and [out, in] there. Axes:
-V vocabulary, D width, F feed-forward width, H heads, I inner width of all heads, B buckets.
+Known are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. `pipejax.parameters` has the names and shapes.
 """
 
 import json
@@ -24,31 +23,13 @@ from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.cli import Parser, note, run
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.errors import UserError
-from pipejax.files import new_directory
+from pipejax.files import look, new_directory
+from pipejax.parameters import SHARED, check_shape, mapping
 from pipejax.tensor_files import Stored, check_finite, first_line, open_tensors, read_json
 from pipejax.tokenizer import Tokenizer
 
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
 
-# The mapping: our path, Hugging Face's name without ".weight", our axes; `mapping` prefixes the layer.
-ATTENTION = (
-    ("norm/scale", "layer_norm", "D"),
-    ("query/kernel", "{}.q", "DI"),
-    ("key/kernel", "{}.k", "DI"),
-    ("value/kernel", "{}.v", "DI"),
-    ("output/kernel", "{}.o", "ID"),
-)
-RELU = (("norm/scale", "layer_norm", "D"), ("wi/kernel", "{}.wi", "DF"), ("wo/kernel", "{}.wo", "FD"))
-GATED = (RELU[0], ("wi_0/kernel", "{}.wi_0", "DF"), ("wi_1/kernel", "{}.wi_1", "DF"), RELU[2])
-LAYERS = {
-    "encoder": {"attention": "SelfAttention", "feed_forward": "DenseReluDense"},
-    "decoder": {
-        "self_attention": "SelfAttention",
-        "cross_attention": "EncDecAttention",
-        "feed_forward": "DenseReluDense",
-    },
-}
-SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # names of one table
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # only in very old files
 
 ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
@@ -61,22 +42,6 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-
-
-def mapping(model: T5Config) -> dict[str, tuple[str, str]]:
-    """Our path of each parameter -> (Hugging Face's name, our axes)."""
-    table = {"shared/embedding": (SHARED[0], "VD")}
-    for stack, depth in (("encoder", model.num_layers), ("decoder", model.num_decoder_layers)):
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        table[f"{stack}/relative_bias/embedding"] = (bias, "BH")
-        for block in range(depth):
-            for layer, (ours, theirs) in enumerate(LAYERS[stack].items()):
-                dense = RELU if model.feed_forward == "relu" else GATED
-                for path, name, axes in dense if ours == "feed_forward" else ATTENTION:
-                    name = f"{stack}.block.{block}.layer.{layer}.{name.format(theirs)}.weight"
-                    table[f"{stack}/layers_{block}/{ours}/{path}"] = (name, axes)
-        table[f"{stack}/norm/scale"] = (f"{stack}.final_layer_norm.weight", "D")
-    return table if model.tied_head else table | {"lm_head/kernel": ("lm_head.weight", "DV")}
 
 
 def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
@@ -98,7 +63,7 @@ def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
     table = mapping(model)
     for path, (name, axes) in table.items():  # all of them before the first is read
         axes = axes[::-1] if path.endswith("kernel") else axes
-        _check_shape(f"{tensors[name].file}: {name}", tensors[name].shape, axes, model)
+        check_shape(f"{tensors[name].file}: {name}", tensors[name].shape, axes, model)
     flat = {}
     for path, (name, _) in table.items():
         array = tensors.pop(name).read()  # nothing is kept twice
@@ -171,10 +136,8 @@ def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
     """
     require_free(Path(out))
     restored = open_run(checkpoint, best=best, log=note)
-    if restored.config.model is None:
-        raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
-    tokenizer = Path(checkpoint) / "tokenizer"
-    write_hf(restored.config.model, restored.items["params"], out, tokenizer if tokenizer.is_dir() else None)
+    assert restored.config.model is not None  # `open_run` saw to it
+    write_hf(restored.config.model, restored.items["params"], out, restored.tokenizer_files())
     _report(out, restored.items["params"])
 
 
@@ -215,7 +178,7 @@ def _read_architecture(directory: Path) -> T5Config:
     values["feed_forward"] = facts.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
     values.setdefault("num_decoder_layers", facts["num_layers"])
     generation = directory / "generation_config.json"
-    start = read_json(generation).get("decoder_start_token_id") if generation.is_file() else None
+    start = read_json(generation).get("decoder_start_token_id") if look(generation) == "file" else None
     values.setdefault("decoder_start_token_id", values.get("pad_token_id", 0) if start is None else start)
     if isinstance(values.get("eos_token_id"), list) and len(values["eos_token_id"]) == 1:
         values["eos_token_id"] = values["eos_token_id"][0]
@@ -277,22 +240,6 @@ def _check_names(file: Path, model: T5Config, weights: Path, tensors: dict[str, 
         )
 
 
-def _check_shape(where: str, shape: tuple[int, ...], axes: str, model: T5Config) -> None:
-    keys = {
-        "V": "vocab_size",
-        "D": "d_model",
-        "F": "d_ff",
-        "H": "num_heads",
-        "I": "num_heads * d_kv",
-        "B": "relative_attention_num_buckets",
-    }
-    sizes = {key: getattr(model, key, model.num_heads * model.d_kv) for key in (keys[axis] for axis in axes)}
-    expected = list(sizes.values())
-    if list(shape) != expected:
-        named = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        raise UserError(f"{where}: found shape {list(shape)}; expected {expected}, as the config has {named}")
-
-
 def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:
     """Our parameters by torch's names, in its layout."""
     flat, table = flatten_dict(params, sep="/"), mapping(model)
@@ -302,7 +249,7 @@ def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:
     tensors = {}
     for path, (name, axes) in table.items():
         array = np.asarray(flat[path], dtype=np.float32)
-        _check_shape(f"parameters: {path}", array.shape, axes, model)
+        check_shape(f"parameters: {path}", array.shape, axes, model)
         check_finite(f"parameters: {path}", array)
         tensors[name] = np.ascontiguousarray(array.T if path.endswith("kernel") else array)
     return tensors
@@ -326,9 +273,9 @@ def _hf_config(model: T5Config) -> dict[str, Any]:
 
 def _locate(source: str) -> Path:
     """The directory itself, or that of a hub model's download."""
-    if Path(source).is_dir():
+    if (found := look(source)) == "directory":
         return Path(source)
-    if Path(source).exists():
+    if found:
         raise UserError(f"{source}: found a file; expected a directory with config.json and weights")
     reason = "no such path"
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
@@ -347,7 +294,7 @@ def _locate(source: str) -> Path:
 
 def _copy_tokenizer(source: Path, target: Path) -> Path | None:
     """Copies the tokenizer files byte for byte; None if there are none."""
-    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    files = [source / name for name in TOKENIZER_FILES if look(source / name) == "file"]
     target.mkdir(exist_ok=True)
     for file in files:
         try:

@@ -138,17 +138,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
     parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="documents decoded together (1)")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first so many documents")
+    parser.add_argument(
+        "--batch-size", type=cli.whole(1, 2**16), default=1, metavar="N", help="documents decoded together (1)"
+    )
+    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many documents")
     parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
     parser.add_argument(
         "--predictions", metavar="FILE", help="keep what was decoded: lines id, source, gold, pred, ..."
     )
     parser.add_overrides("override a setting of grid, decode or data (repeatable)")
     flags = parser.parse_args(argv)
-    for flag, value in (("--batch-size", flags.batch_size), ("--limit", flags.limit)):
-        if value is not None and value < 1:
-            raise UserError(f"{flag}: found {value}; expected at least 1")
     cli.check_output("--json", flags.json)
     cli.check_output("--predictions", flags.predictions)
     ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]

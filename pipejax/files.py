@@ -1,4 +1,4 @@
-"""Files and directories that are written whole or not at all, and are on the disk once they are said to be written.
+"""Files: what lies at a path, and writing whole or not at all, so that what is said to be written is on the disk.
 
 A rename is atomic for whoever looks, but after a loss of power it may have survived while what was renamed has not. So
 everything is synced before the rename, and the directory that holds the name after it. What a killed process leaves
@@ -11,9 +11,33 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
+
+from pipejax.errors import UserError
+
+
+def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
+    """What lies at a path, through links: "" for nothing, "file" for all that is no directory, pipes and devices too.
+
+    Path's own questions raise an OSError on one Python and say "nothing" on another if they are not answered.
+
+    Raises:
+      UserError: the path may not be looked at, is too long, or cannot be one; it begins with `where`.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return ""
+        raise UserError(f"{where}{' ' if where else ''}{path}: cannot be looked at ({error.strerror})") from error
+    except ValueError as error:  # a NUL, or characters that no file name has
+        raise UserError(f"{where}{' ' if where else ''}{str(path)!r}: found no path ({error}); expected one") from error
+    return "directory" if stat.S_ISDIR(mode) else "file"
+
 
 _PARTIAL = "-partial"
 

@@ -238,8 +238,8 @@ def load(
     program_cache.use(log=log)
     restored = checkpoint.open_run(path, best=best, log=log)
     config = config_lib.override(restored.config, overrides)
-    tokenizer_files = Path(path) / "tokenizer"
-    tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files.is_dir() else None
+    tokenizer_files = restored.tokenizer_files()
+    tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
     generator = Generator(config, restored.items["params"], tokenizer, own_kernel=native.use(log=log))
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator

@@ -54,7 +54,7 @@ def _load(directory: Path, log: Callable[[str], None]) -> bool:
     flags = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
     key = hashlib.sha256(repr((SOURCE.read_bytes(), jax.__version__, compiler, flags, _processor())).encode())
     library = directory / f"columns-{key.hexdigest()[:16]}.so"
-    if not library.exists():
+    if not (library.exists() and program_cache.ours_alone(library)):
         log(f"compiling a kernel for this processor (once; kept in {directory})")
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / library.name
@@ -68,6 +68,7 @@ def _load(directory: Path, log: Callable[[str], None]) -> bool:
                 found = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
                 log(f"decoding goes without its own kernel: {compiler}: {found}")
                 return False
+            made.chmod(0o700)  # the linker makes it as open as the umask allows
             made.replace(library)
     if not any(_tried.values()):  # a name can be given once
         try:

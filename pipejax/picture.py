@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipejax.cli import Parser, run
+from pipejax.cli import Parser, run, whole
+from pipejax.config import GRID
 from pipejax.data.lines import id_of, read_file
 from pipejax.errors import UserError
 from pipejax.picture_page import PAGE, escape, mark, shorten, text_width
@@ -300,14 +301,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("records", metavar="RECORDS.jsonl", help="what `decode.py --output` wrote")
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
-    parser.add_argument("--delay", type=int, default=1, help="grid.delay of the decode (default: 1)")
+    parser.add_argument("--delay", type=whole(1, GRID), default=1, help="grid.delay of the decode (default: 1)")
     parser.add_argument("--input", metavar="FILE.jsonl", help="the decoded file, to show the source (html)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)
     if output.suffix not in (".html", ".svg"):
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
-    if flags.delay < 1:
-        raise UserError(f"--delay: found {flags.delay}; expected at least 1")
     place, record = _find(flags.records, flags.id)
     rows, texts = _tokens(record, place)
     drawing = {

@@ -22,6 +22,7 @@ from pipejax import cli
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.errors import UserError
+from pipejax.files import look
 
 GIB = 2**30
 
@@ -191,7 +192,9 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="python -m pipejax.plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
-    parser.add_argument("--devices", type=int, metavar="N", help="devices to plan for (default: what the mesh names)")
+    parser.add_argument(
+        "--devices", type=cli.whole(1, 2**12), metavar="N", help="devices to plan for (default: what the mesh names)"
+    )
     parser.add_argument(
         "--memory",
         type=float,
@@ -203,9 +206,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_overrides("override a setting of the config (repeatable)")
     flags = parser.parse_args(argv)
-    for flag, value, least in (("--devices", flags.devices, 1), ("--memory", flags.memory, 0)):
-        if value is not None and value < least:
-            raise UserError(f"{flag}: found {value:g}; expected at least {least}")
+    if flags.memory is not None and not 0 <= flags.memory < math.inf:
+        raise UserError(f"--memory: found {flags.memory:g}; expected at least 0")
     config = config_lib.load(flags.config, flags.overrides)
 
     import jax
@@ -248,7 +250,7 @@ def _resolve(config: Config, name: str | None) -> Config:
         return dataclasses.replace(config, model=architecture(name))
     if config.model is None and config.train.init_from:
         path = Path(config.train.init_from) / "config.json"
-        if path.is_file():
+        if look(path, "train.init_from:") == "file":
             found = config_lib.from_json(path.read_text(encoding="utf-8"), where=str(path))
             return dataclasses.replace(config, model=found.model)
         raise UserError(f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint")

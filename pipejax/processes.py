@@ -68,7 +68,11 @@ def join(
     """
     coordinator = coordinator or environment.get("PIPEJAX_COORDINATOR") or None
     told = _told(environment)
-    processes = _number("processes", processes, environment) or (told and told[0]) or None
+    processes = _number("processes", processes, environment)
+    if processes is None:
+        processes = told[0] if told else None
+    elif not 1 <= processes < 2**20:
+        raise UserError(f"--processes: found {processes}; expected at least 1")
     process_id = _number("process_id", process_id, environment)
     if process_id is None and told:
         process_id = told[1]
@@ -77,8 +81,10 @@ def join(
             return False
         raise UserError("--coordinator: found none; expected HOST:PORT of process 0, as for every process of the run")
     if coordinator is not None:
-        if not re.fullmatch(r".+:\d+", coordinator):
+        if not re.fullmatch(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}", coordinator):
             raise UserError(f"--coordinator: found {coordinator!r}; expected HOST:PORT, such as node0:8476")
+        if not 1 <= int(coordinator.rpartition(":")[2]) <= 65535:
+            raise UserError(f"--coordinator: found {coordinator!r}; expected a port from 1 to 65535")
         if processes is None or process_id is None:
             missing = "--processes" if processes is None else "--process-id"
             raise UserError(f"{missing}: found none; expected it with --coordinator (no launcher says it)")
@@ -86,8 +92,8 @@ def join(
             raise UserError(f"--process-id: found {process_id}; expected 0 to {processes - 1}")
     if processes == 1:
         return False
-    if heartbeat < 1:
-        raise UserError(f"--heartbeat: found {heartbeat}; expected at least 1 second")
+    if not 1 <= heartbeat <= 86400:
+        raise UserError(f"--heartbeat: found {heartbeat}; expected 1 second to a day of them")
     if coordinator is not None and process_id != 0:
         _await(coordinator, patience)
     own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
@@ -124,7 +130,7 @@ def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int
     text = environment.get(f"PIPEJAX_{name.upper()}", "")
     if value is not None or not text:
         return value
-    if not text.isascii() or not text.isdigit():
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise UserError(f"PIPEJAX_{name.upper()}: found {text!r}; expected a whole number")
     return int(text)
 

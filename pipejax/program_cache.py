@@ -32,14 +32,20 @@ def safe_directory(*, log: Callable[[str], None]) -> Path | None:
         return None
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
+        safe = ours_alone(path)
     except OSError as error:
         log(f"compiled programs are not kept: {path}: {error.strerror}")
         return None
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not safe:
         log(f"compiled programs are not kept: {path} is open to others; chmod 700 it, or name another in {VARIABLE}")
         return None
     return path
+
+
+def ours_alone(path: Path) -> bool:
+    """Whether nobody else may write there: only then is what it holds executed. Raises OSError if it cannot be told."""
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def use(*, log: Callable[[str], None]) -> Path | None:

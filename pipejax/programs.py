@@ -95,12 +95,12 @@ def _rest(params: Any, *, model: T5, in_panels: bool) -> tuple[Any, packed.Weigh
     return {"shared": params["shared"], "encoder": params["encoder"]}, weights
 
 
-def schedule(strategy: Strategy, batch: int) -> Schedule:
-    """The sizes that a decode goes through here: a program a number of slots, with a loop a number of queries.
+def schedule(strategy: Strategy, batch: int, platform: str = "") -> Schedule:
+    """The sizes that a decode goes through there ("": here): a program a number of slots, with a loop a number of queries.
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
-    if jax.default_backend() == "cpu":
+    if (platform or jax.default_backend()) == "cpu":
         return Schedule.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
     return Schedule.fit(strategy, batch, slots=SLOTS[1:])
 

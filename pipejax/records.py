@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from pipejax import cli
+from pipejax import cli, streams
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
 from pipejax.errors import UserError
@@ -37,6 +37,7 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     if resume and (STANDARD in (source, target) or (Path(target).exists() and not Path(target).is_file())):
         raise UserError(f"--resume: found --input {source} --output {target}; expected files, which can be read again")
     if target == STANDARD:
+        streams.check_standard_output("--output")
         return
     wanted = Path(target)
     if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):

@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
 from pipejax.errors import UserError
+from pipejax.files import look
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -54,7 +55,7 @@ def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
         "flax_model.msgpack": _open_msgpack,
     }
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):
-        if file.is_file():
+        if look(file) == "file":
             tensors = opener(file)
             for name, stored in tensors.items():
                 if stored.dtype not in DTYPES:
@@ -98,6 +99,10 @@ def first_line(error: BaseException) -> str:
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
     try:
+        file.open("rb").close()  # safetensors says of all that cannot be opened that it is not there
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
+    try:
         handle = safe_open(file, framework="numpy")
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no dict)
     except (SafetensorError, OSError) as error:
@@ -118,7 +123,7 @@ def _open_index(index: Path) -> dict[str, Stored]:
             raise UserError(f"{index}: weight_map: found {shard!r}; expected a file name, beside the index")
         file = index.with_name(shard)
         listed = {name for name, place in places.items() if place == shard}
-        if not file.is_file():
+        if look(file) != "file":
             raise UserError(
                 f"{index}: weight_map: found {shard}, which does not exist; expected it to hold "
                 f"{min(listed)} ({len(listed)} tensors in all)"

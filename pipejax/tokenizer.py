@@ -1,5 +1,6 @@
 """Text <-> token ids, on top of transformers' tokenizers. No model, no task and no batch lives here."""
 
+import hashlib
 import json
 import os
 import threading
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.errors import UserError
+from pipejax.files import look
 
 # A directory holds a tokenizer if it holds one of these; ByT5's needs no vocabulary, only the last.
 _FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
+# Of every call that reads files: what lies in a directory is data, and is never run or asked about.
+_DATA: dict[str, Any] = {"trust_remote_code": False}
 _HUB_TIMEOUT = 10.0  # seconds to find out whether the hub answers and knows a name
 
 
@@ -40,9 +44,9 @@ class Tokenizer:
           UserError: neither exists, the hub cannot be reached, or the files cannot be read.
         """
         name = str(path)
-        if Path(path).is_dir():
+        if (found := look(path)) == "directory":
             return cls(_read_directory(Path(path)))
-        if Path(path).exists():
+        if found:
             raise UserError(f"{name}: found a file; expected the directory of a tokenizer")
         if isinstance(path, Path) or not _is_hub_id(name):
             raise UserError(f"{name}: found no such directory; expected the directory of a tokenizer")
@@ -68,13 +72,42 @@ class Tokenizer:
         self._inner.save_pretrained(str(directory))
 
 
+def digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of each file of a tokenizer by name, hidden ones left out; nothing if there is no such directory.
+
+    Raises:
+      UserError: they cannot be read.
+    """
+    if look(directory) != "directory":
+        return {}
+    try:
+        files = sorted(p for p in directory.iterdir() if not p.name.startswith(".") and look(p) == "file")
+        return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    except OSError as error:
+        raise UserError(f"{error.filename or directory}: cannot be read ({error.strerror})") from error
+
+
+def check_digests(directory: Path, expected: dict[str, str]) -> None:
+    """Other bytes may give other ids, silently: the files must be those that `digests` was once asked about.
+
+    Raises:
+      UserError: they are not; it names the first that differs.
+    """
+    found = digests(directory)
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            problem = "nothing" if name not in found else "other content" if name in expected else "a file"
+            wanted = "what was saved with the checkpoint" if name in expected else "none, as none was saved"
+            raise UserError(f"{directory / name}: found {problem}; expected {wanted}: ids depend on it")
+
+
 def _read_directory(directory: Path) -> Any:
-    if not any((directory / name).is_file() for name in _FILES):
+    if not any(look(directory / name) == "file" for name in _FILES):
         raise UserError(f"{directory}: found no tokenizer; expected one of {', '.join(_FILES)}")
     transformers = import_transformers()
     try:
-        if (directory / "tokenizer.json").is_file() or _names_a_class(directory):
-            inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        if look(directory / "tokenizer.json") or _names_a_class(directory):
+            inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
         else:
             inner = _read_sentencepiece(transformers, directory)
     except Exception as error:  # transformers, tokenizers and sentencepiece raise all kinds for a bad file
@@ -84,7 +117,7 @@ def _read_directory(directory: Path) -> Any:
         ) from error
     # Without its vocabulary file transformers makes up a tokenizer of a few pieces, silently.
     needed = list(type(inner).vocab_files_names.values())
-    if needed and not any((directory / name).is_file() for name in needed):
+    if needed and not any(look(directory / name) == "file" for name in needed):
         raise UserError(f"{directory}: found no vocabulary; expected {' or '.join(needed)}")
     return inner
 
@@ -92,17 +125,17 @@ def _read_directory(directory: Path) -> Any:
 def _names_a_class(directory: Path) -> bool:
     """False for the oldest T5 files: their class was told by the model's config.json, which lies elsewhere here."""
     file = directory / "tokenizer_config.json"
-    return file.is_file() and "tokenizer_class" in json.loads(file.read_text(encoding="utf-8"))
+    return look(file) == "file" and "tokenizer_class" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> Any:
     """A bare spiece.model. T5's gets its 100 sentinels after the pieces; mT5's has them among its pieces."""
     try:
-        return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True)
+        return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
     except ValueError:
         pass
     try:
-        return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, extra_ids=0)
+        return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, extra_ids=0, **_DATA)
     except ValueError as error:  # says that tiktoken is missing, whatever the cause
         raise ValueError("spiece.model is damaged, or the package sentencepiece is missing") from error
 
@@ -110,7 +143,7 @@ def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> Any:
 def _read_hub(name: str) -> Any:
     transformers = import_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)  # downloaded before
+        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, **_DATA)  # downloaded before
     except Exception:
         pass
     try:
@@ -118,7 +151,7 @@ def _read_hub(name: str) -> Any:
 
         # transformers would try for a minute before it says that there is no network.
         huggingface_hub.model_info(name, timeout=_HUB_TIMEOUT)
-        return transformers.AutoTokenizer.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(name, **_DATA)
     except Exception as error:
         raise UserError(
             f"{name}: found neither a directory nor a reachable hub id ({_summary(error)}); "

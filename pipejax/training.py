@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from pipejax import checkpoint, decoding, processes, sharding
+from pipejax import checkpoint, decoding, environment, processes, sharding
 from pipejax import config as config_lib
 from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
@@ -68,7 +68,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
         log(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
         with processes.together(UserError):
-            tokenizer = Tokenizer.load(directory.path / "tokenizer")
+            tokenizer = Tokenizer.load(own.tokenizer_files() or directory.path / "tokenizer")
         return Start(trainer, state, own.step, tokenizer, own.config)
     with processes.together(UserError):
         trainer, tokenizer, origin = _prepare(config, log)
@@ -93,7 +93,7 @@ def _prepare(config: Config, log: Callable[[str], None]) -> tuple[Trainer, Token
         )
     elif config.model is None:
         raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
-    tokenizer = _find_tokenizer(config)
+    tokenizer = _find_tokenizer(config, origin)
     assert config.model is not None
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
@@ -105,13 +105,12 @@ def _prepare(config: Config, log: Callable[[str], None]) -> tuple[Trainer, Token
     return Trainer(config), tokenizer, origin
 
 
-def _find_tokenizer(config: Config) -> Tokenizer:
+def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
     if config.data.tokenizer:
         return Tokenizer.load(config.data.tokenizer)
     if own := make_task(config.data).tokenizer():
         return own
-    carried = Path(config.train.init_from) / "tokenizer"
-    if config.train.init_from and carried.is_dir():
+    if origin and (carried := origin.tokenizer_files()):
         return Tokenizer.load(carried)
     raise UserError(
         "data.tokenizer: found none; expected a directory of tokenizer files"
@@ -179,6 +178,7 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
     """
     if config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
+    environment.check()
     decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
     if not processes.first():
         log = _silence

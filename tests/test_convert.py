@@ -16,7 +16,7 @@ from flax.serialization import msgpack_serialize
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from pipejax import checkpoint, convert
+from pipejax import checkpoint, convert, parameters
 from pipejax.cli import run
 from pipejax.errors import UserError
 
@@ -116,7 +116,7 @@ def test_round_trip(kind: str, models: Models, tmp_path: Path) -> None:
     assert config.tied_head == ("own_head" not in KINDS[kind])
     assert config.scale_head == (kind in ("t5", "own head scaled"))
     flat = flatten_dict(params, sep="/")
-    assert flat.keys() == convert.mapping(config).keys()
+    assert flat.keys() == parameters.mapping(config).keys()
     assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in flat.values())
     convert.write_hf(config, params, tmp_path / "out", None)
     assert equal(tensors_of(tmp_path / "out"), tensors_of(directory))

@@ -11,7 +11,7 @@ import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from pipejax import convert
+from pipejax import convert, parameters
 from pipejax.config import T5Config
 from pipejax.errors import UserError
 
@@ -35,7 +35,7 @@ BIAS = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"  #
 
 def random_params() -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    shapes = {path: [SIZES[axis] for axis in axes] for path, (_, axes) in convert.mapping(CONFIG).items()}
+    shapes = {path: [SIZES[axis] for axis in axes] for path, (_, axes) in parameters.mapping(CONFIG).items()}
     flat = {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
     return unflatten_dict(flat, sep="/")
 
@@ -156,7 +156,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "lies on heads": (setting(num_heads=6, d_kv=2), ("relative_attention_bias", "[32, 3]", "num_heads 6")),
     "lies on buckets": (setting(relative_attention_num_buckets=16), ("[32, 3]", "_num_buckets 16")),
     "too few layers": (setting(num_layers=1), ("config.json: num_layers: found 1; expected 2", "encoder")),
-    "too many layers": (setting(num_layers=10**9), ("num_layers: found 1000000000; expected 2",)),
+    "too many layers": (setting(num_layers=1000), ("num_layers: found 1000; expected 2",)),
+    "no machine's layers": (setting(num_layers=10**9), ("num_layers: found 1000000000; expected at most 1024",)),
+    "a number too long": (setting(layer_norm_epsilon=10**400), ("layer_norm_epsilon: found a number of more than 30",)),
     "too many decoder layers": (setting(num_decoder_layers=3), ("num_decoder_layers: found 3; expected 2",)),
     "no config": (lambda directory: (directory / "config.json").unlink(), ("config.json: cannot be read",)),
     "config no json": (content("config.json", b"{'d_model': 3}"), ("config.json: found no JSON",)),

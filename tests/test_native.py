@@ -1,6 +1,7 @@
 """Our own kernel: products equal NumPy's, decodes equal those without it, and its absence costs no more than a line."""
 
 import dataclasses
+import os
 from functools import partial
 
 import jax
@@ -113,6 +114,31 @@ def test_it_is_compiled_once(kernel, monkeypatch):
     said: list[str] = []
     assert native.use(log=said.append) and native._load(kernel, said.append) and not said
     assert len(list(kernel.glob("*.so"))) == 1
+
+
+def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
+    """Whatever the umask is: the linker makes it as open as that allows."""
+    compiler, runs = tmp_path / "c++", tmp_path / "runs"
+    compiler.write_text(
+        f'#!/bin/sh\nfor last; do :; done\necho broken > "$last"\nchmod 777 "$last"\necho x >> {runs}\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native, "_tried", {tmp_path: True})  # loading is not what this is about
+    directory = tmp_path / "cache"
+    directory.mkdir(mode=0o700)
+    before = os.umask(0)
+    try:
+        assert native._load(directory, str)
+    finally:
+        os.umask(before)
+    (library,) = directory.glob("*.so")
+    assert library.stat().st_mode & 0o777 == 0o700
+    assert native._load(directory, str) and runs.read_text() == "x\n"  # it is taken as it is
+    library.chmod(0o777)
+    assert native._load(directory, str) and runs.read_text() == "x\nx\n"
+    (library,) = directory.glob("*.so")
+    assert library.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

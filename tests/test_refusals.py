@@ -1,5 +1,6 @@
 """Bad input to the commands: exit code 2, a last line that names the culprit, and nothing that existed is touched."""
 
+import errno
 import io
 import json
 import os
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 
 import decode
 import train
-from pipejax import checkpoint, cli, convert, generate, programs
+from pipejax import checkpoint, cli, convert, files, generate, programs
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.errors import UserError
@@ -375,6 +376,10 @@ def test_ends(capsys):
             1,
             "error: RESOURCE_EXHAUSTED: Out",
         ),
+        (RuntimeError("INTERNAL: Generated function failed: Out of memory: 4096 bytes"), 1, "error: INTERNAL: Gen"),
+        (MemoryError(), 1, "error: out of memory (a smaller batch size"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), 2, "error: /a/b: Permission denied"),
+        (OSError(errno.EMFILE, "Too many open files"), 2, "error: Too many open files"),
     ):
         with pytest.raises(SystemExit) as caught:
             cli.run(raises(error), [])
@@ -388,6 +393,46 @@ def test_ends(capsys):
         with pytest.raises(SystemExit) as caught:
             cli.run(lambda argv, number=number: number, [])
         assert caught.value.code == number
+
+
+def test_a_line_is_no_longer_than_can_be_read(capsys):
+    def fails(argv):
+        raise UserError(f"{'x' * 10**6}: found too much; expected less")
+
+    with pytest.raises(SystemExit):
+        cli.run(fails, [])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert len(said) < 1100 and said.startswith("error: xxx") and said.endswith("found too much; expected less")
+
+
+@pytest.mark.parametrize(
+    "path, found", [("", "directory"), ("file", "file"), ("no", ""), ("file/no", ""), ("/dev/null", "file")]
+)
+def test_what_lies_at_a_path(tmp_path, path, found):
+    (tmp_path / "file").touch()
+    assert files.look(tmp_path / path) == found
+
+
+@pytest.mark.parametrize(
+    "path, reason", [("x" * 300, "File name too long"), ("/x" * 4000, "File name too long"), ("a\0b", "null byte")]
+)
+def test_a_path_that_cannot_be_one(path, reason):
+    with pytest.raises(UserError, match=rf"^--flag .*{reason}"):
+        files.look(path, "--flag")
+
+
+def test_files_that_may_be_open(tmp_path):
+    """Fewer than a save needs: more are allowed if they may be, and if not that is said before anything hangs."""
+    text = "from pipejax import cli; import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+    text += "cli.run(lambda argv: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) or 0)"
+    for limit, code, out, err in (
+        ("-S -n 64", 0, f"{cli.FILES}\n", ""),
+        ("-n 8", 2, "", f"error: ulimit -n: found 8 files that may be open at once; expected at least {cli.FILES}\n"),
+    ):
+        drop = "from experiments.faults.unprivileged import drop; drop();"  # root may always raise it
+        command = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", sys.executable, "-c", drop + text]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, err)
 
 
 @pytest.mark.parametrize("main", [decode.main, train.main, convert.main])

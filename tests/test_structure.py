@@ -29,6 +29,9 @@ SOURCES = sorted(
 LAYERS = (
     (
         "errors",
+        "environment",
+        "streams",
+        "fields",
         "config",
         "grid",
         "losses",
@@ -45,7 +48,18 @@ LAYERS = (
         "metrics",
         "metrics.[!_]*",
     ),
-    ("t5", "native", "decoding.core", "data", "data.*", "tokenizer", "sharding", "fingerprint", "tensor_files"),
+    (
+        "parameters",
+        "t5",
+        "native",
+        "decoding.core",
+        "data",
+        "data.*",
+        "tokenizer",
+        "sharding",
+        "fingerprint",
+        "tensor_files",
+    ),
     ("checkpoint", "checkpoint.*", "architectures", "costs"),
     (
         "convert",

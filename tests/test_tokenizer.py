@@ -1,7 +1,9 @@
 """The tokenizer against transformers' own, for every kind of directory; nothing is downloaded."""
 
+import io
 import json
 import logging
+import random
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from pipejax.data.demo import build_tokenizer
 from pipejax.errors import UserError
-from pipejax.tokenizer import Tokenizer
+from pipejax.tokenizer import Tokenizer, check_digests, digests
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [
@@ -195,6 +197,68 @@ def test_bad_directories(files: dict[str, str], message: str, tmp_path: Path) ->
         Tokenizer.load(tmp_path)
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "tokenizer_config.json": {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}},
+            "tokenizer.json": {},
+        },
+        {
+            "config.json": {"model_type": "t5", "auto_map": {"AutoConfig": "mine.Mine", "AutoTokenizer": "mine.Mine"}},
+            "tokenizer_config.json": {"tokenizer_class": "Mine"},
+        },
+        {"config.json": {"auto_map": {"AutoConfig": "mine.Mine"}}, "tokenizer.json": {}},
+        {"config.json": {"auto_map": {"AutoConfig": "mine.Mine"}}, "spiece.model": {}},
+    ],
+    ids=["tokenizer_config.json", "config.json with a class", "config.json", "spiece.model"],
+)
+def test_code_in_a_directory_is_not_run_or_asked_about(
+    files: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first line of standard input is data: it must not be taken for an answer."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    asked = io.StringIO("y\ny\ny\n")
+    monkeypatch.setattr(sys, "stdin", asked)
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.readline().strip())
+    with pytest.raises(UserError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+    assert asked.tell() == 0 and not (tmp_path / "ran").exists()
+    assert "Do you wish to run" not in capfd.readouterr().out
+
+
+def test_a_flipped_bit_does_not_go_unseen(demo: Path, tmp_path: Path) -> None:
+    """Of files that are read as they were saved every bit counts; so do files that are gone or that came to them."""
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(demo, copy)
+    expected = digests(copy)
+    assert expected.keys() == {path.name for path in demo.iterdir()}
+    check_digests(copy, expected)
+    chance, files = random.Random(0), sorted(copy.iterdir())
+    for _ in range(400):
+        file = chance.choice(files)
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"^{file}: found other content; expected what was saved"):
+            check_digests(copy, expected)
+        file.write_bytes(content)
+    check_digests(copy, expected)
+    (copy / ".DS_Store").write_text("x")  # nobody reads it
+    check_digests(copy, expected)
+    (copy / "added_tokens.json").write_text("{}")
+    with pytest.raises(UserError, match=r"added_tokens\.json: found a file; expected none"):
+        check_digests(copy, expected)
+    (copy / "added_tokens.json").unlink()
+    files[0].unlink()
+    with pytest.raises(UserError, match=rf"^{files[0]}: found nothing; expected what was saved"):
+        check_digests(copy, expected)
 
 
 def test_bad_paths(tmp_path: Path) -> None:

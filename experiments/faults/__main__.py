@@ -84,9 +84,44 @@ def _malformed(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]
     return malformed.many(commands, scratch)
 
 
+def _permissions(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import permissions
+
+    return permissions.many(commands, scratch)
+
+
+def _archives(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import archives
+
+    return archives.many(commands, scratch)
+
+
+def _forged(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import forged
+
+    return forged.many(commands, scratch)
+
+
+def _streams(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import streams
+
+    return streams.many(commands, scratch)
+
+
+def _environment(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import environment
+
+    return environment.many(commands, scratch)
+
+
 PARTS: dict[str, tuple[str, Part]] = {
     "repeats": ("The same command twice; a finished run repeated", _repeats),
     "malformed": ("Malformed data, configs, HF directories, run directories", _malformed),
+    "permissions": ("What may not be read or written; names that are too long", _permissions),
+    "archives": ("Damaged, encrypted and overfull zips", _archives),
+    "forged": ("Sealed manifests and configs that lie", _forged),
+    "streams": ("Standard streams that are closed, full or gone", _streams),
+    "environment": ("Settings of JAX and XLA in the shell", _environment),
     "kills": ("kill -9 at random moments", _kills),
     "pairs": ("Two processes, one killed", _pairs),
     "signals": ("SIGTERM, SIGINT in compile, step, evaluation, save", _signals),

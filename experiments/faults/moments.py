@@ -10,9 +10,7 @@ import queue
 import random
 import re
 import signal
-import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,7 +69,6 @@ class Warm:
 
 def _serve(pipe: Connection) -> None:
     import train
-
     from pipejax import cli, training
 
     training.Trainer = functools.cache(training.Trainer)  # type: ignore[assignment, misc]

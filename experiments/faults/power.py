@@ -72,7 +72,7 @@ def _training(
         if runs.wait_for(lambda s=step: runs.steps_made(workdir) > s, command):  # type: ignore[misc]
             with stopped(command):
                 begun = time.monotonic()
-                for delay in (DELAYS[:1] if short else LONG_DELAYS if step == 8 else DELAYS):
+                for delay in DELAYS[:1] if short else LONG_DELAYS if step == 8 else DELAYS:
                     time.sleep(max(0.0, delay - (time.monotonic() - begun)))
                     take("after a save", step, delay)
     assert command.end() == 0, command.said()[-2:]
@@ -97,7 +97,7 @@ def _after(commands: Commands, config: Path, copy: Path, promised: dict[str, Any
     with mounted(copy, copy.with_suffix("")) as disk:
         workdir = disk / "run"
         good, damaged = verified(workdir)
-        found = not promised["step"] or bool(good) and good[-1] >= promised["step"]
+        found = not promised["step"] or (bool(good) and good[-1] >= promised["step"])
         again = commands.train(config, workdir, *SETTINGS)
         code = again.end()
         same = code == 0 and runs.outcome(workdir) == expected

@@ -7,19 +7,23 @@ and sealed with SHA-256; nothing is used that does not match it.
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from pipejax import config as config_lib
+from pipejax import environment, parameters
 from pipejax.config import Config
 from pipejax.errors import UserError
 from pipejax.fingerprint import Fingerprints, difference, shapes_of
 
 FORMAT = 1
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")
+_ITEM, _PATH = re.compile(r"[a-z_]+"), re.compile(r"[^/]+(/[^/]+)*")
+_DTYPE = re.compile(r"bool|u?int(8|16|32)|float(16|32)|bfloat16")
 
 Manifest = dict[str, Any]
 
@@ -44,6 +48,7 @@ def make(
             "files": dict(files),
             "metadata": dict(metadata),
             "config": json.loads(config_lib.to_json(config)),
+            "settings": environment.settings(),
             "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         }
     )
@@ -54,15 +59,82 @@ def check(manifest: Any, step: int, place: Path) -> Manifest:
 
     Raises:
       Damaged: it is not.
-      UserError: another version of this program wrote it.
+      UserError: it is sealed, but another program wrote it: of another format, or at odds with itself.
     """
     if not isinstance(manifest, dict) or manifest != _seal(manifest):
         raise Damaged("manifest does not match its seal")
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"{place}: found format {manifest.get('format')}; expected {FORMAT}")
+    where = f"{place} (manifest)"
+    if manifest.get("format") != FORMAT or not _whole(manifest["format"]):
+        raise UserError(f"{where}: format: found {_brief(manifest.get('format'))}; expected the number {FORMAT}")
+    for key, (fits, expected) in _FORM.items():
+        if not fits(manifest.get(key)):
+            raise UserError(f"{where}: {key}: found {_brief(manifest.get(key))}; expected {expected}")
     if manifest["step"] != step:
         raise Damaged(f"manifest is of step {manifest['step']}")
+    for item, arrays in manifest["arrays"].items():
+        _check_arrays(f"{where}: arrays.{item}", arrays)
+    config = config_of(manifest, place)
+    if config.model is not None:
+        shapes = {path: entry[1] for path, entry in manifest["arrays"]["params"].items()}
+        parameters.check_paths(f"{where}: params", shapes, config.model)
     return manifest
+
+
+def config_of(manifest: Manifest, place: Path) -> Config:
+    """The config of the run, checked."""
+    return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
+
+
+def _check_arrays(where: str, arrays: Any) -> None:
+    if not isinstance(arrays, dict):
+        raise UserError(f"{where}: found {_brief(arrays)}; expected an object")
+    for path, entry in arrays.items():
+        above = {path[:i] for i, letter in enumerate(path) if letter == "/"}
+        if not _PATH.fullmatch(path) or above & arrays.keys():
+            raise UserError(f"{where}: found the path {path!r}; expected names with / between them, each once")
+        good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and _DTYPE.fullmatch(entry[0])
+        if not (good and isinstance(entry[1], list) and all(map(_whole, [*entry[1], *entry[2:]]))):
+            raise UserError(f"{where}.{path}: found {_brief(entry)}; expected dtype, shape and two numbers")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _metadata(value: Any) -> bool:
+    known: dict[str, Callable[[Any], bool]] = {
+        "data": lambda data: isinstance(data, str),
+        "score": lambda score: isinstance(score, list) and score != [] and all(map(_number, score)),
+        "tokenizer": _texts,
+    }
+    return isinstance(value, dict) and all(fits(value[key]) for key, fits in known.items() if key in value)
+
+
+_FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_whole, "a whole number"),
+    "arrays": (
+        lambda value: isinstance(value, dict) and "params" in value and all(map(_ITEM.fullmatch, value)),
+        "an object with params",
+    ),
+    "metadata": (_metadata, "an object; in it data as text, score as a list of numbers, tokenizer as digests by name"),
+    "config": (lambda value: isinstance(value, dict), "an object"),
+    "versions": (_texts, "an object of texts"),
+}
+
+
+def _brief(value: Any) -> str:
+    """A value of JSON in words: its type, and itself where it is short."""
+    kind = {dict: "an object", list: "a list", str: "the text", bool: "the word", type(None): "nothing"}
+    name, text = kind.get(type(value), "the number"), json.dumps(value)
+    return name if value is None or len(text) > 60 else f"{name} {text}"
 
 
 def check_template(name: str, template: Any, manifest: Manifest, place: Path) -> None:

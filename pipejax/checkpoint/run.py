@@ -41,6 +41,8 @@ def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], 
     restored = Store(directory / kind).newest(None, log=log)
     if restored is None:
         raise UserError(f"{directory / kind}: found no good step; expected at least one")
+    if restored.config.model is None:
+        raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
     return dataclasses.replace(restored, items={"params": lora.merge_factors(restored.items["params"])})
 
 
@@ -56,7 +58,7 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
     said: list[str] = []
     try:
         with new_directory(directory) as partial:
-            if tokenizer_source is not None:
+            if tokenizer_source is not None:  # before the step, which is sealed with its digests
                 shutil.copytree(tokenizer_source, partial / "tokenizer")
             store = Store(partial / "checkpoints", writable=True, log=said.append)
             saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)

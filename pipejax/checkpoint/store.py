@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipejax import config as config_lib
-from pipejax import processes
+from pipejax import environment, processes
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.arrays import Writes
@@ -24,8 +23,9 @@ from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.files import make_directories
+from pipejax.files import look, make_directories
 from pipejax.fingerprint import Fingerprints, difference, fingerprints, shapes_of
+from pipejax.tokenizer import check_digests, digests
 
 LOOKS = 20  # at steps that are replaced while they are read
 
@@ -43,6 +43,17 @@ class Restored:
     metadata: dict[str, Any]
     arrays: dict[str, Fingerprints]
     path: Path
+
+    def tokenizer_files(self) -> Path | None:
+        """The directory of the tokenizer that lies with the run; None if it carries none.
+
+        Raises:
+          UserError: its files are not those that the step was saved with. Older checkpoints do not say.
+        """
+        directory = self.path.parents[1] / "tokenizer"
+        if expected := self.metadata.get("tokenizer"):
+            check_digests(directory, expected)
+        return directory if look(directory) == "directory" else None
 
 
 class Replaced(Exception):
@@ -87,6 +98,7 @@ class Store:
         Raises:
           UserError: the directory cannot be written, or has a name that Orbax takes for another.
         """
+        environment.check()
         self.directory, self.log = directory.absolute(), log
         self._steps = Steps(self.directory, keep, keep_every)
         self._writable, self._proven = writable, False
@@ -133,7 +145,8 @@ class Store:
         assert self._writable, "not writable"
         self.settle()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
-        seal = functools.partial(manifest_lib.make, step, arrays, config, metadata or {})
+        about = {**(metadata or {}), **self._tokenizer}
+        seal = functools.partial(manifest_lib.make, step, arrays, config, about)
         staging, writes = self._steps.staging(step), list[Writes]()
         try:
             with processes.together(Exception):
@@ -151,6 +164,12 @@ class Store:
 
         self._saving = _Saving(step, writes, lambda: self._commit(step, list(items), seal))
         return self.settle() if wait else True
+
+    @functools.cached_property
+    def _tokenizer(self) -> dict[str, Any]:
+        """Digests of the tokenizer beside this directory, of the first save: what changes later is not what is used."""
+        found = digests(self.directory.parent / "tokenizer")
+        return {"tokenizer": found} if found else {}
 
     def settle(self) -> bool:
         """Waits for the save under way. False if it failed; the log then has a line about it.
@@ -192,7 +211,7 @@ class Store:
         place = self.directory / str(step)
         with processes.together(UserError, Damaged):
             manifest = self._manifest(step)
-            config = _config(manifest, place)
+            config = manifest_lib.config_of(manifest, place)
             arrays = manifest["arrays"]
             templates = expect(config) if expect else {"params": manifest_lib.template(arrays["params"])}
             for name, template in templates.items():
@@ -220,7 +239,9 @@ class Store:
     def describe(self, step: int) -> Restored:
         """A step's manifest without its arrays: what it says is verified, `items` is empty."""
         manifest, place = self._manifest(step), self.directory / str(step)
-        return Restored(step, {}, _config(manifest, place), manifest["metadata"], manifest["arrays"], place)
+        return Restored(
+            step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
+        )
 
     def newest(self, expect: Expect | None, *, log: Callable[[str], None], set_aside: bool = False) -> Restored | None:
         """The newest step that verifies, or None. With `set_aside` damaged ones are renamed to corrupt-STEP."""
@@ -372,7 +393,3 @@ def _files(manifest: Manifest, item: str) -> dict[str, str]:
     """The digests of an item's files, as far as the manifest has them: older ones have none."""
     files = manifest.get("files", {})
     return {name.removeprefix(f"{item}/"): word for name, word in files.items() if name.startswith(f"{item}/")}
-
-
-def _config(manifest: Manifest, place: Path) -> Config:
-    return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")

@@ -14,7 +14,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.errors import UserError
+from pipejax.errors import UserError, out_of_memory
 
 # What reading damaged files ends in: files that are missing or are none, bytes that are not what they should be; and,
 # in the code that parses them, JSON that is another than was written.
@@ -59,7 +59,7 @@ def _refuse_trouble(error: Exception, path: Path, damage: tuple[type[Exception],
     if not isinstance(error, damage):
         raise UserError(said) from error
     for cause in _chain(error):
-        if TROUBLE.search(str(cause).replace(str(path), "")) or isinstance(cause, MemoryError) or _refused(cause):
+        if TROUBLE.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or _refused(cause):
             raise UserError(said) from error
     try:  # in whatever words TensorStore may have told it
         for file in path.rglob("*"):

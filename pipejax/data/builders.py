@@ -19,6 +19,7 @@ from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
 from pipejax.data.manual import Manual
 from pipejax.data.published import Published, Record, Records, data_root
 from pipejax.errors import UserError
+from pipejax.files import look
 from pipejax.progress import Progress
 
 _FEATURES: dict[Any, Any] = {str: tfds.features.Text, list: lambda: tfds.features.Sequence(tfds.features.Text())}
@@ -106,7 +107,7 @@ def prepare(
     """
     root = data_root(data_dir)
     directory = root / published.directory
-    if (directory / "dataset_info.json").is_file():
+    if look(directory / "dataset_info.json", "--data-dir:") == "file":
         log(f"{directory}: prepared before; nothing to do (remove it to prepare it again)")
         return directory
     name, *config, _ = published.directory.split("/")

@@ -2,28 +2,31 @@
 
 import contextlib
 import csv
+import functools
 import gzip
 import io
 import json
 import re
-import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from pipejax.errors import UserError
+from pipejax.files import look
 
+Line = TypeVar("Line", str, bytes)
 Placed = tuple[str, dict[str, Any]]  # ("FILE:LINE", record)
+LONGEST = 2**28  # characters of a line: a small archive can hold a file of zeros that fills any memory
 
 
 def decode_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, str]]:
     """Yields ("FILE:LINE", text) for each line; a BOM and CRLF are dropped.
 
     Raises:
-      UserError: a line is not UTF-8.
+      UserError: a line is not UTF-8, or longer than any record.
     """
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_bounded(lines, where), start=1):
         place = f"{where}:{number}"
         try:
             yield place, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -82,10 +85,10 @@ def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:
     Raises:
       UserError: not UTF-8, no or doubled column names, or a row of another length; the line is the row's first.
     """
-    csv.field_size_limit(sys.maxsize)  # articles are longer than the 128 KiB that it starts with
+    csv.field_size_limit(LONGEST)  # articles are longer than the 128 KiB that it starts with
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     try:
-        yield from _rows(csv.reader(text, strict=True), where)
+        yield from _rows(csv.reader(_bounded(text, where), strict=True), where)
     finally:
         text.detach()  # the file is closed by whoever opened it
 
@@ -110,12 +113,22 @@ def _rows(reader: Any, where: str) -> Iterator[Placed]:
             raise UserError(f"{place}: found {len(row)} columns; expected {len(names)} ({', '.join(names)})")
 
 
+def _bounded(lines: Iterable[Line], where: str) -> Iterator[Line]:
+    """The lines; of a file none is read further than a line may be long."""
+    if isinstance(lines, io.IOBase):
+        end = "" if isinstance(lines, io.TextIOBase) else b""
+        lines = cast(Iterator[Line], iter(functools.partial(lines.readline, LONGEST + 1), end))
+    for number, line in enumerate(lines, start=1):
+        if len(line) > LONGEST:
+            raise UserError(f"{where}:{number}: found a line of more than {LONGEST >> 20} MiB; expected records")
+        yield line
+
+
 def open_file(path: str | Path, expected: str) -> BinaryIO:
     """Opens a file; `expected` says what it should be in the UserError."""
     path = Path(path)
-    if path.is_dir() or not path.exists():  # a pipe is as good as a file
-        found = "found a directory" if path.is_dir() else "no such file"
-        raise UserError(f"{path}: {found}; expected {expected}")
+    if (found := look(path)) != "file":  # a pipe is as good as a file
+        raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected {expected}")
     try:
         return path.open("rb")
     except OSError as error:

@@ -1,13 +1,21 @@
 """The files of a publisher, fetched by hand into one directory: as they are, in folders, or still inside a zip."""
 
 import functools
+import io
+import lzma
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple, NoReturn, cast
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from pipejax.data.lines import open_file
 from pipejax.errors import UserError
+from pipejax.files import look
+
+WHOLE = 2**31  # bytes of a file that is read as a whole; what is longer is none of the known ones
+# What zipfile raises for a member that is damaged, encrypted, or packed in a way that it does not know.
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, NotImplementedError, OSError)
 
 
 class File(NamedTuple):
@@ -33,12 +41,41 @@ class File(NamedTuple):
         """Raises a UserError if it cannot be read."""
         if not self.member:
             return open_file(self.path, "a publisher's file")
-        return cast(BinaryIO, _archive(self.path).open(self.member))
+        return io.BufferedReader(_Member(self), 2**20)
 
     def read(self) -> bytes:
-        """All of it."""
+        """All of it; raises a UserError if that is too much."""
         with self.open() as file:
+            # zipfile reads no more of a member than it is said to hold.
+            size = _archive(self.path).getinfo(self.member).file_size if self.member else self.path.stat().st_size
+            if size > WHOLE:
+                raise UserError(f"{self}: found {size >> 30} GiB; expected a publisher's file of at most {WHOLE >> 30}")
             return file.read()
+
+
+class _Member(io.RawIOBase):
+    """A member of a zip whose faults are UserErrors."""
+
+    def __init__(self, file: File) -> None:
+        self._name = str(file)
+        self._inner = self._try(lambda: _archive(file.path).open(file.member))
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except _UNREADABLE as error:
+            said = str(error) or type(error).__name__
+            raise UserError(
+                f"{self._name}: cannot be read ({said}); expected a whole zip without a password"
+            ) from error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._try(lambda: self._inner.read(len(buffer)))
+        buffer[: len(found)] = found
+        return len(found)
 
 
 class Manual:
@@ -51,9 +88,10 @@ class Manual:
           UserError: no such directory, or a zip that is none.
         """
         self.directory, self.expected, self.log = Path(directory), expected, log
-        if not self.directory.is_dir():
-            found = "found a file" if self.directory.exists() else "no such directory"
-            raise UserError(f"--manual-dir {directory}: {found}; expected {expected}")
+        if (found := look(self.directory, "--manual-dir")) != "directory":
+            raise UserError(
+                f"--manual-dir {directory}: {'found a file' if found else 'no such directory'}; expected {expected}"
+            )
         self.files = sorted(self._list(), key=lambda file: (len(Path(str(file)).parts), str(file)))
 
     def _list(self) -> Iterator[File]:
@@ -110,5 +148,5 @@ class Manual:
 def _archive(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (*_UNREADABLE, ValueError) as error:  # ValueError: names that are no text
         raise UserError(f"{path}: cannot be read ({error}); expected a zip") from error

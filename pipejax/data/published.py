@@ -12,6 +12,7 @@ from pipejax.data.lines import text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import plain
 from pipejax.errors import UserError
+from pipejax.files import look
 from pipejax.tokenizer import Tokenizer
 
 Record = dict[str, Any]  # of texts and lists of texts
@@ -77,7 +78,7 @@ class PublishedTask:
 
         root = data_root(self._data_dir)
         directory = root / self.published.directory
-        if not (directory / "dataset_info.json").is_file():
+        if look(directory / "dataset_info.json", "data.data_dir:") != "file":
             raise UserError(
                 f"data.data_dir: found no {self.published.directory} in {root}; expected what "
                 f"`python -m pipejax.data prepare {self.published.name}` writes"

@@ -1,0 +1,90 @@
+"""Standard streams that are closed, full, or that nobody reads any more: what is done is not lost by what is said."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipejax import streams
+from pipejax.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+SAYS = """
+import sys
+from pipejax import cli
+def main(argv):
+    cli.note("a line for people")
+    file = open(argv[0], "w")
+    print("a result", flush="flush" in argv)
+    cli.note("another line")
+    file.write(f"numbered {file.fileno()}")
+    return 3
+cli.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "redirected, code, out, err",
+    [
+        ("", 3, "a result\n", "a line for people\nanother line\n"),
+        ("2>&-", 3, "a result\n", ""),
+        ("2>/dev/full", 3, "a result\n", ""),
+        (">&-", 3, "", "a line for people\nanother line\n"),
+        ("<&- >&- 2>&-", 3, "", ""),
+        (">/dev/full", 2, "", "error: standard output: cannot be written (No space left on device)\n"),
+        (">/dev/full 2>&-", 2, "", ""),
+    ],
+)
+@pytest.mark.parametrize("flush", ["", "flush"])
+def test_what_cannot_be_said(redirected, code, out, err, flush, tmp_path):
+    command = f'{sys.executable} -c "$SAYS" {tmp_path / "file"} {flush} {redirected}'
+    ended = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "SAYS": SAYS}, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (code, out)
+    assert ended.stderr.endswith(err) and (err or not ended.stderr) and "Traceback" not in ended.stderr
+    if code == 3:  # nothing is said into a file that took a closed stream's number
+        number = int((tmp_path / "file").read_text().removeprefix("numbered "))
+        assert number > 2
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    """Of standard error: the work goes on. Of standard output: it ends, as it does for any other tool."""
+    loop = "import sys, time\nfrom pipejax import cli\ndef main(argv):\n for i in range(9): SAY; time.sleep(0.02)\n"
+    end = f" open({str(tmp_path / 'done')!r}, 'w')\n return 0\ncli.run(main)"
+    for say, code, done in (("cli.note(i)", 0, True), ("print(i, flush=True)", 1, False)):
+        command = [sys.executable, "-c", loop.replace("SAY", say.replace("(i", "(str(i)")) + end]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None and process.stderr is not None
+        read, kept = (process.stderr, process.stdout) if done else (process.stdout, process.stderr)
+        assert read.readline() == b"0\n"
+        read.close()
+        assert kept.read() == b"" and process.wait(60) == code
+        assert (tmp_path / "done").exists() == done
+        (tmp_path / "done").unlink(missing_ok=True)
+        kept.close()
+
+
+def test_a_failure_is_told_once():
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = streams._Stream(writer, "standard output")
+    with pytest.raises(BrokenPipeError):
+        result.write(b"x")
+    assert result.write(b"more") == 4
+    assert streams._Stream(writer).write(b"for people") == 10
+    os.close(writer)
+    with open("/dev/full", "wb") as full:
+        result = streams._Stream(full.fileno(), "standard output")
+        with pytest.raises(UserError, match=r"^standard output: cannot be written \(No space left on device\)$"):
+            result.write(b"x")
+        assert result.write(b"more") == 4
+
+
+def test_output_to_what_is_closed_is_refused_before_the_work(monkeypatch):
+    streams.check_standard_output("--output")
+    monkeypatch.setattr(streams, "_closed", ["stdout"])
+    with pytest.raises(UserError, match=r"^--output -: found standard output closed"):
+        streams.check_standard_output("--output")
