@@ -96,7 +96,7 @@ def _rest(params: Any, *, model: T5, in_panels: bool) -> tuple[Any, packed.Weigh
 
 
 def schedule(strategy: Strategy, batch: int, platform: str = "") -> Schedule:
-    """The sizes that a decode goes through there ("": here): a program a number of slots, with a loop a number of queries.
+    """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
