@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -362,3 +363,16 @@ def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch):
         best.offer(5, (6.0,), tree(5.0)["params"])
         assert not best.close()
     assert Store(tmp_path).steps() == [2]
+
+
+def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
+    raised = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    for limits, refused in (((8, 8), True), ((8, 4096), False), ((4096, 4096), False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
+        if refused:
+            with pytest.raises(UserError, match="open files: found a limit of 8; expected at least 128"):
+                Store(tmp_path / "checkpoints", writable=True)
+        else:
+            Store(tmp_path / "checkpoints", writable=True)
+    assert raised == [(128, 4096)]

@@ -96,7 +96,8 @@ class Store:
         A writable one must be the only one: it sweeps up what killed ones have left.
 
         Raises:
-          UserError: the directory cannot be written, or has a name that Orbax takes for another.
+          UserError: the directory cannot be written, has a name that Orbax takes for another, or too few files
+            may be open.
         """
         environment.check()
         self.directory, self.log = directory.absolute(), log
@@ -104,6 +105,7 @@ class Store:
         self._writable, self._proven = writable, False
         self._saving: _Saving | None = None
         arrays_lib.check_place(self.directory)
+        arrays_lib.check_handles()
         if not writable:
             return
         with processes.together(UserError):
