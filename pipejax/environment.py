@@ -22,6 +22,7 @@ PINNED: dict[str, Any] = {
     "jax_numpy_dtype_promotion": "standard",
     "jax_numpy_rank_promotion": "allow",
 }
+_WORDS = {False: ("0", "false", "f", "no", "n", "off"), True: ("1", "true", "t", "yes", "y", "on")}  # as JAX reads them
 _FLAGS = "XLA_FLAGS"
 _PROBE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options"
 
@@ -33,11 +34,10 @@ def pin() -> list[str]:
     """
     found = []
     for name, value in PINNED.items():
-        wanted = str(int(value)) if isinstance(value, bool) else str(value)
-        variable = name.upper()
-        if os.environ.get(variable, "") not in ("", wanted, str(value), str(value).lower()):
+        variable, same = name.upper(), _WORDS[value] if isinstance(value, bool) else (str(value),)
+        if os.environ.get(variable, "").lower() not in ("", *same):
             found.append(f"{variable}={os.environ[variable]}")
-            os.environ[variable] = wanted
+            os.environ[variable] = same[0]
     return found
 
 

@@ -57,7 +57,7 @@ def test_a_shell_does_not_change_what_is_drawn():
 
 def test_commands_say_what_is_not_followed():
     text = "from pipejax import cli; cli.run(lambda argv: 0)"
-    assert python(text, JAX_ENABLE_X64="False", JAX_THREEFRY_PARTITIONABLE="1").stderr == ""
+    assert python(text, JAX_ENABLE_X64="Off", JAX_THREEFRY_PARTITIONABLE="yes").stderr == ""
     said = python(text, JAX_ENABLE_X64="1").stderr
     assert said == "JAX_ENABLE_X64=1: not followed, as what is computed depends on it\n"
 

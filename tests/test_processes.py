@@ -75,6 +75,14 @@ def test_who_is_told_what(joined, flags, environment, expected):
         (("host:1", None, 0), {}, r"--processes: found none"),
         (("host:1", 2, 2), {}, r"--process-id: found 2; expected 0 to 1"),
         ((None, None, None), {"PIPEJAX_PROCESSES": "two"}, r"PIPEJAX_PROCESSES: found 'two'; expected a whole number"),
+        ((None, None, None), {"PIPEJAX_PROCESSES": "9" * 5000}, r"PIPEJAX_PROCESSES: found '999"),
+        ((None, None, None), {"PIPEJAX_PROCESSES": "0"}, r"--processes: found 0; expected at least 1"),
+        ((None, 0, None), {}, r"--processes: found 0; expected at least 1"),
+        ((None, 10**30, None), {}, r"--processes: found 1000"),
+        (("host:70000", 2, 1), {}, r"--coordinator: found 'host:70000'; expected a port from 1 to 65535"),
+        (("host:0", 2, 1), {}, r"--coordinator: found 'host:0'; expected a port from 1 to 65535"),
+        (("[::1]", 2, 1), {}, r"--coordinator: found '\[::1\]'; expected HOST:PORT"),
+        (("http://host:1", 2, 1), {}, r"--coordinator: found 'http://host:1'; expected HOST:PORT"),
     ],
 )
 def test_refused_before_anything_waits(joined, flags, environment, message):

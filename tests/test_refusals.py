@@ -180,14 +180,6 @@ def test_decode(refused, flags, words):
     refused(decode.main, *flags, words=words)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_decode_into_what_may_not_be_written(refused, places):
-    (places["tmp"] / "out.jsonl").chmod(0o444)
-    refused(decode.main, *decode_flags(), words=["out.jsonl: cannot be written"])
-    (places["tmp"] / "in.jsonl").chmod(0)
-    refused(decode.main, *decode_flags(output="{tmp}/new.jsonl"), words=["in.jsonl: cannot be read"])
-
-
 # Sources. Each stands in the last line, behind good ones.
 
 SOURCES = {

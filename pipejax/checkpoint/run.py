@@ -14,7 +14,7 @@ from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.files import new_directory, write_text
+from pipejax.files import look, new_directory, write_text
 
 
 def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
@@ -27,10 +27,10 @@ def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], 
     """
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
-    if not directory.is_dir():
+    if look(directory) != "directory":
         hub = "" if directory.parent.is_dir() else "; the hub's are fetched with python -m pipejax.convert from-hf"
         raise UserError(f"{directory}: no such checkpoint directory{hub}")
-    if not (directory / kind).is_dir():
+    if look(directory / kind) != "directory":
         if best and (directory / "checkpoints").is_dir():
             raise UserError(f"{directory}: found no best/; expected a run that was evaluated at least once")
         hint = "; convert it first: python -m pipejax.convert from-hf" if (directory / "config.json").is_file() else ""
@@ -72,5 +72,5 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
 
 def require_free(directory: Path) -> None:
     """Nothing is overwritten: a directory to be written must be absent or empty."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if look(directory) and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: found something there; expected a new or an empty directory")
