@@ -174,7 +174,7 @@ class Store:
         Args:
           step: a committed step.
           expect: gives, for the step's config, trees of jax.ShapeDtypeStruct with shardings for each item wanted; None:
-            the parameters alone, on the first device of this process.
+            the parameters alone, on the host.
 
         Raises:
           Damaged: anything is absent, unreadable or does not match the manifest.
@@ -319,12 +319,8 @@ def _read(path: Path, template: Any) -> Any:
 
 
 def _read_as_saved(path: Path) -> Any:
-    """An item in the structure that it has on disk: on the host, as no one device may have room for all of it."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to do without
-        device = jax.local_devices()[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    """An item in the structure that it has on disk, on the host."""
+    sharding = manifest_lib.on_host()
     with reading(path):
         saved = ocp.StandardCheckpointHandler().metadata(path).tree
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
