@@ -76,30 +76,31 @@ def evaluate(
 def _decode(
     generator: Generator, examples: Sequence[Example], strategy: str, batch_size: int, tick: Callable[[int], None]
 ) -> tuple[list[Record], Report]:
-    """Each process decodes a share of the examples; all have the records of all."""
+    """Each process decodes a share of the examples; all have the records of all.
+
+    `tick` may be an exchange of its own, so it is called as often in each: what does not divide, all decode.
+    """
+
+    def decoded(part: Sequence[Example], report: Report) -> list[Record]:
+        sources = [Source(e.id, e.source) for e in part]
+        decode = partial(generator.stream, strategy=strategy, batch_size=batch_size, report=report, tick=tick)
+        if batch_size > 1:
+            return list(decode(sources))
+        records = []
+        for source in sources:  # one by one they can be timed
+            before = report.seconds
+            records += [record | {"seconds": report.seconds - before} for record in decode([source])]
+        return records
+
     index, count = jax.process_index(), jax.process_count()
-    report, sources = Report(), [Source(e.id, e.source) for e in examples[index::count]]
-    ticks = 0
-
-    def counted(done: int) -> None:
-        nonlocal ticks
-        ticks += 1
-        tick(done)
-
-    decode = partial(generator.stream, strategy=strategy, batch_size=batch_size, report=report, tick=counted)
-    records: list[Record] = []
-    for part in [sources] if batch_size > 1 else [[source] for source in sources]:  # one by one they can be timed
-        before = report.seconds
-        records += decode(part)
-        if batch_size == 1:
-            records[-1]["seconds"] = report.seconds - before
-    if not processes.several():
+    even, report = len(examples) // count * count, Report()
+    records = decoded(examples[index:even:count], report)
+    rest = decoded(examples[even:], report if index == 0 else Report())
+    if count == 1:
         return records, report
-    for _ in range(ticks, max(int(n) for n in processes.gather(str(ticks)))):
-        tick(0)
     shares = [json.loads(text) for text in processes.gather(json.dumps([records, dataclasses.asdict(report)]))]
-    merged = [shares[i % count][0][i // count] for i in range(len(examples))]
-    return merged, Report.of_all([Report(**numbers) for _, numbers in shares])
+    all_records = [shares[i % count][0][i // count] for i in range(even)]
+    return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 
 
 def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, Any]]:
@@ -123,7 +124,10 @@ def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str)
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes since the start, loading included: of the fullest device, where devices tell, else of the process."""
+    """The most bytes since the start: of the fullest device, where devices tell, else of the process.
+
+    Loading is part of it, but needs no more of a device than the weights in the compute dtype and a layer in float32.
+    """
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     if known := [peak for peak in peaks if peak]:
         return {"peak_device_bytes": max(known)}

@@ -174,7 +174,7 @@ def gather(text: str) -> list[str]:
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(encoded.size))
-    content = np.pad(encoded, (0, lengths.max() - encoded.size))
+    content = np.pad(encoded, (0, max(lengths.max(), 1) - encoded.size))
     rows = multihost_utils.process_allgather(content)
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 

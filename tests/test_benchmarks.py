@@ -87,11 +87,24 @@ def test_all_take_turns():
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "speed.json"
-    flags = ["--model", "tiny", "--patterns", "3x4", "--source", "20", "--rounds", "1", "--sub-max", "9,14"]
+    flags = [
+        "--model",
+        "tiny",
+        "--patterns",
+        "3x4",
+        "--source",
+        "20",
+        "--rounds",
+        "1",
+        "--sub-max",
+        "9,14",
+        "--time-max",
+        "40,50",
+    ]
     assert decode.main([*flags, "--json", str(out)]) == 0
     assert "with encoder" in capsys.readouterr().out
     found = json.loads(out.read_text())
-    names = ["pipejax-pipelined", "pipejax-sequential", "pipejax-pipelined-14-rows"]
+    names = ["pipejax-pipelined", "pipejax-sequential", "pipejax-pipelined-14x50"]
     assert [(r["pattern"], r["system"], r["steps"]) for r in found["results"]] == [
         ("3x4", name, steps) for name, steps in zip(names, (7, 15, 7), strict=True)
     ]
@@ -101,6 +114,7 @@ def test_the_command(tmp_path, capsys):
         (["--peers", "hg"], "found hg; expected hf"),
         (["--patterns", "30x2"], "more than a grid of 20 x 64"),
         (["--sub-max", "9,x"], "expected whole numbers"),
+        (["--sub-max", "9,14", "--time-max", "9,9,9"], "expected one, or as many as --sub-max"),
     ):
         with pytest.raises(UserError, match=words):
             decode.main(["--model", "tiny", *flags])

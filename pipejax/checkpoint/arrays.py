@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
 from pipejax.errors import UserError
 
@@ -105,15 +106,7 @@ def shapes(place: Path, files: Mapping[str, str]) -> Any:
       Damaged, UserError: as `reading`.
     """
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Shapes()), (np.ndarray, _Shapes()))
-    sharding = jax.sharding.SingleDeviceSharding(host())
+    sharding = on_host()
     with reading(place, files):
         saved = ocp.PyTreeCheckpointHandler(type_handler_registry=registry).metadata(place).tree
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
-
-
-def host() -> jax.Device:
-    """The processor's memory, for what no other device need have room for."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to do without
-        return jax.local_devices()[0]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from pipejax import processes
-from pipejax.checkpoint.arrays import host
+from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.store import Store
 from pipejax.config import Config
 
@@ -45,7 +45,7 @@ class Best:
         if self._waiting is None:
             return True
         step, score, params = self._waiting
-        if self._save(step, score, jax.device_put(params, host())):
+        if self._save(step, score, jax.device_put(params, on_host())):
             self._waiting = None
         return self._waiting is None
 

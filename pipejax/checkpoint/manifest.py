@@ -154,9 +154,18 @@ def check_template(name: str, template: Any, manifest: Manifest, place: Path) ->
         )
 
 
+def on_host() -> jax.sharding.Sharding:
+    """The host's memory, if JAX may use it: no one accelerator may have room for all of an item."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to do without
+        device = jax.local_devices()[0]
+    return jax.sharding.SingleDeviceSharding(device)
+
+
 def template(arrays: Fingerprints) -> dict[str, Any]:
-    """A nested dict of shapes on the first device of this process from paths "a/b/c"."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    """A nested dict of shapes on the host, whence what is needed goes to devices, from paths "a/b/c"."""
+    sharding = on_host()
     tree: dict[str, Any] = {}
     for path, (dtype, shape, *_) in arrays.items():
         *parents, name = path.split("/")

@@ -204,7 +204,7 @@ class Store:
         Args:
           step: a committed step.
           expect: gives, for the step's config, trees of jax.ShapeDtypeStruct with shardings for each item wanted; None:
-            the parameters alone, on the first device of this process.
+            the parameters alone, on the host.
 
         Raises:
           Damaged: anything is absent, unreadable or does not match the manifest.
