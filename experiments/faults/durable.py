@@ -62,7 +62,9 @@ class Disk:
         """
         if left is not None:
             unseen = set(left) - self.present
-            self.losses += [f"{self._short(path)}: its content may not be on disk at the end" for path in sorted(unseen)]
+            self.losses += [
+                f"{self._short(path)}: its content may not be on disk at the end" for path in sorted(unseen)
+            ]
             self.present &= set(left)
         for what, paths in (("its content", self.unwritten), ("its name", self.unnamed)):
             at_risk = sorted(path for path in paths & self.present if path.name not in SPARED)

@@ -72,7 +72,7 @@ def _training(
         if runs.wait_for(lambda s=step: runs.steps_made(workdir) > s, command):  # type: ignore[misc]
             with stopped(command):
                 begun = time.monotonic()
-                for delay in (DELAYS[:1] if short else LONG_DELAYS if step == 8 else DELAYS):
+                for delay in DELAYS[:1] if short else LONG_DELAYS if step == 8 else DELAYS:
                     time.sleep(max(0.0, delay - (time.monotonic() - begun)))
                     take("after a save", step, delay)
     assert command.end() == 0, command.said()[-2:]

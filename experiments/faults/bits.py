@@ -1,0 +1,89 @@
+"""Single bits of a run's tokenizer, flipped: decoding and training refuse it, or no id of any text changes."""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.faults import runs
+from experiments.faults.runs import Commands
+from pipejax import config as config_lib
+from pipejax import generate, training
+from pipejax.checkpoint import Store
+from pipejax.data import demo
+from pipejax.errors import UserError
+from pipejax.run_directory import RunDirectory
+from pipejax.tokenizer import Tokenizer
+
+Ids = list[list[int]]
+
+
+def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[str, Any]:
+    """Each trial flips one bit of one file, and opens the run as decoding and as training do."""
+    path = runs.prepare(scratch / "tiny")
+    assert commands.train(path, scratch / "run", "train.steps=4").end() == 0
+    config = config_lib.load(path, ["train.steps=4"])
+    original = scratch / "run/tokenizer"
+    files = sorted(file for file in original.iterdir() if file.is_file() and file.stat().st_size)
+    ways: dict[str, Callable[[Path], Tokenizer | None]] = {
+        "decoding": lambda run: generate.load(run, log=_silence).tokenizer,
+        "training": lambda run: _resume(run, config),
+    }
+    texts = _texts()
+    expected = {name: _ids(way(scratch / "run"), texts) for name, way in ways.items()}
+    counts, failures = Counter[str](), []
+    copy = scratch / "copy"
+    runs.copy(scratch / "run", copy)
+    for number in range(trials):
+        chance = random.Random(seed + number)
+        shutil.rmtree(copy / "tokenizer")
+        shutil.copytree(original, copy / "tokenizer")
+        file = copy / "tokenizer" / chance.choice(files).name
+        content = bytearray(file.read_bytes())
+        place, bit = chance.randrange(len(content)), chance.randrange(8)
+        content[place] ^= 1 << bit
+        file.write_bytes(content)
+        for name, way in ways.items():
+            try:
+                result = "the same ids" if _ids(way(copy), texts) == expected[name] else "OTHER IDS"
+            except UserError as error:
+                result = "refused" if "\n" not in str(error) else "SEVERAL LINES"
+            except Exception as error:
+                result = f"TRACEBACK {type(error).__name__}"
+            counts[result] += 1
+            if result.isupper() or result.startswith("TRACEBACK"):
+                failures.append(f"{name}: {file.name}, byte {place}, bit {bit}: {result}")
+    return {
+        "bits": trials,
+        "openings": trials * len(ways),
+        "refused_in_one_line": counts["refused"],
+        "same_ids": counts["the same ids"],
+        "silently_other_ids": counts["OTHER IDS"],
+        "ok": not failures,
+        "failures": failures[:10],
+    }
+
+
+def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
+    """The tokenizer that training would go on with."""
+    store = Store(run / "checkpoints")
+    data = store.describe(store.steps()[0]).metadata["data"]
+    return training.begin(config, RunDirectory(run, _silence), store, data, _silence).tokenizer
+
+
+def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:
+    """What a tokenizer makes of texts, and of every id."""
+    assert tokenizer is not None
+    return [tokenizer.encode(text) for text in texts], [tokenizer.decode([i]) for i in range(tokenizer.size)]
+
+
+def _texts() -> list[str]:
+    """Texts with every word of the vocabulary, and some without."""
+    words = [*demo.NOUNS, "unknown", "Honey", "maps.", "1234", "\u00e9t\u00e9", "a b", ""]
+    return [*words, " ".join(words), "  honey   maps ", "honey\tmaps\nhoney", "</s> honey <pad>"]
+
+
+def _silence(line: str) -> None:
+    pass
