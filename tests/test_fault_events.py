@@ -78,13 +78,17 @@ def _happened(*lines):
     return found
 
 
-SAFE = (
-    "mkdir checkpoints", "fsync .", "mkdir checkpoints/2.tmp", "open checkpoints/2.tmp/a", "write checkpoints/2.tmp/a",
-    "fsync checkpoints/2.tmp/a", "fsync checkpoints/2.tmp", "rename checkpoints/2.tmp checkpoints/2", "fsync checkpoints",
-    "mkdir checkpoints/4.tmp", "open checkpoints/4.tmp/a", "write checkpoints/4.tmp/a",
-    "fsync checkpoints/4.tmp/a", "fsync checkpoints/4.tmp", "rename checkpoints/4.tmp checkpoints/4", "fsync checkpoints",
-    "unlink checkpoints/2/a", "rmdir checkpoints/2",
-)  # fmt: skip
+SAVE = ["mkdir S.tmp", "open S.tmp/a", "write S.tmp/a", "fsync S.tmp/a", "fsync S.tmp", "rename S.tmp S"]
+SAFE = [
+    "mkdir checkpoints",
+    "fsync .",
+    *(line.replace("S", "checkpoints/2") for line in SAVE),
+    "fsync checkpoints",
+    *(line.replace("S", "checkpoints/4") for line in SAVE),
+    "fsync checkpoints",
+    "unlink checkpoints/2/a",
+    "rmdir checkpoints/2",
+]
 
 
 def test_a_save_in_the_right_order_loses_nothing():

@@ -66,7 +66,7 @@ def _closed(name: str) -> Callable[[Commands, Path, Path], dict[str, Any]]:
         with _immutable(run / name):
             result = _end(command)
             kept = runs.committed(run)
-        codes = (0,) if name == "best" else (1,)  # best/ is not what a run goes on from
+        codes = (0, 1) if name == "best" else (1,)  # best/ is not what a run goes on from
         again = commands.train(config, run, *settings)
         went_on = again.end(timeout=300) == 0 and runs.committed(run)[-1] == 48
         result["ok"] = result["ok"] and result["code"] in codes and bool(kept) and went_on
@@ -99,7 +99,7 @@ def _few(files: int) -> Callable[[Commands, Path, Path], dict[str, Any]]:
 
     def way(commands: Commands, config: Path, here: Path) -> dict[str, Any]:
         result = _end(commands.train(config, here / "run", *SETTINGS, files=files))
-        return {**result, "ok": result["ok"] and (result["code"] in (1, 2) or files > 8 and result["code"] == 0)}
+        return {**result, "ok": result["ok"] and (result["code"] in (1, 2) or (files > 8 and result["code"] == 0))}
 
     return way
 

@@ -10,9 +10,7 @@ import queue
 import random
 import re
 import signal
-import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,8 +22,8 @@ from experiments.faults.runs import Command, Commands
 
 TINY = ("train.steps=4", "train.checkpoint_every=2", "train.keep_checkpoints=1", "train.dropout=0.0")
 PLAIN = (*TINY, "data.dev=")
-EXAMINED = (*TINY, "train.evaluate_every=2", "train.evaluate_examples=2", "decode.max_length=2")
-EXAMINED = (*EXAMINED, "grid.time_max=2")
+SMALL = ("train.evaluate_examples=2", "decode.max_length=2", "grid.time_max=2")
+EXAMINED = (*TINY, "train.evaluate_every=2", *SMALL)
 FRESH = 10  # one in so many goes on in a new process
 
 
@@ -71,10 +69,9 @@ class Warm:
 
 def _serve(pipe: Connection) -> None:
     import train
-
     from pipejax import cli, training
 
-    training.Trainer = functools.cache(training.Trainer)  # type: ignore[assignment, misc]
+    vars(training)["Trainer"] = functools.cache(vars(training)["Trainer"])  # what is compiled stays
     with contextlib.suppress(EOFError):
         while True:
             config, workdir, settings, said = pipe.recv()
@@ -92,7 +89,8 @@ def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: i
     if commands.library is None:
         return {"skipped": commands.blind, "ok": None}
     config = runs.prepare(scratch / "tiny")
-    undisturbed, traces = {}, {}
+    undisturbed: dict[tuple[str, ...], dict[str, Any]] = {}
+    traces: dict[tuple[str, ...], list[Event]] = {}
     for settings, name in ((PLAIN, "plain"), (EXAMINED, "examined")):
         workdir = scratch / name / "run"
         traces[settings] = _trace(commands, config, workdir, settings)

@@ -66,10 +66,10 @@ def _training(
 
     for step in (4,) if short else (4, 8, 12):
         # A step is reported as saved before the step after it is logged.
-        if not short and runs.wait_for(lambda s=step: bool(_staged(workdir, s)), command):  # type: ignore[misc]
+        if not short and runs.wait_for(lambda s=step: bool(_staged(workdir, s)), command):
             with stopped(command):
                 take("during a save", _saved(workdir), 0.0)
-        if runs.wait_for(lambda s=step: runs.steps_made(workdir) > s, command):  # type: ignore[misc]
+        if runs.wait_for(lambda s=step: runs.steps_made(workdir) > s, command):
             with stopped(command):
                 begun = time.monotonic()
                 for delay in DELAYS[:1] if short else LONG_DELAYS if step == 8 else DELAYS:
@@ -97,7 +97,7 @@ def _after(commands: Commands, config: Path, copy: Path, promised: dict[str, Any
     with mounted(copy, copy.with_suffix("")) as disk:
         workdir = disk / "run"
         good, damaged = verified(workdir)
-        found = not promised["step"] or bool(good) and good[-1] >= promised["step"]
+        found = not promised["step"] or (bool(good) and good[-1] >= promised["step"])
         again = commands.train(config, workdir, *SETTINGS)
         code = again.end()
         same = code == 0 and runs.outcome(workdir) == expected
