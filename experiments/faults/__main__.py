@@ -39,7 +39,7 @@ def _pairs(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
 def _damage(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
     from experiments.faults import damage
 
-    return damage.many(commands, scratch, trials=13 if short else 507, seed=0)
+    return damage.many(commands, scratch, trials=13 if short else 507)
 
 
 def _signals(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _power(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
 def _bits(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
     from experiments.faults import bits
 
-    return bits.many(commands, scratch, trials=10 if short else 400, seed=0)
+    return bits.many(commands, scratch, trials=10 if short else 400)
 
 
 def _readers(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:

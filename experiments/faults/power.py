@@ -1,8 +1,7 @@
 """Power cuts: what an ext4 disk holds at some moment is mounted somewhere else, and the run goes on there.
 
-The disk is an image file. A copy of the file while it is mounted is what a disk without power would hold: the journal
-is replayed when the copy is mounted. What is only in the kernel's memory is lost. Needs a loop device, which only root may
-have.
+The disk is an image file. A copy of the file while it is mounted is what a disk without power would hold: what is only
+in the kernel's memory is lost, and the journal is replayed when the copy is mounted. Only root may have a loop device.
 """
 
 import contextlib
