@@ -39,7 +39,7 @@ def _pairs(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
 def _damage(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
     from experiments.faults import damage
 
-    return damage.many(commands, scratch, trials=13 if short else 507, seed=0)
+    return damage.many(commands, scratch, trials=13 if short else 507)
 
 
 def _signals(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
@@ -114,6 +114,48 @@ def _environment(commands: Commands, scratch: Path, short: bool) -> dict[str, An
     return environment.many(commands, scratch)
 
 
+def _moments(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import moments
+
+    return moments.one(commands, scratch, trials=6 if short else 300, seed=0)
+
+
+def _moments_of_two(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import moments
+
+    return moments.two(commands, scratch, trials=1 if short else 20, seed=0)
+
+
+def _order(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import durable
+
+    return durable.order(commands, scratch)
+
+
+def _power(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import power
+
+    return power.cuts(commands, scratch, short=short)
+
+
+def _bits(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import bits
+
+    return bits.many(commands, scratch, trials=10 if short else 400)
+
+
+def _readers(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import readers
+
+    return readers.during(commands, scratch, calls=3 if short else 60)
+
+
+def _hangs(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
+    from experiments.faults import hangs
+
+    return hangs.many(commands, scratch, short=short)
+
+
 PARTS: dict[str, tuple[str, Part]] = {
     "repeats": ("The same command twice; a finished run repeated", _repeats),
     "malformed": ("Malformed data, configs, HF directories, run directories", _malformed),
@@ -124,11 +166,18 @@ PARTS: dict[str, tuple[str, Part]] = {
     "environment": ("Settings of JAX and XLA in the shell", _environment),
     "kills": ("kill -9 at random moments", _kills),
     "pairs": ("Two processes, one killed", _pairs),
+    "moments": ("kill -9 at chosen file events", _moments),
+    "moments2": ("Two processes, one killed at a chosen file event", _moments_of_two),
+    "order": ("Order of write, fsync and rename", _order),
+    "power": ("Power cuts", _power),
     "signals": ("SIGTERM, SIGINT in compile, step, evaluation, save", _signals),
     "full": ("Full disk", _full),
     "readonly": ("Read-only disk", _read_only),
+    "hangs": ("Saves that cannot succeed", _hangs),
+    "readers": ("verify, decode and to-hf during a training", _readers),
     "meshes": ("Six meshes of eight devices", _meshes),
     "damage": ("Damaged checkpoints", _damage),
+    "bits": ("Flipped bits in the tokenizer", _bits),
     "poison": ("Poisoned batches", _poison),
 }
 

@@ -1,9 +1,10 @@
 """Damaged checkpoints: what is restored is compared, bit by bit, with what was saved; plain Orbax beside it."""
 
+import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,37 @@ def _swap(a: Path, b: Path) -> None:
     aside.rename(b)
 
 
-def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[str, Any]:
+def many(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
     """Damages copies of a run's three steps, one or, every tenth time, all of them, and restores."""
     path = runs.prepare(scratch / "tiny")
     assert commands.train(path, scratch / "run").end() == 0
-    config = config_lib.load(path)
+    parts = commands.share("experiments.faults.damage", scratch, trials)
+    counts, plain = (sum((Counter(part[key]) for part in parts), Counter[str]()) for key in ("counts", "plain"))
+    by_kind: dict[str, Counter[str]] = {}
+    for kind, found in (pair for part in parts for pair in part["by_kind"].items()):
+        by_kind.setdefault(kind, Counter()).update(found)
+    failures = [failure for part in parts for failure in part["failures"]]
+    again = sum(part["again"] for part in parts)
+    return {
+        "trials": trials,
+        "wrong_states_accepted": counts["WRONG"],
+        "restored_the_newest_undamaged": counts["newest"],
+        "fell_back": counts["fell back"],
+        "saved_again_after_falling_back": again,
+        "none_left": counts["none left"],
+        "plain_orbax_wrong_states_accepted": plain["wrong"],
+        "plain_orbax_right": plain["right"],
+        "plain_orbax_raised": plain["raised"],
+        "by_kind": {name: dict(counter) for name, counter in sorted(by_kind.items())},
+        "ok": not failures and again == counts["fell back"] and counts.total() == trials,
+        "failures": failures[:10],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """The trials from one number to another."""
+    scratch, first, last, out = Path(argv[0]), int(argv[1]), int(argv[2]), Path(argv[3])
+    config = config_lib.load(scratch / "tiny/config.py")
     trainer = Trainer(config)
     original, saved = scratch / "run/checkpoints", dict[int, Any]()
     for step in Store(original).steps():
@@ -168,11 +195,10 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
     again = 0
     counts, plain = Counter[str](), Counter[str]()
     by_kind: dict[str, Counter[str]] = {}
-    wrong, unclear = [], []
-    for number in range(trials):
-        chance, copy = random.Random(seed + number), scratch / "copy/checkpoints"
-        runs.fresh(copy)
-        shutil.copytree(original, copy)
+    failures = []
+    for number in range(first, last):
+        chance, copy = random.Random(number), scratch / f"copy-{first}/checkpoints"
+        runs.copy(original, copy)
         damage = KINDS[number % len(KINDS)]
         done = damage(chance, copy)
         if number % 10 == 9:
@@ -191,13 +217,13 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
             result = "none left"
         elif _bytes(restored.items) != saved.get(restored.step):
             result = "WRONG"
-            wrong.append(f"{number}: {done}")
+            failures.append(f"{number}: {done}")
         else:
             result = "newest" if not aside else "fell back"
         # One line about each step that was not used, and that step kept under another name.
         left = {path.name for path in _steps(copy)}
         if len(said) != len(aside) or before - left != {name.split("-")[1] for name in aside}:
-            unclear.append(f"{number}: {done}: {said}, {aside}")
+            failures.append(f"{number}: {done}: {said}, {aside}")
         if result == "fell back" and restored is not None:  # and goes on: the step that was lost is saved once more
             lost = int(max(aside, key=lambda name: int(name.split("-")[1])).split("-")[1])
             done_again = store.save(lost, restored.items, config=config, wait=True)
@@ -207,20 +233,9 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
         store.close()
         counts[result] += 1
         by_kind.setdefault(damage.__name__, Counter())[result] += 1
-    return {
-        "trials": trials,
-        "wrong_states_accepted": counts["WRONG"],
-        "restored_the_newest_undamaged": counts["newest"],
-        "fell_back": counts["fell back"],
-        "saved_again_after_falling_back": again,
-        "none_left": counts["none left"],
-        "plain_orbax_wrong_states_accepted": plain["wrong"],
-        "plain_orbax_right": plain["right"],
-        "plain_orbax_raised": plain["raised"],
-        "by_kind": {name: dict(counter) for name, counter in sorted(by_kind.items())},
-        "ok": not wrong and not unclear and again == counts["fell back"],
-        "failures": [*wrong, *unclear][:10],
-    }
+    found = {"counts": counts, "plain": plain, "by_kind": by_kind, "again": again, "failures": failures}
+    out.write_text(json.dumps(found))
+    return 0
 
 
 def _bytes(items: Any) -> dict[str, bytes]:

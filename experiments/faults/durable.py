@@ -61,11 +61,12 @@ class Disk:
         `left` are the paths that are there now: Rust's system calls pass by what sees events, so that one may be new.
         """
         if left is not None:
-            unseen = set(left) - self.present
+            left = set(left)
+            unseen = left - self.present
             self.losses += [
                 f"{self._short(path)}: its content may not be on disk at the end" for path in sorted(unseen)
             ]
-            self.present &= set(left)
+            self.present &= left
         for what, paths in (("its content", self.unwritten), ("its name", self.unnamed)):
             at_risk = sorted(path for path in paths & self.present if path.name not in SPARED)
             self.losses += [f"{self._short(path)}: {what} may not be on disk at the end" for path in at_risk]

@@ -2,7 +2,6 @@
 
 import random
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,13 +20,11 @@ def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: i
     reference, seconds = _reference(commands, config, scratch / "undisturbed")
     assert commands.train(config, scratch / "warm", f"train.steps={runs.STEPS // 2}").end() == 0
     assert commands.train(config, scratch / "warm").end() == 0  # going on compiles what beginning does not
-    lock = threading.Lock()
 
     def trial(number: int) -> dict[str, Any]:
         chance, workdir = random.Random(seed + number), scratch / f"killed-{number}"
         while True:
-            with lock:  # forks one at a time
-                command = commands.train(config, runs.fresh(workdir))
+            command = commands.train(config, runs.fresh(workdir))
             if number % 2:
                 wanted = chance.randrange(1, runs.STEPS // EVERY) * EVERY
                 runs.wait_for(partial(_saving, workdir, wanted), command)
@@ -38,8 +35,7 @@ def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: i
             if command.end() == -signal.SIGKILL:
                 break  # else it was done before
         found = _found(workdir)
-        with lock:
-            again = commands.train(config, workdir)
+        again = commands.train(config, workdir)
         code = again.end()
         result = runs.outcome(workdir)
         same = code == 0 and result == reference and not runs.saves_under_way(workdir)

@@ -1,8 +1,7 @@
 """Power cuts: what an ext4 disk holds at some moment is mounted somewhere else, and the run goes on there.
 
-The disk is an image file. A copy of the file while it is mounted is what a disk without power would hold: the journal
-is replayed when the copy is mounted. What is only in the kernel's memory is lost. Needs a loop device, which only root may
-have.
+The disk is an image file. A copy of the file while it is mounted is what a disk without power would hold: what is only
+in the kernel's memory is lost, and the journal is replayed when the copy is mounted. Only root may have a loop device.
 """
 
 import contextlib
@@ -66,10 +65,10 @@ def _training(
 
     for step in (4,) if short else (4, 8, 12):
         # A step is reported as saved before the step after it is logged.
-        if not short and runs.wait_for(lambda s=step: bool(_staged(workdir, s)), command):  # type: ignore[misc]
+        if not short and runs.wait_for(lambda s=step: bool(_staged(workdir, s)), command):
             with stopped(command):
                 take("during a save", _saved(workdir), 0.0)
-        if runs.wait_for(lambda s=step: runs.steps_made(workdir) > s, command):  # type: ignore[misc]
+        if runs.wait_for(lambda s=step: runs.steps_made(workdir) > s, command):
             with stopped(command):
                 begun = time.monotonic()
                 for delay in DELAYS[:1] if short else LONG_DELAYS if step == 8 else DELAYS:

@@ -6,6 +6,7 @@ they need, which halves their cost; a child is a process like any other: it is k
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -15,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
@@ -98,7 +100,7 @@ class Commands:
 
     def __init__(self, scratch: Path) -> None:
         """Imports what all need, in a process that then forks."""
-        self.scratch, self.count = scratch, 0
+        self.scratch, self.count, self._lock = scratch, 0, threading.Lock()
         scratch.mkdir(parents=True, exist_ok=True)
         (scratch / "compiled").mkdir(mode=0o700, exist_ok=True)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(scratch / "compiled"))
@@ -143,13 +145,25 @@ class Commands:
           trap: what watches its files.
           files: how many it may have open at once.
         """
-        self.count += 1
-        said = self.scratch / f"{self.count}.err"
-        said.touch()
         watch = (trap, self.library) if trap and self.library else None
-        process = self.context.Process(target=_child, args=(name, argv, str(said), devices, cold, watch, files))
-        process.start()
+        with self._lock:  # forks one at a time
+            self.count += 1
+            said = self.scratch / f"{self.count}.err"
+            said.touch()
+            process = self.context.Process(target=_child, args=(name, argv, str(said), devices, cold, watch, files))
+            process.start()
         return Command(process, said)
+
+    def share(self, name: str, scratch: Path, trials: int, *, workers: int = 2) -> list[dict[str, Any]]:
+        """Shares trials among processes that run the `main` of a module: SCRATCH FIRST LAST OUT; what is in each OUT."""
+        bounds = [trials * number // workers for number in range(workers + 1)]
+        started = []
+        for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+            out = scratch / f"{name}-{number}.json"
+            started.append((self.start(name, str(scratch), str(first), str(last), str(out)), out))
+        ended = [(command.end(), command.said()[-3:]) for command, _ in started]
+        assert all(code == 0 for code, _ in ended), ended
+        return [json.loads(out.read_text()) for _, out in started]
 
     def train(
         self,

@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ PHASES = ("compile", "step", "evaluation", "save")
 SETTINGS = ("train.steps=300", "train.evaluate_every=150", "train.checkpoint_every=100", "decode.batch_size=1")
 
 
-def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[str, Any]:
+def many(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: int = 2) -> dict[str, Any]:
     """Each trial is a run that is stopped once and started again."""
     config = runs.prepare(scratch / "tiny")
     assert commands.train(config, scratch / "undisturbed", *SETTINGS).end() == 0
     reference = runs.outcome(scratch / "undisturbed")
-    results = []
-    for number in range(trials):
+
+    def trial(number: int) -> dict[str, Any]:
         chance, workdir = random.Random(seed + number), runs.fresh(scratch / f"stopped-{number}")
         phase, which = PHASES[number % len(PHASES)], (signal.SIGTERM, signal.SIGINT)[number // len(PHASES) % 2]
         command = commands.train(config, workdir, *SETTINGS, cold=phase == "compile")
@@ -33,18 +34,19 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[s
         if phase == "evaluation":  # given up at once
             reached, prompt = reached and evaluations == 0, prompt and _evaluations(workdir) == 0
         again = commands.train(config, workdir, *SETTINGS).end()
-        results.append(
-            {
-                "phase": phase,
-                "signal": which.name,
-                "reached": reached,
-                "code": code,
-                "stopped_at": logged,
-                "prompt": prompt and code == 128 + which,
-                "identical": again == 0 and runs.outcome(workdir) == reference,
-                "said": command.said()[-2:],
-            }
-        )
+        return {
+            "phase": phase,
+            "signal": which.name,
+            "reached": reached,
+            "code": code,
+            "stopped_at": logged,
+            "prompt": prompt and code == 128 + which,
+            "identical": again == 0 and runs.outcome(workdir) == reference,
+            "said": command.said()[-2:],
+        }
+
+    with ThreadPoolExecutor(workers) as pool:
+        results = list(pool.map(trial, range(trials)))
     good = [result for result in results if result["reached"] and result["prompt"] and result["identical"]]
     return {
         "trials": trials,
