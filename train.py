@@ -21,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config.py lists all")
     parser.add_argument("--profile", type=cli.whole(0), default=0, metavar="STEPS", help="to trace into DIR/profile")
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
+    several.add_argument("--alone", action="store_true", help="one process, whatever cluster or launcher there is")
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     several.add_argument("--processes", type=cli.whole(1, 2**20), metavar="N", help="how many there are")
     several.add_argument("--process-id", type=cli.whole(0, 2**20), metavar="I", help="which one this is, from 0")
@@ -39,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax import processes  # imports JAX: after the flags and the config are known to be good
 
-    processes.join(flags.coordinator, flags.processes, flags.process_id, heartbeat=flags.heartbeat)
+    told = flags.coordinator, flags.processes, flags.process_id
+    processes.join(*told, heartbeat=flags.heartbeat, alone=flags.alone)
 
     def explain(error: BaseException) -> int:
         code = cli.explain(error, debug=flags.debug)

@@ -127,7 +127,7 @@ def _ours(config: Config, params: Any, arrays: dict[str, np.ndarray]) -> Callabl
     def make() -> Step:
         trainer = Trainer(config)
         state, batch = trainer.fresh(params), sharding.put_batch(arrays, trainer.mesh)
-        program = trainer.program(state, batch)
+        program = trainer.program({name: x.shape for name, x in batch.items()})
         held = [state]
 
         def step() -> float:

@@ -99,6 +99,7 @@ class TrainConfig:
         16, least=1, most=2**16
     )  # batches drawn together and parted by length, against padding; 1: none
     remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
+    shapes: int = setting(20, least=1)  # padded shapes of batches, at the most but for rare lengths: each compiles once
     optimizer: str = setting("adamw", choices=OPTIMIZERS)
     freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
     lora_rank: int = setting(
@@ -120,6 +121,7 @@ class TrainConfig:
     log_every: int = setting(50, least=1)
     evaluate_every: int = setting(500, least=1)
     evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
+    patience: int = setting(0, least=0)  # evaluations in a row without a better one; then training ends; 0: never
     checkpoint_every: int = setting(500, least=1)
     keep_checkpoints: int = setting(3, least=1)  # the newest that stay on disk
     keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
@@ -222,10 +224,8 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            leaves |= flat(value, f"{prefix}{field.name}.")
-        else:
-            leaves[prefix + field.name] = value
+        key = prefix + field.name
+        leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return leaves
 
 

@@ -15,7 +15,8 @@ from pipejax import processes
 from pipejax.checkpoint import Best
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
-from pipejax.data.core import Batch, Example, encode, fixed_batches, pack_size
+from pipejax.data.core import Batch, Encoded, Example, encode, fixed_batches, pack_size
+from pipejax.data.shapes import Shapes
 from pipejax.errors import UserError
 from pipejax.evaluate import evaluate
 from pipejax.fingerprint import digest, fingerprints
@@ -26,6 +27,7 @@ from pipejax.run_directory import RunDirectory
 from pipejax.tokenizer import Tokenizer
 
 Array = jax.Array
+SAMPLES = 3  # documents whose predictions each evaluation shows
 
 
 class Clock:
@@ -90,14 +92,16 @@ class Window:
     def __init__(
         self,
         config: Config,
+        examples: int,
         log: Callable[[dict[str, Any]], None],
         progress: Progress,
         devices: Sequence[jax.Device],
         clock: Clock,
     ) -> None:
-        """Empty."""
+        """Empty; `examples` make an epoch."""
         assert config.model is not None
-        self.train, self.model, self.log, self.progress = config.train, config.model, log, progress
+        self.examples, self.train, self.model = examples, config.train, config.model
+        self.log, self.progress = log, progress
         self.clock, self.steps, self.bad = clock, list[tuple[int, Batch, dict[str, Array]]](), 0
         peaks = [peak(device) for device in devices]
         whole = config.train.freeze == "none" and not config.train.lora_rank
@@ -124,6 +128,7 @@ class Window:
         values = {
             "event": "train",
             "step": step,
+            "epoch": step * self.train.batch_size / self.examples,
             "loss": float(np.dot([m["loss"] for m in good], tokens) / max(tokens.sum(), 1)) if good else None,
             "grad_norm": float(good[-1]["grad_norm"]) if good else None,
             "learning_rate": float(fetched[-1]["learning_rate"]),
@@ -170,6 +175,31 @@ def _few(ids: list[str], most: int = 8) -> str:
     return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
+def bounded(config: Config, encoded: Sequence[Encoded]) -> Config:
+    """The config with bounds of decoding that are no wider than these targets, and half as much again, call for.
+
+    A model that has not learned to stop fills whatever it may, and its first evaluation would take minutes. What a
+    `data.max_target` has cut tells no bound.
+    """
+    if not encoded or any(e.target_was_cut for e in encoded):
+        return config
+
+    def bound(most: int, needed: int) -> int:
+        return min(most, needed + needed // 2 + 8)
+
+    steps, rows = (max(int(getattr(e.target, axis).max()) + 1 for e in encoded) for axis in ("time", "row"))
+    grid = dataclasses.replace(
+        config.grid, time_max=bound(config.grid.time_max, steps), sub_max=bound(config.grid.sub_max, rows)
+    )
+    decode = dataclasses.replace(config.decode, max_length=bound(config.decode.max_length, steps))
+    return dataclasses.replace(config, grid=grid, decode=decode)
+
+
+def _score(line: dict[str, Any]) -> tuple[float, float]:
+    """What decides which evaluation is better: the metric's chief score, then the loss."""
+    return line[HEADLINES[line["metric"]]], -line["dev_loss"]
+
+
 class _Stopped(Exception):
     """Ends a decode between two batches."""
 
@@ -181,6 +211,7 @@ class Examiner:
         self,
         config: Config,
         loss: Callable[[Any, dict[str, np.ndarray]], tuple[Array, Array]],
+        shapes: Shapes,
         dev: Any,
         tokenizer: Tokenizer,
         directory: RunDirectory,
@@ -188,16 +219,25 @@ class Examiner:
         write: Callable[[dict[str, Any]], None],
     ) -> None:
         """Encodes the dev examples once; `loss` gives the summed loss and the token count of a batch."""
-        self.config, self.loss, self.tokenizer, self.write = config, loss, tokenizer, write
+        self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)
         assert config.model is not None
         self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
         self.best = Best(directory.path / "best", config, log=log) if self.examples else None
+        self.highest, self.without_better = [-np.inf, -np.inf], 0
+        for line in directory.logged("evaluation"):
+            self._count(_score(line))
+        self.highest, self.without_better = processes.same([self.highest, self.without_better])
         # No more at once than a training step has: what fits there fits here.
         part = config.train.batch_size // config.train.accumulate
         self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
+
+    @property
+    def lost_patience(self) -> bool:
+        """Whether `train.patience` evaluations in a row were no better than the best."""
+        return 0 < self.config.train.patience <= self.without_better
 
     def evaluate(self, step: int, params: Any, progress: Progress, stopped: Callable[[], bool]) -> bool:
         """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
@@ -211,7 +251,7 @@ class Examiner:
         if stopped():
             return False
         if self.generator is None:
-            self.generator = Generator(self.config, params, self.tokenizer)
+            self.generator = Generator(bounded(self.config, self.encoded), params, self.tokenizer)
         else:
             self.generator.programs.set_params(params)
 
@@ -220,7 +260,8 @@ class Examiner:
                 raise _Stopped
 
         try:
-            values, _ = evaluate(self.generator, self.examples, batch_size=self.config.decode.batch_size, tick=tick)
+            size = self.config.decode.batch_size
+            values, records = evaluate(self.generator, self.examples, batch_size=size, tick=tick)
         except _Stopped:
             return False
         finally:
@@ -232,16 +273,29 @@ class Examiner:
         progress.line(
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
+        samples = [
+            {"id": example.id, "gold": list(example.targets), "predicted": record["rows"]}
+            for example, record in zip(self.examples[:SAMPLES], records, strict=False)
+        ]
+        for sample in samples:
+            gold, predicted = (_few(sample[key]) or "(nothing)" for key in ("gold", "predicted"))
+            progress.line(f"  {sample['id']}: {predicted[:200]}  (expected: {gold[:200]})")
         score = tuple(processes.same([values[headline], -loss]))
         if self.best is not None:
             self.best.offer(step, score, params)
         params_fp = digest(fingerprints(params))
-        self.write({"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp})
+        line = {"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp}
+        self.write(line | {"samples": samples})
+        self._count(score)
         return True
+
+    def _count(self, score: Sequence[float]) -> None:
+        better = [*score] > self.highest
+        self.highest, self.without_better = ([*score], 0) if better else (self.highest, self.without_better + 1)
 
     def _dev_loss(self, params: Any, stopped: Callable[[], bool]) -> float | None:
         sums = []
-        for batch in fixed_batches(self.encoded, self.parts):
+        for batch in fixed_batches(self.encoded, self.parts, self.shapes):
             if stopped():
                 return None
             sums.append(jax.device_get(self.loss(params, batch.arrays)))

@@ -104,12 +104,9 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
 
 def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the arrays of a batch whose sources and targets are all as long as they may be."""
-    from pipejax.data.core import length_step, pack_size
+    from pipejax.data.core import abstract_batch, longest
 
-    pack, size = pack_size(config.train), config.train.batch_size
-    source, slots = length_step(config.data.max_source), length_step(config.data.max_target * pack)
-    flat = dict.fromkeys(("inputs", "targets", "row", "time", "example", "weights"), (size // pack, slots))
-    return {"source": (size, source), "source_length": (size,), "slots": (size // pack,), **flat}
+    return abstract_batch(config.train, longest(config))
 
 
 def plan(config: Config) -> tuple[Any, dict[str, float]]:
@@ -141,18 +138,7 @@ def plan(config: Config) -> tuple[Any, dict[str, float]]:
 
 def compiled_bytes(trainer: Any, config: Config) -> float:
     """What XLA sets aside on each device for the compiled step, everything included."""
-    import jax
-
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            shape, np.float32 if name == "weights" else np.int32, sharding=trainer.batch_sharding
-        )
-        for name, shape in longest_batch(config).items()
-    }
-    placed = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), trainer.abstract, trainer.shardings
-    )
-    analysis = trainer.program(placed, batch).memory_analysis()
+    analysis = trainer.program(longest_batch(config)).memory_analysis()
     return (
         analysis.argument_size_in_bytes
         + analysis.temp_size_in_bytes
@@ -177,7 +163,7 @@ def measured_bytes(trainer: Any, config: Config, *, steps: int = 3) -> tuple[flo
     arrays["time"][:] = np.arange(shapes["inputs"][1])
     arrays["weights"] = np.ones(shapes["weights"], np.float32)
     state, batch = trainer.fresh(), put_batch(arrays, trainer.mesh)
-    program, seconds = trainer.program(state, batch), 0.0
+    program, seconds = trainer.program(shapes), 0.0
     for step in range(1, steps + 1):
         begun = time.perf_counter()
         state, values = program(state, batch, trainer.dropout_key(step))

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # what jax.distributed.initialize() asks
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +34,7 @@ LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
+TPU_CLUSTERS = (GkeTpuCluster, GceTpuCluster)
 _SHARED = "shared_by_all_processes"  # marks an exception
 
 
@@ -48,6 +50,7 @@ def join(
     *,
     heartbeat: int = HEARTBEAT,
     patience: float = 300.0,
+    alone: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
     """Joins the processes of this run, if it has several; before anything else uses a device.
@@ -58,6 +61,7 @@ def join(
       process_id: which one this is, from 0; None: as the launcher says.
       heartbeat: seconds of silence after which a process counts as dead; the others then end themselves.
       patience: seconds to wait for process 0 to listen.
+      alone: do not look for others.
       environment: where launchers leave their variables.
 
     Returns:
@@ -66,6 +70,8 @@ def join(
     Raises:
       UserError: some of the three are missing or make no sense, or the coordinator does not answer.
     """
+    if alone:
+        return False
     coordinator = coordinator or environment.get("PIPEJAX_COORDINATOR") or None
     told = _told(environment)
     processes = _number("processes", processes, environment)
@@ -146,10 +152,21 @@ def _told(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
 
 
 def _detected(environment: Mapping[str, str]) -> bool:
-    """Whether JAX finds out by itself: an indexed Kubernetes job with its client library, or a Cloud TPU pod."""
+    """Whether JAX finds out by itself: an indexed Kubernetes job with its client library, or Cloud TPU machines.
+
+    JAX asks the network only where the machine has a TPU.
+    """
     job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
-    hosts = environment.get("TPU_WORKER_HOSTNAMES", "") + environment.get("TPU_PROCESS_ADDRESSES", "")
-    return (job and importlib.util.find_spec("kubernetes") is not None) or "," in hosts
+    if job and importlib.util.find_spec("kubernetes") is not None:
+        return True
+    try:
+        return any(cluster.is_env_present() and cluster.get_process_count() > 1 for cluster in TPU_CLUSTERS)
+    except (OSError, RuntimeError, ValueError, LookupError) as error:  # of `requests`, and of what it found
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the metadata of this Cloud TPU machine: found no answer of use ({said}); expected the processes of its "
+            "run; --alone trains without others"
+        ) from error
 
 
 def lost(error: BaseException) -> bool:

@@ -1,7 +1,9 @@
 """Progress of long work: a bar on a terminal, plain lines without one. All on standard error."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
@@ -30,7 +32,6 @@ class Progress:
                 self.bar.set_postfix_str(note, refresh=False)
             self.bar.update(count)
         elif time.monotonic() - self.said >= self.every:
-            # Since the last line, not since the start: that one holds the compilation.
             before, self.said = self.said, time.monotonic()
             rate = (self.count - self.said_count) / (self.said - before)
             self.said_count = self.count
@@ -38,6 +39,24 @@ class Progress:
             left = f", {(self.total - self.count) / rate:.0f} s left" if self.total is not None and rate else ""
             note = f"  {self.note}" if self.note else ""
             self.line(f"{self.what}: {self.count}{of} {self.unit}s, {rate:.2f}/s{left}{note}")
+
+    @contextlib.contextmanager
+    def aside(self, what: str) -> Iterator[None]:
+        """Time that the work stands still, in rates and the time left as if it had not passed; says what for, if so."""
+        begun = time.monotonic()
+        if what and self.bar is not None:
+            self.bar.set_postfix_str(what)
+        elif what:
+            self.line(f"{self.what}: {what}")
+        try:
+            yield
+        finally:
+            passed = time.monotonic() - begun
+            self.said += passed
+            if self.bar is not None:
+                self.bar.start_t += passed
+                self.bar.last_print_t += passed
+                self.bar.set_postfix_str(self.note)
 
     def line(self, text: str) -> None:
         """A line that does not break the bar."""

@@ -31,6 +31,8 @@ CHANGEABLE = (
     "train.log_every",
     "train.checkpoint_every",
     "train.evaluate_every",
+    "train.evaluate_examples",
+    "train.patience",
     "train.keep_checkpoints",
     "train.keep_every",
     "train.tensorboard",
@@ -177,6 +179,10 @@ class RunDirectory:
                         lines.append((line, values))
         return lines
 
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The lines of that event; in processes that do not write none."""
+        return [values for _, values in self._logged() if values.get("event") == event] if self.writes else []
+
     def has(self, event: str, step: int) -> bool:
         """Whether the log has such a line of that step; all processes are told what the first one finds."""
         found = self.writes and any((v.get("event"), v["step"]) == (event, step) for _, v in self._logged())
@@ -239,7 +245,8 @@ def check_resume(old: Config, new: Config, where: Path) -> None:
         if was != now and key not in CHANGEABLE:
             raise UserError(
                 f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume (may change: "
-                f"{', '.join(CHANGEABLE)}); take another --workdir for another experiment"
+                f"{', '.join(CHANGEABLE)}); to go on from its weights, take another --workdir and "
+                f"--set train.init_from={where}"
             )
 
 

@@ -3,7 +3,9 @@
 Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from pipejax import grid, lora, losses, sharding
 from pipejax.config import Config, T5Config
-from pipejax.data.core import pack_size
+from pipejax.data.core import abstract_batch, pack_size
+from pipejax.data.shapes import Pair
 from pipejax.errors import UserError
 from pipejax.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
 from pipejax.programs import compute_dtype
@@ -24,6 +27,7 @@ from pipejax.t5 import T5, init_params
 
 Array = jax.Array
 Batch = dict[str, Array]
+Shapes = Mapping[str, tuple[int, ...]]  # of a batch's arrays
 SOURCES = ("source", "source_length")  # arrays of a batch with a row for each example; the others have G rows
 
 
@@ -169,7 +173,8 @@ class Trainer:
             in_shardings=(self.shardings, None, replicated),
             out_shardings=(self.shardings, replicated),
         )
-        self._programs: dict[tuple[Any, ...], Any] = {}
+        self._programs: dict[tuple[Any, ...], Future[Any]] = {}
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         loss = partial(batch_loss, T5(config.model, dtype=dtype, remat=train.remat, pin=pin), dropout=None)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
@@ -217,21 +222,55 @@ class Trainer:
 
     def step(self, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, dict[str, Array]]:
         """Makes one update with a placed batch; the given state is used up."""
-        return self.program(state, batch)(state, batch, key)
+        return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
-    def program(self, state: TrainState, batch: Batch) -> Any:
-        """The compiled step for batches of these shapes: called with state (used up), batch and dropout key.
+    def program(self, batch: Shapes) -> Any:
+        """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
+        key = _key(batch)
+        known = self._programs.get(key)
+        if known is None or known.cancel():  # what waits behind another one is quicker compiled here
+            known = self._programs[key] = Future()
+            known.set_result(self._compile(batch))
+        return known.result()
 
-        `state` and `batch` are arrays or stand for some (jax.ShapeDtypeStruct). What is compiled once is kept.
-        """
-        shapes = tuple((name, x.shape) for name, x in batch.items())
-        if shapes not in self._programs:
-            self._programs[shapes] = self._step.lower(state, batch, self.dropout_key(1)).compile()
-        return self._programs[shapes]
+    def is_ready(self, batch: Shapes) -> bool:
+        """Whether `program` would give it at once."""
+        known = self._programs.get(_key(batch))
+        return known is not None and known.done()
+
+    def prepare(self, pairs: Iterable[Pair]) -> None:
+        """Compiles programs for batches of these shapes beside the work, one after the other."""
+        for pair in pairs:
+            batch = abstract_batch(self.config.train, pair)
+            if _key(batch) not in self._programs:
+                self._programs[_key(batch)] = self._compiler.submit(self._compile, batch)
+
+    def close(self) -> None:
+        """Begins no other program; one that is being compiled comes to its end."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, batch: Shapes) -> Any:
+        arrays = {
+            name: jax.ShapeDtypeStruct(
+                shape, jnp.float32 if name == "weights" else jnp.int32, sharding=self.batch_sharding
+            )
+            for name, shape in batch.items()
+        }
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
+        )
+        with self._precision():
+            return self._step.lower(state, arrays, self.dropout_key(1)).compile()
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """float32 means float32: by JAX's default a GPU rounds what it multiplies to TF32, and a TPU to bfloat16."""
+        whole = self.model.dtype == jnp.float32
+        return jax.default_matmul_precision("highest") if whole else contextlib.nullcontext()
 
     def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""
-        return self._loss(params, sharding.put_batch(arrays, self.mesh))
+        with self._precision():
+            return self._loss(params, sharding.put_batch(arrays, self.mesh))
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -241,6 +280,10 @@ class Trainer:
     def dropout_key(self, step: int) -> Array:
         """The key of a step (1-based)."""
         return jax.random.fold_in(self.key, step)
+
+
+def _key(batch: Shapes) -> tuple[Any, ...]:
+    return batch["source"], batch["inputs"]
 
 
 def _check_batch(config: Config, mesh: Mesh) -> None:

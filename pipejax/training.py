@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,8 @@ from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import make_task
-from pipejax.data.core import TrainingBatches, fingerprint, prefetch
+from pipejax.data.core import Batch, TrainingBatches, choose_shapes, fingerprint, prefetch
+from pipejax.data.shapes import EVERY, Shapes
 from pipejax.errors import UserError
 from pipejax.fingerprint import digest, fingerprints
 from pipejax.generate import split_rows
@@ -35,6 +37,7 @@ class Start:
     step: int  # updates already made
     tokenizer: Tokenizer
     before: Config | None = None  # of the run so far; its steps and intervals may have been others
+    shapes: Shapes | None = None  # that its batches had so far
 
 
 def begin(config: Config, directory: RunDirectory, store: Store, data: str, log: Callable[[str], None]) -> Start:
@@ -48,6 +51,8 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
         nonlocal trainer
         wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
         check_resume(saved, wanted, directory.path)
+        if saved.train.evaluate_examples != wanted.train.evaluate_examples and trainer is None:
+            log("train.evaluate_examples: found another number than before; best/ goes by the scores of both alike")
         if saved.train.steps != wanted.train.steps and wanted.train.schedule != "constant" and trainer is None:
             schedule = f"the {wanted.train.schedule} schedule now ends there"
             log(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; {schedule}")
@@ -69,7 +74,8 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
         state = TrainState(own.items["params"], own.items["state"])
         with processes.together(UserError):
             tokenizer = Tokenizer.load(own.tokenizer_files() or directory.path / "tokenizer")
-        return Start(trainer, state, own.step, tokenizer, own.config)
+        shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
+        return Start(trainer, state, own.step, tokenizer, own.config, shapes)
     with processes.together(UserError):
         trainer, tokenizer, origin = _prepare(config, log)
     state = trainer.fresh(origin.items["params"] if origin else None)
@@ -133,15 +139,16 @@ def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
 class Stop:
     """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once.
 
-    A signal to any one of several processes stops all of them, at the same step.
+    A signal to any one of several processes stops all of them, at the same step. Only a main thread gets signals.
     """
 
     def __init__(self) -> None:
         """Installs the handlers."""
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
         self.signal: int | None = None  # that this process got
         self.agreed = 0  # that all know of
         self._vote = processes.Vote()
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
@@ -231,9 +238,11 @@ def _fit(
         directory.log_metrics(values)
         boards.write(values)
 
-    examiner = Examiner(config, trainer.dev_loss, dev, start.tokenizer, directory, log, write)
     assert config.model is not None
-    batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model), start.step)
+    with clock("data"):
+        shapes = start.shapes or choose_shapes(train, start.tokenizer, config, config.model)
+    examiner = Examiner(config, trainer.dev_loss, shapes, dev, start.tokenizer, directory, log, write)
+    batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model, shapes), start.step)
     size, own = (sum(x.size for x in jax.tree.leaves(t)) / 1e6 for t in (state.params, trainer.trained(state.params)))
     trains = f" ({own:.2f} M are trained)" if own < size else ""
     if start.step == 0 and config.train.warmup_steps >= config.train.steps:
@@ -243,23 +252,26 @@ def _fit(
         )
     where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
     log(f"{size:.1f} M parameters{trains}, {len(train)} training examples, {trainer.model.dtype} on {where}")
-    log("the first steps are slow: each new length compiles once")
+    most = len(shapes.in_use(config.train.steps))
+    log(f"batches are padded to {most} shapes; each one compiles once, the first {len(shapes.in_use(0))} at the start")
     progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=processes.first())
-    window = Window(config, write, progress, list(trainer.mesh.devices.flat), clock)
+    window = Window(config, len(train), write, progress, list(trainer.mesh.devices.flat), clock)
     trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
     step, saved, steps = start.step, start.step, config.train.steps
+    metadata = {"data": data, "shapes": shapes.to_json()}
     examined = True
     try:
         if owed:
-            with clock("evaluation"):
+            with clock("evaluation"), progress.aside("evaluating"):
                 examined = examiner.evaluate(step, state.params, progress, stop.asked)
-        while step < steps and not stop.asked():
+        while step < steps and not stop.asked() and not examiner.lost_patience:
             window.settle()
             with clock("data"):
                 batch = next(batches)
                 arrays = sharding.put_batch(batch.arrays, trainer.mesh)
-            with clock("compile"):
-                program = trainer.program(state, arrays)
+            program = _program(trainer, batch, clock, progress)
+            if not processes.several():  # else all would have to compile in the same order
+                trainer.prepare(shapes.in_use(min(step + EVERY, steps - 1)))
             trace.before(step + 1)
             state, metrics = program(state, arrays, trainer.dropout_key(step + 1))
             step += 1
@@ -278,14 +290,15 @@ def _fit(
             if last or step % config.train.log_every == 0:
                 with processes.together(UserError):
                     values = window.flush()
-                note = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
+                loss = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
+                note = f"epoch {values['epoch']:.1f}, {loss}"
             # The evaluation, too: whoever is killed in it repeats it. One that is stopped is made up for on resume.
             if evaluates:
-                with clock("evaluation"):
+                with clock("evaluation"), progress.aside("evaluating"):
                     examined = examiner.evaluate(step, state.params, progress, stop.asked)
             if saves:
                 with clock("checkpoint"):
-                    saved = step if _save(store, step, state, config, data) else saved
+                    saved = step if _save(store, step, state, config, metadata) else saved
             progress.add(1, note)
         if window.steps:
             with processes.together(UserError):
@@ -295,17 +308,19 @@ def _fit(
             store.settle()
         progress.close()
         trace.close()
+        trainer.close()
         boards.close()
         raise
     trace.close()
+    trainer.close()
     with clock("checkpoint"):
         done = store.settle()
         if saved < step or not done:
-            done = _save(store, step, state, config, data, wait=True)
+            done = _save(store, step, state, config, metadata, wait=True)
         store.close()
         best = examiner.best is None or examiner.best.close()
     clock.lap()
-    ended = step >= steps and examined
+    ended = (step >= steps or examiner.lost_patience) and examined
     write(_last_line("end" if ended else "stopped", step, state, clock.totals))
     boards.close()
     progress.close()
@@ -319,9 +334,21 @@ def _fit(
     if stop.agreed and not ended:
         log(f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there")
         return 128 + stop.agreed
+    if step < steps:
+        log(f"no better evaluation in train.patience = {config.train.patience}: training ends before train.steps")
     reached = f" ({progress.note})" if progress.note else ""
     log(f"trained for {step} steps{reached}; checkpoints in {directory.path / 'checkpoints'}")
     return 0
+
+
+def _program(trainer: Trainer, batch: Batch, clock: Clock, progress: Progress) -> Any:
+    """The step for a batch of that shape; says so while it compiles."""
+    shapes = {name: x.shape for name, x in batch.arrays.items()}
+    if trainer.is_ready(shapes):
+        return trainer.program(shapes)
+    what = f"compiling for sources of {shapes['source'][1]} tokens, {shapes['inputs'][1]} slots in a row"
+    with clock("compile"), progress.aside(what):
+        return trainer.program(shapes)
 
 
 def evaluated(step: int, config: Config) -> bool:
@@ -334,9 +361,11 @@ def owes(directory: RunDirectory, step: int, config: Config) -> bool:
     return step > 0 and evaluated(step, config) and not directory.has("evaluation", step)
 
 
-def _save(store: Store, step: int, state: TrainState, config: Config, data: str, *, wait: bool = False) -> bool:
+def _save(
+    store: Store, step: int, state: TrainState, config: Config, metadata: dict[str, Any], *, wait: bool = False
+) -> bool:
     items = {"params": state.params, "state": state.optimizer}
-    return store.save(step, items, config=config, metadata={"data": data}, wait=wait)
+    return store.save(step, items, config=config, metadata=metadata, wait=wait)
 
 
 def _last_line(event: str, step: int, state: TrainState, seconds: dict[str, float]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
 
 from experiments.faults import runs
 from pipejax import processes
@@ -58,12 +59,32 @@ def joined(monkeypatch):
             {"PIPEJAX_COORDINATOR": "host:1", "PIPEJAX_PROCESSES": "3", "PIPEJAX_PROCESS_ID": "2"},
             ("host:1", 3, 2, None),
         ),
-        ((None, None, None), {"TPU_WORKER_HOSTNAMES": "a,b"}, (None, None, None, None)),
     ],
 )
 def test_who_is_told_what(joined, flags, environment, expected):
     assert processes.join(*flags, environment=environment) == (expected is not None)
     assert joined == ([expected] if expected else [])
+
+
+def test_a_cloud_tpu_machine_is_asked_by_jax(joined, monkeypatch):
+    """The machine's variables say nothing; its metadata server, here a dictionary, does. Without a TPU nobody asks."""
+    metadata, asked = {"tpu-env": "", "agent-worker-number": "1", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}, []
+
+    def get(key):
+        asked.append(key)
+        return metadata[key], 200
+
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", get)
+    assert not processes.join(environment={}) and asked == []
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    assert processes.join(environment={}) and joined == [(None, None, None, None)]
+    assert not processes.join(environment={}, alone=True) and len(joined) == 1
+    metadata["worker-network-endpoints"] = "10.0.0.1"  # a machine of its own
+    assert not processes.join(environment={}) and len(joined) == 1
+    metadata.clear()
+    with pytest.raises(UserError, match=r"Cloud TPU machine: found no answer of use .*; --alone trains without others"):
+        processes.join(environment={})
 
 
 @pytest.mark.parametrize(

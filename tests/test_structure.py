@@ -77,7 +77,7 @@ LAYERS = (
     ),
     ("programs",),
     ("generate",),
-    ("evaluate", "records", "metrics.__main__"),
+    ("evaluate", "records", "metrics.__main__", "compare"),
     ("trainer", "plan", "training", "monitoring"),
     ("",),  # the package itself: a door to the modules above
 )

@@ -18,11 +18,11 @@ from pipejax.data.core import (
     Example,
     TrainingBatches,
     bucket,
+    choose_shapes,
     collate,
     deal,
     encode,
     fixed_batches,
-    length_step,
     pack_size,
 )
 from pipejax.errors import UserError
@@ -166,7 +166,8 @@ def test_pack_follows_the_batch_size(size, pack):
 
 def test_fixed_batches_hold_everything_once(tokenizer):
     encoded = [encode(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:31]]
-    batches = list(fixed_batches(encoded, CONFIG.train))
+    shapes = choose_shapes(demo.examples("train"), tokenizer, CONFIG, MODEL)
+    batches = list(fixed_batches(encoded, CONFIG.train, shapes))
     assert sum(b.arrays["weights"].sum() for b in batches) == sum(e.target.weights.sum() for e in encoded)
 
 
@@ -174,9 +175,6 @@ def test_padded_lengths_are_few_and_tight():
     sizes = sorted({bucket(n) for n in range(1, 2049)})
     assert sizes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
     assert all(n <= bucket(n) < max(17, 2 * n) for n in range(1, 2049))
-    sizes = sorted({length_step(n) for n in range(1, 513)})
-    assert sizes[:6] == [16, 32, 48, 64, 80, 96] and sizes[-5:] == [256, 320, 384, 448, 512]
-    assert all(n <= length_step(n) < max(n + 16, 1.25 * n) for n in range(1, 2049))
 
 
 # The step.

@@ -35,6 +35,7 @@ TRAIN = TrainConfig(
     steps=6,
     batch_size=8,
     length_group=2,
+    shapes=2,
     learning_rate=1e-3,
     warmup_steps=2,
     dropout=0.1,

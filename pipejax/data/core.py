@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grain
@@ -16,7 +16,10 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import Config, T5Config, TrainConfig
+from pipejax.data.shapes import Pair, Shapes, choose, round_up
 from pipejax.tokenizer import Tokenizer
+
+SAMPLE, CHARACTERS = 4000, 4_000_000  # examples whose lengths the shapes are chosen by, and their text, at the most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +98,7 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
     full = [*tokenizer.encode(example.source), eos]
     source = cut_source(full, config.data.max_source)
     if config.train.objective == "sequential":
-        texts = list(example.targets)
-        joined = tokenizer.encode(config.data.separator.join(texts))
-        cut = len(joined) + 1 > most
-        while len(joined) + 1 > most and len(texts) > 1:
-            texts.pop()
-            joined = tokenizer.encode(config.data.separator.join(texts))
+        joined, cut = _join(example.targets, tokenizer, config.data.separator, most - 1)
         open_end, final, kept = cut, False, [joined]
     else:
         rows = [row for row in (tokenizer.encode(text) for text in example.targets) if row]
@@ -115,18 +113,28 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
     return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)
 
 
+def _join(rows: Sequence[str], tokenizer: Tokenizer, separator: str, most: int) -> tuple[list[int], bool]:
+    """Ids of as many rows as fit, the first at least, with the separator between; and whether that are not all."""
+
+    def joined(count: int) -> list[int]:
+        return tokenizer.encode(separator.join(rows[:count]))
+
+    whole = joined(len(rows))
+    if len(whole) <= most:
+        return whole, False
+    fit, beyond = 1, len(rows)  # bisected: each attempt reads the text anew
+    while beyond - fit > 1:
+        middle = (fit + beyond) // 2
+        fit, beyond = (middle, beyond) if len(joined(middle)) <= most else (fit, middle)
+    return joined(fit), True
+
+
 def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
     """[B, length], zeros at the end; what is real is told by lengths and weights, never by id."""
     padded = np.zeros((len(rows), length), rows[0].dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded
-
-
-def length_step(length: int) -> int:
-    """The padded length in training: four steps to a doubling, 64, 80, 96, 112, 128, 160, ...; 16, 32, 48 below."""
-    step = 1 << max(math.ceil(math.log2(max(length, 1))) - 3, 4)
-    return max(math.ceil(length / step), 1) * step
 
 
 def pack_size(config: TrainConfig) -> int:
@@ -152,8 +160,26 @@ def deal(lengths: Sequence[int], size: int) -> list[int]:
     return [i for run in runs for i in run]
 
 
-def collate(examples: Sequence[Encoded], pack: int = 1) -> Batch:
+def longest(config: Config) -> Pair:
+    """The shape of a batch whose sources and targets are all as long as they may be."""
+    return round_up(config.data.max_source), round_up(config.data.max_target * pack_size(config.train))
+
+
+def abstract_batch(config: TrainConfig, shape: Pair) -> dict[str, tuple[int, ...]]:
+    """The shapes of a batch's arrays, by name."""
+    size, rows = config.batch_size, config.batch_size // pack_size(config)
+    slots = dict.fromkeys((*grid.Flat._fields, "example"), (rows, shape[1]))
+    return {"source": (size, shape[0]), "source_length": (size,), "slots": (rows,), **slots}
+
+
+def _round(need: Pair) -> Pair:
+    return round_up(need[0]), round_up(need[1])
+
+
+def collate(examples: Sequence[Encoded], pack: int = 1, fit: Callable[[Pair], Pair] = _round) -> Batch:
     """Pads examples to one batch; with `pack` that many share a row of slots, and the examples change places.
+
+    `fit` says to what: it gets the longest source and row of slots.
 
     Arrays: source i32 [B, L]; source_length i32 [B]; slots i32 [G], real slots of a row; inputs, targets, row, time,
     example (0 to pack - 1) i32 [G, N]; weights f32 [G, N].
@@ -162,10 +188,10 @@ def collate(examples: Sequence[Encoded], pack: int = 1) -> Batch:
     examples = [examples[i] for i in order]
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
-    arrays = {"source": pad(sources, length_step(int(lengths.max()))), "source_length": lengths}
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
     slots = np.asarray([sum(len(e.target.inputs) for e in group) for group in groups], np.int32)
-    width = length_step(int(slots.max()))
+    length, width = fit((int(lengths.max()), int(slots.max())))
+    arrays = {"source": pad(sources, length), "source_length": lengths}
     for name in grid.Flat._fields:
         arrays[name] = pad([np.concatenate([getattr(e.target, name) for e in group]) for group in groups], width)
     numbers = [np.repeat(np.arange(len(g), dtype=np.int32), [len(e.target.inputs) for e in g]) for g in groups]
@@ -173,15 +199,29 @@ def collate(examples: Sequence[Encoded], pack: int = 1) -> Batch:
     return Batch(
         arrays,
         [e.id for e in examples],
-        np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64),
+        _lengths(examples),
         sum(e.source_was_cut for e in examples),
         sum(e.target_was_cut for e in examples),
     )
 
 
-def _by_length(example: Encoded) -> tuple[int, int]:
-    """Sources first, by their padded length: they are the longer ones. Targets within."""
-    return length_step(len(example.source)), len(example.target.inputs)
+def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
+    """i64 [n, 2], source tokens and slots."""
+    return np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64).reshape(-1, 2)
+
+
+def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> Shapes:
+    """The shapes for training on these examples, by a sample of them; the same on every machine."""
+    sample, characters = list[Encoded](), 0
+    for i in np.random.default_rng(0).permutation(len(examples))[:SAMPLE]:
+        example = examples[int(i)]
+        sample.append(encode(example, tokenizer, config, model))
+        characters += len(example.source)
+        if characters > CHARACTERS:
+            break
+    train = config.train
+    sizes = {"size": train.batch_size, "group": train.length_group, "pack": pack_size(train)}
+    return choose(_lengths(sample), **sizes, most=train.shapes, limit=longest(config))
 
 
 class TrainingBatches(Sequence[Batch]):
@@ -191,10 +231,18 @@ class TrainingBatches(Sequence[Batch]):
     length, so that little of them is padding; their order is shuffled again.
     """
 
-    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> None:
-        """Reads nothing yet."""
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokenizer: Tokenizer,
+        config: Config,
+        model: T5Config,
+        shapes: Shapes | None = None,
+    ) -> None:
+        """Reads nothing yet, or a sample if no shapes are given."""
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
+        self.shapes = shapes or choose_shapes(examples, tokenizer, config, model)
         self._encoded = (
             grain.MapDataset.source(examples)
             .seed(self.seed)
@@ -215,9 +263,16 @@ class TrainingBatches(Sequence[Batch]):
     def _draw(self, number: int) -> list[Batch]:
         count = self.group * self.size
         drawn = [self._encoded[i] for i in range(number * count, (number + 1) * count)]
-        drawn.sort(key=_by_length)
+        drawn = [drawn[i] for i in self.shapes.order(_lengths(drawn))]
         order = np.random.default_rng([self.seed, number]).permutation(self.group)
-        return [collate(drawn[i * self.size : (i + 1) * self.size], self.pack) for i in order]
+        return [
+            collate(
+                drawn[part * self.size : (part + 1) * self.size],
+                self.pack,
+                functools.partial(self.shapes.fit, step=number * self.group + place),
+            )
+            for place, part in enumerate(order)
+        ]
 
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
@@ -228,10 +283,10 @@ def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
     return iterator
 
 
-def fixed_batches(examples: Sequence[Encoded], config: TrainConfig) -> Iterator[Batch]:
+def fixed_batches(examples: Sequence[Encoded], config: TrainConfig, shapes: Shapes) -> Iterator[Batch]:
     """All examples once, in order of length; the last batch is filled up with weightless copies."""
-    ordered, size = sorted(examples, key=_by_length), config.batch_size
+    ordered, size = [examples[i] for i in shapes.order(_lengths(examples))], config.batch_size
     for first in range(0, len(ordered), size):
         part = ordered[first : first + size]
         filler = part[-1]._replace(target=part[-1].target._replace(weights=np.zeros_like(part[-1].target.weights)))
-        yield collate([*part, *[filler] * (size - len(part))], pack_size(config))
+        yield collate([*part, *[filler] * (size - len(part))], pack_size(config), shapes.fit)
