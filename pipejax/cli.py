@@ -42,13 +42,14 @@ def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
     """The type of a flag that is a whole number in that range."""
 
     def read(text: str) -> int:
-        value: int | str = text
-        with contextlib.suppress(ValueError):
+        try:
             value = int(text)
-            if least <= value <= most:
-                return value
-        bounds = f"at least {least}" if most == WHOLE else f"{least} to {most}"
-        raise argparse.ArgumentTypeError(f"found {value!r}; expected a whole number, {bounds}")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"found {text!r}; expected a whole number") from error
+        if not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"found {value}; expected {bound}")
+        return value
 
     return read
 
@@ -102,7 +103,10 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         environment.check_flags()
         for setting in environment.IGNORED:
             note(f"{setting}: not followed, as what is computed depends on it")
-        code = main(arguments)
+        try:
+            code = main(arguments)
+        except SystemExit as ended:  # --help
+            code = int(ended.code or 0)
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         code = explain(error, debug="--debug" in arguments)
