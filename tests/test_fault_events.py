@@ -125,7 +125,7 @@ def test_an_old_step_that_is_renamed_away_first_is_gone_as_well():
 
 
 def test_what_was_written_unseen_counts_as_lost():
-    happened = _happened("open a", "fsync a", "fsync .", "open c")
+    happened = _happened("open a", "fsync a", "open d", "write d", "fsync .", "open c")  # b was called d
     there = (Path("/w", name) for name in "abc")
-    at_risk = [f"{name} may not be on disk at the end" for name in ("b: its content", "c: its content", "c: its name")]
+    at_risk = [f"{name} may not be on disk at the end" for name in ("c: its content", "c: its name", "b: its content")]
     assert losses(Path("/w"), happened, there) == at_risk

@@ -1,7 +1,7 @@
 """What a power cut could take, from the order of writes, fsyncs and renames that a command makes."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class Disk:
         """An empty directory."""
         self.root = root
         self.present: set[Path] = set()
+        self.made_as: dict[Path, Path] = {}  # the name that a file had first
         self.unwritten: set[Path] = set()  # files whose content may not be on disk
         self.unnamed: set[Path] = set()  # entries that their directory may not have on disk
         self.losses: list[str] = []
@@ -47,6 +48,8 @@ class Disk:
                 moved = {name for name in of if name == path or path in name.parents}
                 of -= moved
                 of |= {to / name.relative_to(path) for name in moved}
+            for name in [name for name in self.made_as if name == path or path in name.parents]:
+                self.made_as[to / name.relative_to(path)] = self.made_as.pop(name)
             self._enter(to)
             self.unnamed.add(to)
         elif event.kind in ("unlink", "rmdir"):
@@ -55,26 +58,17 @@ class Disk:
                     self._check_replaced(step)
             self._leave(path)
 
-    def end(self, left: Iterable[Path] | None = None) -> list[str]:
-        """All that was or still is at risk when the command has ended; nothing if everything is on disk.
-
-        `left` are the paths that are there now: Rust's system calls pass by what sees events, so that one may be new.
-        """
-        if left is not None:
-            left = set(left)
-            unseen = left - self.present
-            self.losses += [
-                f"{self._short(path)}: its content may not be on disk at the end" for path in sorted(unseen)
-            ]
-            self.present &= left
+    def end(self) -> list[str]:
+        """All that was or still is at risk when the command has ended; nothing if everything is on disk."""
         for what, paths in (("its content", self.unwritten), ("its name", self.unnamed)):
-            at_risk = sorted(path for path in paths & self.present if path.name not in SPARED)
+            at_risk = sorted(path for path in paths if path.name not in SPARED)
             self.losses += [f"{self._short(path)}: {what} may not be on disk at the end" for path in at_risk]
-        return self.losses
+        return list(dict.fromkeys(self.losses))
 
     def _enter(self, path: Path) -> None:
         if path not in self.present and path != self.root:
             self.present.add(path)
+            self.made_as.setdefault(path, path)
             self.unnamed.add(path)
 
     def _leave(self, path: Path) -> None:
@@ -103,12 +97,29 @@ def _committed(path: Path) -> bool:
     return bool(STEP.fullmatch(path.name)) and path.parent.name in ("checkpoints", "best")
 
 
-def losses(root: Path, happened: Iterable[Event], left: Iterable[Path] | None = None) -> list[str]:
-    """What a power cut could have taken at some time, each once; `left` as in `Disk.end`."""
-    disk, all_of = Disk(root), list(happened)
-    for number, event in enumerate(all_of):
-        disk.see(event, [e.path for e in all_of[number + 1 :] if e.to] if event.to else ())
-    return list(dict.fromkeys(disk.end(left)))
+def losses(root: Path, happened: Sequence[Event], left: Iterable[Path] | None = None) -> list[str]:
+    """What a power cut could have taken at some time, each once.
+
+    Args:
+      root: the directory, empty at first.
+      happened: all events below it.
+      left: the paths that are there after them. A library in Rust renames past what sees events: a file of another name
+        than it was made with counts as lost if nothing has synced it, and the name that it had is forgotten.
+    """
+    if left is None:
+        return _replay(root, happened).end()
+    there, disk = set(left), _replay(root, happened)
+    passing = {disk.made_as[path] for path in disk.present - there}
+    disk = _replay(root, [event for event in happened if event.path not in passing])
+    unseen = sorted(str(path.relative_to(root)) for path in there - disk.present)
+    return [*disk.end(), *(f"{name}: its content may not be on disk at the end" for name in unseen)]
+
+
+def _replay(root: Path, happened: Sequence[Event]) -> Disk:
+    disk = Disk(root)
+    for number, event in enumerate(happened):
+        disk.see(event, [e.path for e in happened[number + 1 :] if e.to] if event.to else ())
+    return disk
 
 
 def order(commands: Commands, scratch: Path) -> dict[str, Any]:

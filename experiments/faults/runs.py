@@ -155,7 +155,7 @@ class Commands:
         return Command(process, said)
 
     def share(self, name: str, scratch: Path, trials: int, *, workers: int = 2) -> list[dict[str, Any]]:
-        """Shares trials among processes that run the `main` of a module: SCRATCH FIRST LAST OUT; what is in each OUT."""
+        """Shares trials among processes that run the `main` of a module: SCRATCH FIRST LAST OUT; what is in OUT."""
         bounds = [trials * number // workers for number in range(workers + 1)]
         started = []
         for number, (first, last) in enumerate(itertools.pairwise(bounds)):
