@@ -1,6 +1,6 @@
 """Training runs side by side, from their logs: what each reached, and what it cost.
 
-    python -m pipejax.compare RUN RUN ...
+python -m pipejax.compare RUN RUN ...
 """
 
 import json
@@ -49,14 +49,15 @@ def summary(run: str, lines: Sequence[dict[str, Any]]) -> dict[str, str]:
         found["loss"] = f"{last['loss']:.4f}" if last["loss"] is not None else "none"
         found["minutes"] = f"{sum(sum(line['seconds'].values()) for line in trained) / 60:.1f}"
     if evaluations:
-        best = max(evaluations, key=_score)
+        best = max(evaluations, key=score_of)
         found |= {"best at": str(best["step"]), "dev loss": f"{best['dev_loss']:.4f}", "steps": f"{best['steps']:.1f}"}
-        found |= {"metric": HEADLINES[best["metric"]], "best": f"{_score(best)[0]:.2f}"}
-        found["last"] = f"{_score(evaluations[-1])[0]:.2f}"
+        found |= {"metric": HEADLINES[best["metric"]], "best": f"{score_of(best)[0]:.2f}"}
+        found["last"] = f"{score_of(evaluations[-1])[0]:.2f}"
     return found
 
 
-def _score(line: dict[str, Any]) -> tuple[float, float]:
+def score_of(line: dict[str, Any]) -> tuple[float, float]:
+    """What decides which evaluation is better: the metric's chief score, then the loss."""
     return line[HEADLINES[line["metric"]]], -line["dev_loss"]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipejax import processes
 from pipejax.checkpoint import Best
+from pipejax.compare import score_of
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
 from pipejax.data.core import Batch, Encoded, Example, encode, fixed_batches, pack_size
@@ -195,11 +196,6 @@ def bounded(config: Config, encoded: Sequence[Encoded]) -> Config:
     return dataclasses.replace(config, grid=grid, decode=decode)
 
 
-def _score(line: dict[str, Any]) -> tuple[float, float]:
-    """What decides which evaluation is better: the metric's chief score, then the loss."""
-    return line[HEADLINES[line["metric"]]], -line["dev_loss"]
-
-
 class _Stopped(Exception):
     """Ends a decode between two batches."""
 
@@ -228,7 +224,7 @@ class Examiner:
         self.best = Best(directory.path / "best", config, log=log) if self.examples else None
         self.highest, self.without_better = [-np.inf, -np.inf], 0
         for line in directory.logged("evaluation"):
-            self._count(_score(line))
+            self._count(score_of(line))
         self.highest, self.without_better = processes.same([self.highest, self.without_better])
         # No more at once than a training step has: what fits there fits here.
         part = config.train.batch_size // config.train.accumulate

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # what jax.distributed.initialize() asks
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 

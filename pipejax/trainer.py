@@ -250,6 +250,10 @@ class Trainer:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, batch: Shapes) -> Any:
+        return self.lower(batch).compile()
+
+    def lower(self, batch: Shapes) -> Any:
+        """The step for such batches, as JAX hands it to the compiler."""
         arrays = {
             name: jax.ShapeDtypeStruct(
                 shape, jnp.float32 if name == "weights" else jnp.int32, sharding=self.batch_sharding
@@ -260,7 +264,7 @@ class Trainer:
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
         with self._precision():
-            return self._step.lower(state, arrays, self.dropout_key(1)).compile()
+            return self._step.lower(state, arrays, self.dropout_key(1))
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """float32 means float32: by JAX's default a GPU rounds what it multiplies to TF32, and a TPU to bfloat16."""

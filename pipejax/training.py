@@ -291,7 +291,7 @@ def _fit(
                 with processes.together(UserError):
                     values = window.flush()
                 loss = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
-                note = f"epoch {values['epoch']:.1f}, {loss}"
+                note = f"{loss}, epoch {values['epoch']:.1f}"
             # The evaluation, too: whoever is killed in it repeats it. One that is stopped is made up for on resume.
             if evaluates:
                 with clock("evaluation"), progress.aside("evaluating"):

@@ -130,6 +130,20 @@ def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):
     assert all(line.endswith("  loss 2.0") for line in lines)
 
 
+def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress("training", 100, unit="step", every=10.0)
+    with progress.aside("compiling"):
+        now[0] += 300
+    now[0] += 10
+    progress.add(20)
+    assert capsys.readouterr().err.splitlines() == [
+        "training: compiling",
+        "training: 20/100 steps, 2.00/s, 40 s left",
+    ]
+
+
 def test_a_warm_up_as_long_as_training_is_told(tmp_path):
     said = []
     fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path, log=said.append)

@@ -17,6 +17,7 @@ from pipejax.data import demo
 from pipejax.data.core import (
     Example,
     TrainingBatches,
+    abstract_batch,
     bucket,
     choose_shapes,
     collate,
@@ -204,6 +205,23 @@ def test_parts_keep_rows_with_their_sources(batches):
             )
             seen.add(original)
     assert len(seen) == 8
+
+
+def test_a_program_made_beside_the_work_is_the_same(batches):
+    arrays = batches[0].arrays
+    trainer, other = Trainer(CONFIG), Trainer(CONFIG)
+    trainer.prepare([(arrays["source"].shape[1], arrays["inputs"].shape[1])])
+    same_bits(*(each.step(each.fresh(), arrays, each.dropout_key(1)) for each in (trainer, other)))
+    assert len(trainer._programs) == 1 and trainer.is_ready({name: x.shape for name, x in arrays.items()})
+    trainer.close()
+
+
+@pytest.mark.parametrize("dtype, precise", [("float32", True), ("bfloat16", False)])
+def test_float32_is_not_rounded_in_products(dtype, precise):
+    trainer = Trainer(change(CONFIG, train={"dtype": dtype}))
+    text = trainer.lower(abstract_batch(CONFIG.train, (16, 16))).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products and all(("HIGHEST" in line) == precise for line in products)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 from transformers import T5Config as HfConfig
 from transformers import T5ForConditionalGeneration
 
-from pipejax import checkpoint, convert, monitoring
+from pipejax import checkpoint, compare, convert, grid, monitoring, training
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.data import demo
@@ -86,6 +87,25 @@ def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "whole"
     assert fit(CONFIG, directory, log=quiet) == 0
     return directory
+
+
+def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
+    """Each attempt reads the text anew: thousands of rows must not take thousands."""
+
+    class Counting(Tokenizer):
+        calls = 0
+
+        def encode(self, text):
+            Counting.calls += 1
+            return tokenizer.encode(text)
+
+    counting, rows = Counting.__new__(Counting), ("honey",) * 4000
+    config = change(CONFIG, data={"max_target": 101}, train={"objective": "sequential"})
+    encoded = encode(Example("x", "deliver honey .", rows), counting, config, MODEL)
+    assert encoded.target_was_cut and Counting.calls <= 15
+    separator = tokenizer.encode(";")
+    one = [*tokenizer.encode("honey"), *separator]
+    assert encoded.target.targets.tolist()[:-1] == (one * 51)[:99] and len(encoded.target.targets) == 100
 
 
 def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
@@ -160,6 +180,72 @@ def test_a_finished_run_repeated_changes_nothing(finished):
     assert fit(CONFIG, finished, log=said.append) == 0
     assert everything() == before
     assert said[-1] == "already trained for 6 of 6 steps; nothing to do"
+
+
+def test_the_log_shows_epochs_and_what_was_predicted(finished):
+    lines = metrics(finished)
+    count = len(demo.examples("train"))
+    assert [line["epoch"] for line in lines if line["event"] == "train"] == [step * 8 / count for step in range(1, 7)]
+    dev = demo.examples("dev")
+    for line in lines:
+        if line["event"] == "evaluation":
+            assert [(s["id"], tuple(s["gold"])) for s in line["samples"]] == [(e.id, e.targets) for e in dev[:3]]
+            assert all(isinstance(text, str) for s in line["samples"] for text in s["predicted"])
+
+
+def test_runs_side_by_side(finished, tmp_path, capsys):
+    assert compare.main([str(finished), str(finished), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    evaluations = [line for line in metrics(finished) if line["event"] == "evaluation"]
+    best = max(evaluations, key=lambda line: (line["em_f1"], -line["dev_loss"]))
+    assert rows[0] == rows[1] and (rows[0]["run"], rows[0]["step"]) == (str(finished), "6")
+    assert (rows[0]["best at"], rows[0]["dev loss"]) == (str(best["step"]), f"{best['dev_loss']:.4f}")
+    assert compare.main([str(finished)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split()[-4:] == ["best", "last", "steps", "minutes"]
+    assert len(table) == 2 and len(table[1].split()) == len(compare.COLUMNS)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(No such file or directory\)"):
+        compare.main([str(tmp_path / "absent")])
+
+
+def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatch, capsys):
+    """Nothing is learned at such a rate: the first evaluation stays the best. Off the main thread, without signals."""
+    config = change(
+        ON_ONE, train={"steps": 9, "evaluate_every": 1, "patience": 2, "learning_rate": 1e-30, "dropout": 0.0}
+    )
+    codes, said = [], []
+    thread = threading.Thread(target=lambda: codes.append(fit(config, tmp_path, log=said.append)))
+    thread.start()
+    thread.join()
+    assert codes == [0] and said[-2] == "no better evaluation in train.patience = 2: training ends before train.steps"
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if line["event"] == "evaluation"] == [1, 2, 3] and lines[-1][
+        "event"
+    ] == "end"
+    assert "training: compiling for sources of" in capsys.readouterr().err
+    # What was chosen for the run is kept with it, and the same command ends where it did.
+    monkeypatch.setattr(training, "choose_shapes", None)
+    assert fit(config, tmp_path, log=quiet) == 0
+    assert untimed(metrics(tmp_path)) == untimed(lines)
+    assert fit(change(config, train={"patience": 0, "steps": 4}), tmp_path, log=quiet) == 0
+    assert metrics(tmp_path)[-1]["step"] == 4
+
+
+def test_evaluations_are_bounded_by_their_targets(tokenizer):
+    examples = demo.examples("dev")[:50]
+    wide = change(CONFIG, grid={"time_max": 5000, "sub_max": 300}, data={"max_target": 100})
+    encoded = [encode(e, tokenizer, wide, MODEL) for e in examples]
+    rows = [[len(tokenizer.encode(row)) for row in e.targets] for e in examples]
+    steps = max(grid.pipelined_steps(x, delay=2, sub_max=300, time_max=5000) for x in rows)
+    bounds = monitoring.bounded(wide, encoded).grid
+    assert 1.5 * steps <= bounds.time_max < 2 * steps + 8 and bounds.sub_max == 1.5 * (max(map(len, rows)) + 1) // 1 + 8
+    assert monitoring.bounded(CONFIG, encoded) == CONFIG  # never wider than asked for
+    cut = change(wide, data={"max_target": 4})  # says nothing about the answers' lengths
+    assert monitoring.bounded(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
+    joined = change(wide, train={"objective": "sequential"}, decode={"max_length": 512})
+    longest = max(len(tokenizer.encode(" ; ".join(e.targets))) + 1 for e in examples)
+    bound = monitoring.bounded(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
+    assert bound == longest + longest // 2 + 8
 
 
 def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
@@ -329,6 +415,14 @@ def test_a_separator_that_the_tokenizer_loses(tmp_path):
 def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
     with pytest.raises(UserError, match=r"grid.delay: 2 -> 3; expected no change on resume"):
         fit(change(CONFIG, grid={"delay": 3}), finished, log=quiet)
+    with pytest.raises(UserError, match=rf"batch_size: 8 -> 16; .* its weights, .*--set train\.init_from={finished}"):
+        fit(change(CONFIG, train={"batch_size": 16}), finished, log=quiet)
+
+
+def test_the_number_of_dev_examples_may_change_on_resume(finished):
+    said = []
+    assert fit(change(CONFIG, train={"evaluate_examples": 4}), finished, log=said.append) == 0
+    assert any(line.startswith("train.evaluate_examples: found another number") for line in said)
 
 
 REFUSED = [

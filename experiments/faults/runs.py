@@ -36,8 +36,8 @@ config = Config(
     model=T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1),
     grid=GridConfig(time_max=6, sub_max=3),
     data=DataConfig(task="jsonl", train="{here}/train.jsonl", dev="{here}/dev.jsonl", tokenizer="{here}/tokenizer"),
-    train=TrainConfig(steps={steps}, batch_size=8, learning_rate=1e-3, warmup_steps=2, log_every=1, length_group=2, shapes=1,
-                      evaluate_every={half}, checkpoint_every={every}, evaluate_examples=8),
+    train=TrainConfig(steps={steps}, batch_size=8, learning_rate=1e-3, warmup_steps=2, log_every=1, length_group=2,
+                      shapes=1, evaluate_every={half}, checkpoint_every={every}, evaluate_examples=8),
     decode=DecodeConfig(max_length=8),
 )
 '''
