@@ -256,8 +256,8 @@ def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsy
 
 
 def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch):
-    threads = set(threading.enumerate())
-    store = Store(tmp_path, writable=True, log=quiet)
+    threads, said = set(threading.enumerate()), []
+    store = Store(tmp_path, writable=True, log=said.append)
     with monkeypatch.context() as patch:
         fail_with(errno.EIO, patch)
         assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
@@ -265,6 +265,10 @@ def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch):
     tmp_path.write_text("in the way")
     assert not store.save(2, tree(1.0), config=CONFIG, wait=True)
     assert store.close()
+    assert [line.partition("not saved (")[2].partition(")")[0] for line in said] == [
+        os.strerror(errno.EIO),
+        os.strerror(errno.ENOTDIR),
+    ]
     assert not [t for t in set(threading.enumerate()) - threads if not t.daemon]
 
 
