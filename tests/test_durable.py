@@ -380,3 +380,15 @@ def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
         else:
             Store(tmp_path / "checkpoints", writable=True)
     assert raised == [(128, 4096)]
+
+
+def test_the_best_of_another_run_is_kept_aside(tmp_path):
+    """That of this one is not: killed before its first checkpoint, it comes to the same step again."""
+    said, other = [], config_lib.override(CONFIG, ["train.learning_rate=0.5"])
+    save(tmp_path / "best", 4)
+    directory = RunDirectory(tmp_path / "run")
+    directory.path = tmp_path
+    directory._set_aside_best(config_lib.override(CONFIG, ["train.steps=7"]), said.append)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best"] and said == []
+    directory._set_aside_best(other, said.append)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best-before"] and len(said) == 1
