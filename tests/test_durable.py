@@ -256,8 +256,8 @@ def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsy
 
 
 def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch):
-    threads = set(threading.enumerate())
-    store = Store(tmp_path, writable=True, log=quiet)
+    threads, said = set(threading.enumerate()), []
+    store = Store(tmp_path, writable=True, log=said.append)
     with monkeypatch.context() as patch:
         fail_with(errno.EIO, patch)
         assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
@@ -265,6 +265,10 @@ def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch):
     tmp_path.write_text("in the way")
     assert not store.save(2, tree(1.0), config=CONFIG, wait=True)
     assert store.close()
+    assert [line.partition("not saved (")[2].partition(")")[0] for line in said] == [
+        os.strerror(errno.EIO),
+        os.strerror(errno.ENOTDIR),
+    ]
     assert not [t for t in set(threading.enumerate()) - threads if not t.daemon]
 
 
@@ -376,3 +380,15 @@ def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
         else:
             Store(tmp_path / "checkpoints", writable=True)
     assert raised == [(128, 4096)]
+
+
+def test_the_best_of_another_run_is_kept_aside(tmp_path):
+    """That of this one is not: killed before its first checkpoint, it comes to the same step again."""
+    said, other = [], config_lib.override(CONFIG, ["train.learning_rate=0.5"])
+    save(tmp_path / "best", 4)
+    directory = RunDirectory(tmp_path / "run")
+    directory.path = tmp_path
+    directory._set_aside_best(config_lib.override(CONFIG, ["train.steps=7"]), said.append)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best"] and said == []
+    directory._set_aside_best(other, said.append)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best-before"] and len(said) == 1

@@ -97,10 +97,12 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def reason_of(error: BaseException) -> str:
     """Why a save failed, in the operating system's words where those are at the bottom of it."""
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
-        words = os.strerror(number)
-        if any((isinstance(e, OSError) and e.errno == number) or words in str(e) for e in _chain(error)):
-            return words
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.errno:
+            return os.strerror(cause.errno)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):  # of TensorStore's words
+        if any(os.strerror(number) in str(cause) for cause in _chain(error)):
+            return os.strerror(number)
     return f"{type(error).__name__}: {_brief(error)}"
 
 
