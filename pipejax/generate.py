@@ -138,7 +138,7 @@ class Generator:
         if devices[0].platform == "cpu":
             batch_size, window = min(batch_size, programs.CPU_BATCH), window * -(-batch_size // programs.CPU_BATCH)
         waiting, spread = iter(given), 0
-        while chunk := list(islice(waiting, len(devices) * batch_size * window)):
+        while chunk := list(islice(waiting, batch_size * window)):
             spread = spread or min(len(devices), -(-len(chunk) // batch_size))
             encoded = [self._encode(source, report) for source in chunk]
             order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
