@@ -18,7 +18,7 @@ import os, shutil, sys
 from pathlib import Path
 from experiments.faults.events import Trap, arm
 here, library = Path(sys.argv[1]), Path(sys.argv[2])
-arm(Trap(here, Path(sys.argv[3]), int(sys.argv[4])), library)
+arm(Trap(here, Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]), library)
 os.mkdir(here / "a")
 handle = os.open(here / "a/f", os.O_WRONLY | os.O_CREAT)
 os.write(handle, b"12")
@@ -39,12 +39,12 @@ def library(tmp_path_factory):
         pytest.skip(str(reason))
 
 
-def _work(tmp_path, library, number):
+def _work(tmp_path, library, number, part=""):
     here, log = tmp_path / "here", tmp_path / "log"
     shutil.rmtree(here, ignore_errors=True)
     log.unlink(missing_ok=True)
     here.mkdir()
-    command = [sys.executable, "-c", WORK, str(here), str(library), str(log), str(number)]
+    command = [sys.executable, "-c", WORK, str(here), str(library), str(log), str(number), part]
     environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     names = [f"{event.kind} {event.path.relative_to(here)}" for event in events.read(log)]
@@ -63,6 +63,11 @@ def test_a_process_dies_at_the_chosen_event_and_leaves_what_was_done_before(tmp_
     assert sorted(str(path.relative_to(here)) for path in here.rglob("*")) == left
     if number == 3:
         assert (here / "a/f").read_bytes() == b"1"  # the write was under way
+
+
+def test_a_process_dies_at_the_first_event_of_a_chosen_file(tmp_path, library):
+    code, names, here = _work(tmp_path, library, 0, "a/g")
+    assert code == -9 and names == ["unlink a/g"] and (here / "a/g").read_bytes() == b"12"
 
 
 def test_a_trap_without_the_library_is_no_trap(tmp_path):

@@ -27,7 +27,7 @@ def test_a_short_run(tmp_path):
     if "skipped" in moments:  # no compiler, or not Linux
         assert moments["ok"] is parts["order"]["ok"] is None
     else:
-        assert moments["identical"] == moments["nothing_left_lying"] == moments["trials"] == 6
+        assert moments["identical"] == moments["nothing_left_lying"] == moments["trials"] == 8
         phases = ["start", "first save", "start of going on", "save that replaces", "best save", "end"]
         assert sorted(moments["killed_at"]) == sorted(phases)
         assert parts["order"]["ok"], parts["order"]["failures"]

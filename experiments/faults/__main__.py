@@ -117,7 +117,7 @@ def _environment(commands: Commands, scratch: Path, short: bool) -> dict[str, An
 def _moments(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
     from experiments.faults import moments
 
-    return moments.one(commands, scratch, trials=6 if short else 300, seed=0)
+    return moments.one(commands, scratch, trials=8 if short else 300, seed=0)
 
 
 def _moments_of_two(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:

@@ -25,16 +25,18 @@
 
 static char place[PATH_MAX];
 static size_t place_length;
-static long deadly; /* the event that kills; 0: none */
+static long deadly; /* the event that kills; 0: none, -1: the first whose path has `deadly_part` in it */
+static char deadly_part[PATH_MAX];
 static int log_fd = -1;
 static atomic_long count;
 static atomic_int armed;
 
 /* Counts from now on what happens below `directory`. */
-void faults_arm(const char *directory, long number, const char *log) {
+void faults_arm(const char *directory, long number, const char *part, const char *log) {
     if (!realpath(directory, place)) snprintf(place, sizeof place, "%s", directory);
     place_length = strlen(place);
-    deadly = number;
+    deadly = *part ? -1 : number;
+    snprintf(deadly_part, sizeof deadly_part, "%s", part);
     log_fd = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     atomic_store(&count, 0);
     atomic_store(&armed, 1);
@@ -73,7 +75,7 @@ static int find(int directory, const char *name, char *path) {
 static int note(const char *operation, const char *path, const char *to) {
     char line[2 * PATH_MAX + 64];
     long number = atomic_fetch_add(&count, 1) + 1;
-    int last = deadly && number == deadly;
+    int last = deadly < 0 ? !!strstr(path, deadly_part) : deadly && number == deadly;
     if (log_fd >= 0 && (last || !deadly)) {
         int length = snprintf(line, sizeof line, "%ld\t%s\t%s\t%s\n", number, operation, path, to);
         if (syscall(SYS_write, log_fd, line, (size_t)length) != length) abort();

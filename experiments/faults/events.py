@@ -18,11 +18,15 @@ class CannotWatch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Trap:
-    """Watches what happens below a directory: the process dies at that event, or with 0 all events are written down."""
+    """Watches what happens below a directory: all events are written down, or the process dies at one.
+
+    That is the event of this number, or the first one whose path has `part` in it.
+    """
 
     directory: Path
     log: Path
     event: int = 0
+    part: str = ""
 
 
 class Event(NamedTuple):
@@ -58,7 +62,8 @@ def arm(trap: Trap, library: Path) -> None:
     if str(library) not in os.environ.get("LD_PRELOAD", "").split(":"):
         raise CannotWatch("the processes that commands are forked from were started without the library")
     shim = ctypes.CDLL(str(library))
-    shim.faults_arm(os.fsencode(trap.directory), ctypes.c_long(trap.event), os.fsencode(trap.log))
+    number, part = ctypes.c_long(trap.event), os.fsencode(trap.part)
+    shim.faults_arm(os.fsencode(trap.directory), number, part, os.fsencode(trap.log))
 
 
 def read(log: Path) -> list[Event]:

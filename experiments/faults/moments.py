@@ -182,9 +182,9 @@ def _trace(commands: Commands, config: Path, workdir: Path, settings: tuple[str,
 def _halfway(commands: Commands, config: Path, workdir: Path, trace: list[Event]) -> Path:
     """A run that was killed when its first step was on disk and its second save began."""
     workdir.parent.mkdir(parents=True)
-    event = _first(trace, r"/checkpoints/\D*4\b")
-    plan = Plan("", PLAIN, None, trace[event].number)
-    _kill(commands, config, workdir, plan)
+    begun = trace[_first(trace, r"/checkpoints/\D*4\b")].path  # the second save
+    trap = Trap(workdir.parent, workdir.parent.with_suffix(".log"), part=f"checkpoints/{begun.name}")
+    assert commands.train(config, workdir, *PLAIN, trap=trap).end() == -signal.SIGKILL
     assert runs.committed(workdir) == [2], "killed at another event than expected"
     return workdir
 
