@@ -7,7 +7,6 @@ holds the scores, steps, what was cut, examples a second (generate and detokenis
 out), peak memory, and score, steps and seconds by the number of rows in the data.
 """
 
-import dataclasses
 import json
 import resource
 from collections.abc import Callable, Sequence
@@ -98,7 +97,7 @@ def _decode(
     rest = decoded(examples[even:], report if index == 0 else Report())
     if count == 1:
         return records, report
-    shares = [json.loads(text) for text in processes.gather(json.dumps([records, dataclasses.asdict(report)]))]
+    shares = [json.loads(text) for text in processes.gather(json.dumps([records, vars(report)]))]
     all_records = [shares[i % count][0][i // count] for i in range(even)]
     return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 

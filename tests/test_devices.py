@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 
 import jax
@@ -96,3 +97,15 @@ def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
     used = {key[1] for key in fresh._compiled if not isinstance(key[0], str)}
     needed = [c for c in sizes.slots if c - strategy.rows < int(found.lengths.sum(axis=1).max()) + 2 * strategy.rows]
     assert used <= {*sizes.slots[: len(needed) + 1]} and len(used) < len(sizes.slots)
+
+
+def test_reports_of_processes_add_up():
+    """As they go from one to the other: in JSON. They ran at the same time, so the slowest one's seconds count."""
+    parts = [Report(examples=3, seconds=2.0, steps=9, other_steps=20), Report(examples=2, seconds=5.0, steps=4)]
+    parts[0].truncated.update(["sub_max", "sub_max", "time_max"])
+    parts[1].truncated.update(["sub_max"])
+    sent = [Report(**json.loads(json.dumps(vars(part)))) for part in parts]
+    whole = Report.of_all(sent)
+    assert (whole.examples, whole.seconds, whole.steps, whole.other_steps) == (5, 5.0, 13, 20)
+    assert whole.truncated == {"sub_max": 3, "time_max": 1}
+    assert Report.of_all([sent[0], Report(other_steps=None)]).other_steps is None
