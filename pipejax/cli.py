@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import resource
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_OUR_MISTAKE = 70  # EX_SOFTWARE; a traceback shows it
 LINE = 1000  # characters of a line that is said; what is longer loses its middle
-FILES = 256  # that must be allowed to be open at once: a save opens some for each array
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,7 +97,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     arguments = list(sys.argv[1:] if argv is None else argv)
     streams.make_safe()
     try:
-        allow_files()
+        environment.allow_files()
         environment.check_flags()
         for setting in environment.IGNORED:
             note(f"{setting}: not followed, as what is computed depends on it")
@@ -113,20 +111,6 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         if code == EXIT_OUR_MISTAKE:
             traceback.print_exception(error)
     sys.exit(code)
-
-
-def allow_files() -> None:
-    """Raises the number of files that may be open to what a command needs, or a UserError if that is forbidden."""
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY or allowed >= FILES:
-        return
-    try:
-        wanted = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    except (OSError, ValueError):
-        wanted = allowed
-    if wanted < FILES:
-        raise UserError(f"ulimit -n: found {wanted} files that may be open at once; expected at least {FILES}")
 
 
 def explain(error: BaseException, *, debug: bool) -> int:

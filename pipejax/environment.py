@@ -5,6 +5,7 @@ Standard library only, so that it can be said before JAX is imported.
 
 import functools
 import os
+import resource
 import subprocess
 import sys
 from typing import Any
@@ -23,6 +24,7 @@ PINNED: dict[str, Any] = {
     "jax_numpy_rank_promotion": "allow",
 }
 _WORDS = {False: ("0", "false", "f", "no", "n", "off"), True: ("1", "true", "t", "yes", "y", "on")}  # as JAX reads them
+FILES = 256  # that must be allowed to be open at once: a save opens some for each array, and Orbax hangs without
 _FLAGS = "XLA_FLAGS"
 _PROBE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options"
 
@@ -42,6 +44,20 @@ def pin() -> list[str]:
 
 
 IGNORED = pin()
+
+
+def allow_files() -> None:
+    """Raises the number of files that may be open to what a command needs, or a UserError if that is forbidden."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY or allowed >= FILES:
+        return
+    try:
+        wanted = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    except (OSError, ValueError):
+        wanted = allowed
+    if wanted < FILES:
+        raise UserError(f"ulimit -n: found {wanted} files that may be open at once; expected at least {FILES}")
 
 
 def check() -> None:

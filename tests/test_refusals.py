@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import decode
 import train
-from pipejax import checkpoint, cli, convert, files, generate, programs
+from pipejax import checkpoint, cli, convert, environment, files, generate, programs
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.errors import UserError
@@ -418,8 +418,13 @@ def test_files_that_may_be_open(tmp_path):
     text = "from pipejax import cli; import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
     text += "cli.run(lambda argv: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) or 0)"
     for limit, code, out, err in (
-        ("-S -n 64", 0, f"{cli.FILES}\n", ""),
-        ("-n 8", 2, "", f"error: ulimit -n: found 8 files that may be open at once; expected at least {cli.FILES}\n"),
+        ("-S -n 64", 0, f"{environment.FILES}\n", ""),
+        (
+            "-n 8",
+            2,
+            "",
+            f"error: ulimit -n: found 8 files that may be open at once; expected at least {environment.FILES}\n",
+        ),
     ):
         drop = "from experiments.faults.unprivileged import drop; drop();"  # root may always raise it
         command = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", sys.executable, "-c", drop + text]

@@ -137,7 +137,7 @@ def verified(workdir: Path) -> tuple[list[int], list[str]]:
     """The good steps of a run, oldest first, and those that are not, with the reason."""
     from pipejax.checkpoint.__main__ import verify
 
-    reports = verify(workdir / "checkpoints") if (workdir / "checkpoints").is_dir() else []
+    reports = list(verify(workdir / "checkpoints")) if (workdir / "checkpoints").is_dir() else []
     if (workdir / "best").is_dir():
         reports += verify(workdir / "best")
     good = sorted(report["step"] for report in reports if report["good"] and report["place"].startswith("checkpoints"))

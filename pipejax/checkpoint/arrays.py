@@ -8,7 +8,6 @@ after a failure.
 import asyncio
 import os
 import re
-import resource
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,6 @@ from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
 from pipejax.errors import UserError
 
-HANDLES = 128  # open files; a save needs about 30, and each device and each process some more
 # Orbax and TensorStore look for patterns in the path, take "\\" for "/", and read some names as a URL's scheme.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
 
@@ -48,15 +46,6 @@ def check_place(path: Path) -> None:
             f"{path}: found {found[0]!r} in the path; expected one without \\ [ ] * ?, without names that end in a "
             "colon and not below /gs, /s3, /az or /hf, which Orbax takes for something else (a link to it serves)"
         )
-
-
-def check_handles() -> None:
-    """Raises a UserError if this process may open too few files: Orbax would hang or die of it in odd ways."""
-    found, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if found < HANDLES <= most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (HANDLES, most))
-    elif found < HANDLES:
-        raise UserError(f"open files: found a limit of {found}; expected at least {HANDLES} (ulimit -n {HANDLES})")
 
 
 def make_place(place: Path) -> None:

@@ -105,7 +105,7 @@ class Store:
         self._writable, self._proven = writable, False
         self._saving: _Saving | None = None
         arrays_lib.check_place(self.directory)
-        arrays_lib.check_handles()
+        environment.allow_files()
         if not writable:
             return
         with processes.together(UserError):
