@@ -381,7 +381,7 @@ def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
                 Store(tmp_path / "checkpoints", writable=True)
         else:
             Store(tmp_path / "checkpoints", writable=True)
-    assert raised == [(128, 4096)]
+    assert raised == [(256, 4096)]
 
 
 def test_the_best_of_another_run_is_kept_aside(tmp_path):
