@@ -10,7 +10,7 @@ Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE i
 import traceback
 from collections.abc import Sequence
 
-from pipejax import cli
+from pipejax import cli, environment
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,8 +40,13 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax import processes  # imports JAX: after the flags and the config are known to be good
 
+<<<<<<< HEAD
     told = flags.coordinator, flags.processes, flags.process_id
     processes.join(*told, heartbeat=flags.heartbeat, alone=flags.alone)
+=======
+    processes.join(flags.coordinator, flags.processes, flags.process_id, heartbeat=flags.heartbeat)
+    environment.check()  # what fails below asks JAX how many processes there are
+>>>>>>> oneline
 
     def explain(error: BaseException) -> int:
         code = cli.explain(error, debug=flags.debug)

@@ -3,6 +3,7 @@
 Standard library only, so that it can be said before JAX is imported.
 """
 
+import contextlib
 import functools
 import os
 import resource
@@ -51,13 +52,11 @@ def allow_files() -> None:
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or allowed >= FILES:
         return
-    try:
-        wanted = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    except (OSError, ValueError):
-        wanted = allowed
-    if wanted < FILES:
-        raise UserError(f"ulimit -n: found {wanted} files that may be open at once; expected at least {FILES}")
+    if most == resource.RLIM_INFINITY or most >= FILES:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, most))
+            return
+    raise UserError(f"ulimit -n: found {allowed} files that may be open at once; expected at least {FILES}")
 
 
 def check() -> None:
