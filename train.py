@@ -40,13 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax import processes  # imports JAX: after the flags and the config are known to be good
 
-<<<<<<< HEAD
     told = flags.coordinator, flags.processes, flags.process_id
     processes.join(*told, heartbeat=flags.heartbeat, alone=flags.alone)
-=======
-    processes.join(flags.coordinator, flags.processes, flags.process_id, heartbeat=flags.heartbeat)
     environment.check()  # what fails below asks JAX how many processes there are
->>>>>>> oneline
 
     def explain(error: BaseException) -> int:
         code = cli.explain(error, debug=flags.debug)
