@@ -41,8 +41,7 @@ def main(argv: Sequence[str]) -> int:
     from pipejax import processes  # imports JAX: after the flags and the config are known to be good
 
     told = flags.coordinator, flags.processes, flags.process_id
-    processes.join(*told, heartbeat=flags.heartbeat, alone=flags.alone)
-    environment.check()  # what fails below asks JAX how many processes there are
+    joined = processes.join(*told, heartbeat=flags.heartbeat, alone=flags.alone)
 
     def explain(error: BaseException) -> int:
         code = cli.explain(error, debug=flags.debug)
@@ -53,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exception(error)
         return code
 
-    with processes.alone(explain):
+    with processes.alone(explain, joined=joined):
+        environment.check()
+
         from pipejax import program_cache
         from pipejax.training import fit
 

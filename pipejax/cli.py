@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -17,6 +18,11 @@ from pipejax.files import look, write_text
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_OUR_MISTAKE = 70  # EX_SOFTWARE; a traceback shows it
+# What the operating system refuses for reasons that people can mend; any other of its errors is a mistake of ours.
+REFUSALS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENODEV, errno.ENXIO),
+)
 LINE = 1000  # characters of a line that is said; what is longer loses its middle
 
 
@@ -118,10 +124,10 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, KeyboardInterrupt):
         note("interrupted")
         return EXIT_INTERRUPTED
-    if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `head` does
+    if isinstance(error, streams.ReaderGone):
         return 1
     exhausted = out_of_memory(error)
-    refused = isinstance(error, OSError) and error.strerror  # by the operating system, wherever we asked it
+    refused = isinstance(error, OSError) and error.errno in REFUSALS
     if not (exhausted or refused or isinstance(error, UserError)):
         return EXIT_OUR_MISTAKE
     if debug:

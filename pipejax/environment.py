@@ -6,7 +6,6 @@ Standard library only, so that it can be said before JAX is imported.
 import contextlib
 import functools
 import os
-import resource
 import subprocess
 import sys
 from typing import Any
@@ -33,7 +32,8 @@ _PROBE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_
 def pin() -> list[str]:
     """Takes back what the environment says about pinned settings; the variables that said otherwise.
 
-    This is for the JAX that is imported from now on, here and in processes that are started from here.
+    This is for the JAX that is imported from now on, here and in processes that are started from here. Commands say it
+    in a line, `pipejax.load` in a warning.
     """
     found = []
     for name, value in PINNED.items():
@@ -49,6 +49,8 @@ IGNORED = pin()
 
 def allow_files() -> None:
     """Raises the number of files that may be open to what a command needs, or a UserError if that is forbidden."""
+    import resource  # Windows has none
+
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or allowed >= FILES:
         return

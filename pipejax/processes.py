@@ -172,7 +172,7 @@ def _detected(environment: Mapping[str, str]) -> bool:
 def lost(error: BaseException) -> bool:
     """Whether it says that another process of the run is gone."""
     words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe"
-    return several() and isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I))
+    return isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I)) and several()
 
 
 def several() -> bool:
@@ -236,15 +236,15 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(explain: Callable[[BaseException], int]) -> Iterator[None]:
+def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[None]:
     """Ends this process at once if it fails by itself: the others, which would wait for it, then notice and end, too.
 
-    `explain` says what went wrong and gives the exit code.
+    `explain` says what went wrong and gives the exit code; `joined` is what `join` said: JAX may have no device to ask.
     """
     try:
         yield
     except BaseException as error:
-        if not several() or shared(error):
+        if not joined or shared(error):
             raise
         code = explain(error)
         sys.stdout.flush()

@@ -231,7 +231,7 @@ def _write(out: BinaryIO, record: Record, target: str) -> None:
             line = line[written:]
             written = out.write(line)
         out.flush()
-    except BrokenPipeError:
-        raise
+    except BrokenPipeError as error:  # of a named pipe, too
+        raise streams.ReaderGone(*error.args) from error
     except OSError as error:
         raise UserError(f"--output {target}: cannot be written ({error.strerror})") from error

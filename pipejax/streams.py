@@ -13,11 +13,15 @@ from typing import Any
 from pipejax.errors import UserError
 
 
+class ReaderGone(BrokenPipeError):
+    """Whoever read standard output went away, as `head` does."""
+
+
 class _Stream(io.RawIOBase):
     """A descriptor that is written to until it fails; from then on everything is dropped."""
 
     def __init__(self, descriptor: int, name: str = "") -> None:
-        """With a name the first failure is a UserError; a reader that went away is a BrokenPipeError as ever."""
+        """With a name the first failure is a UserError, or ReaderGone."""
         self._descriptor, self._name, self._dead = descriptor, name, False
 
     def writable(self) -> bool:
@@ -38,7 +42,7 @@ class _Stream(io.RawIOBase):
             except OSError as error:
                 self._dead = True
                 if isinstance(error, BrokenPipeError) and self._name:
-                    raise
+                    raise ReaderGone(*error.args) from error
                 if self._name:
                     raise UserError(f"{self._name}: cannot be written ({error.strerror})") from error
         return len(data)

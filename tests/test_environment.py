@@ -62,6 +62,12 @@ def test_commands_say_what_is_not_followed():
     assert said == "JAX_ENABLE_X64=1: not followed, as what is computed depends on it\n"
 
 
+def test_a_program_is_warned(tmp_path):
+    text = f"import pipejax\ntry: pipejax.load({str(tmp_path)!r})\nexcept pipejax.errors.UserError: pass"
+    said = python("import pipejax.errors; " + text, JAX_ENABLE_X64="1").stderr
+    assert "UserWarning: JAX_ENABLE_X64=1: not followed since `import pipejax`" in said
+
+
 def test_a_program_that_set_it_itself_is_refused(monkeypatch):
     environment.check()
     with jax.numpy_dtype_promotion("strict"), pytest.raises(UserError, match=r"^jax_numpy_dtype_promotion: found"):

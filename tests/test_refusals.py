@@ -377,10 +377,15 @@ def test_ends(capsys):
             cli.run(raises(error), [])
         (said,) = capsys.readouterr().err.splitlines()
         assert caught.value.code == code and said.startswith(last)
-    with pytest.raises(SystemExit) as caught:
-        cli.run(raises(RuntimeError("x")), [])
-    said = capsys.readouterr().err  # our mistakes are not hidden
-    assert caught.value.code == 70 and said.startswith("Traceback") and said.endswith("RuntimeError: x\n")
+    for error in (
+        RuntimeError("x"),
+        FileNotFoundError(errno.ENOENT, "x", "/of/ours"),
+        BrokenPipeError(errno.EPIPE, "x"),  # of some socket: not the reader of our output
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cli.run(raises(error), [])
+        said = capsys.readouterr().err  # our mistakes are not hidden
+        assert caught.value.code == 70 and said.startswith("Traceback") and type(error).__name__ in said
     for number in (0, 143):
         with pytest.raises(SystemExit) as caught:
             cli.run(lambda argv, number=number: number, [])
