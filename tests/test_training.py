@@ -288,7 +288,7 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
     monkeypatch.setattr(training, "choose_shapes", None)
     assert fit(config, tmp_path, log=quiet) == 0
     assert untimed(metrics(tmp_path)) == untimed(lines)
-    assert fit(change(config, train={"patience": 0, "steps": 4}), tmp_path, log=quiet) == 0
+    assert fit(change(config, train={"patience": 0, "steps": 4, "shapes": 3}), tmp_path, log=quiet) == 0
     assert metrics(tmp_path)[-1]["step"] == 4
 
 
