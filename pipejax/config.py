@@ -99,7 +99,7 @@ class TrainConfig:
         16, least=1, most=2**16
     )  # batches drawn together and parted by length, against padding; 1: none
     remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
-    shapes: int = setting(20, least=1)  # padded shapes of batches, at the most but for rare lengths: each compiles once
+    shapes: int = setting(22, least=1)  # padded shapes of batches, at the most but for rare lengths: each compiles once
     optimizer: str = setting("adamw", choices=OPTIMIZERS)
     freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
     lora_rank: int = setting(

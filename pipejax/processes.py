@@ -9,11 +9,13 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import distributed  # whose client asks the coordinator
 from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # what jax.distributed.initialize() asks
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -29,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax.errors import UserError
 
 HEARTBEAT = 60  # seconds without a sign of life after which a process counts as dead and the others end
+PATIENCE = 3_600_000  # milliseconds to wait for what another process says, as long as it gives signs of life
 # How launchers tell a process the number of processes, its own number, and its number on its machine.
 LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -171,7 +175,7 @@ def _detected(environment: Mapping[str, str]) -> bool:
 
 def lost(error: BaseException) -> bool:
     """Whether it says that another process of the run is gone."""
-    words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe"
+    words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe|deadline_exceeded"
     return isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I)) and several()
 
 
@@ -255,6 +259,61 @@ def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[
 def same(value: Any) -> Any:
     """Process 0's value, in every process: anything that JSON can hold."""
     return json.loads(gather(json.dumps(value))[0]) if several() else value
+
+
+_exchanges = itertools.count()
+
+
+class Exchange:
+    """What each process says, told to all by the coordinator: no device takes part, so that any one thread may call.
+
+    All processes must make their exchanges, and the calls of each, in the same order.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been said."""
+        self._name, self._calls = f"pipejax/exchange/{next(_exchanges)}", 0
+        self._lock, self._closed = threading.Lock(), False
+
+    def __call__(self, mine: bytes) -> list[bytes]:
+        """What each process says in its call of this number, by index; never nothing: that closes.
+
+        Raises:
+          RuntimeError: the exchange is closed, here or by another process, or another is gone (see `lost`).
+        """
+        if not several():
+            return [mine]
+        own, call = jax.process_index(), self._calls
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this exchange is closed")
+            self._say(mine)
+            self._calls += 1
+        said = list[bytes]()
+        for i in range(jax.process_count()):
+            said.append(mine if i == own else self._client.blocking_key_value_get_bytes(self._key(call, i), PATIENCE))
+            if not said[i]:
+                raise RuntimeError(f"coordination service: process {i} has closed the exchange")
+        if call:  # who has said this much has read all that was said before
+            self._client.key_value_delete(self._key(call - 1, own))
+        return said
+
+    def close(self) -> None:
+        """Ends the calls of other processes that would wait for this one, and refuses later ones."""
+        with self._lock:
+            if several() and not self._closed:
+                self._say(b"")
+            self._closed = True
+
+    def _say(self, mine: bytes) -> None:
+        self._client.key_value_set_bytes(self._key(self._calls, jax.process_index()), mine)
+
+    def _key(self, call: int, index: int) -> str:
+        return f"{self._name}/{call}/{index}"
+
+    @property
+    def _client(self) -> Any:
+        return distributed.global_state.client
 
 
 class Vote:

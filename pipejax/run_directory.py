@@ -28,6 +28,7 @@ from pipejax.tokenizer import Tokenizer
 # says where a run is computed: neither the data order nor the saved state depends on it. Copies of the log are copies.
 CHANGEABLE = (
     "train.steps",
+    "train.shapes",  # those that a run began with are in its checkpoints
     "train.log_every",
     "train.checkpoint_every",
     "train.evaluate_every",

@@ -105,8 +105,14 @@ def split_batch(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
+def own_rows(mesh: Mesh, rows: int) -> frozenset[int]:
+    """Which of so many rows of a batch are on devices of this process."""
+    places = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
+    return frozenset(row for place in places if place for row in range(*place[0].indices(rows)))
+
+
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A batch, split over data and fsdp. Every process has made the whole one, and each device takes its part of it."""
+    """A batch, split over data and fsdp: every process has arrays of its whole size, and each device takes its rows."""
     sharding = batch_sharding(mesh)
     return {key: jax.make_array_from_process_local_data(sharding, x, x.shape) for key, x in batch.items()}
 

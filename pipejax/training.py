@@ -16,7 +16,7 @@ from pipejax.boards import Boards
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import make_task
-from pipejax.data.core import Batch, TrainingBatches, choose_shapes, fingerprint, prefetch
+from pipejax.data.core import Batch, Part, TrainingBatches, choose_shapes, fingerprint, pack_size, prefetch
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.errors import UserError
 from pipejax.fingerprint import digest, fingerprints
@@ -242,7 +242,10 @@ def _fit(
     with clock("data"):
         shapes = start.shapes or choose_shapes(train, start.tokenizer, config, config.model)
     examiner = Examiner(config, trainer.dev_loss, shapes, dev, start.tokenizer, directory, log, write)
-    batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model, shapes), start.step)
+    exchange = processes.Exchange()
+    rows = sharding.own_rows(trainer.mesh, config.train.batch_size // pack_size(config.train))
+    part = Part(jax.process_index(), jax.process_count(), rows, exchange)
+    batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model, shapes, part), start.step)
     size, own = (sum(x.size for x in jax.tree.leaves(t)) / 1e6 for t in (state.params, trainer.trained(state.params)))
     trains = f" ({own:.2f} M are trained)" if own < size else ""
     if start.step == 0 and config.train.warmup_steps >= config.train.steps:
@@ -306,11 +309,14 @@ def _fit(
     except BaseException as error:
         if not processes.several() or processes.shared(error):  # else the others do not come to the end of the save
             store.settle()
+        if not processes.lost(error):  # else whom we would tell is gone
+            exchange.close()
         progress.close()
         trace.close()
         trainer.close()
         boards.close()
         raise
+    exchange.close()
     trace.close()
     trainer.close()
     with clock("checkpoint"):

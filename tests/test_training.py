@@ -23,8 +23,8 @@ from transformers import T5ForConditionalGeneration
 from pipejax import checkpoint, compare, convert, grid, monitoring, training
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.data import demo
-from pipejax.data.core import Example, TrainingBatches, encode, prefetch
+from pipejax.data import core, demo
+from pipejax.data.core import Example, Part, TrainingBatches, encode, pack_size, prefetch
 from pipejax.errors import UserError
 from pipejax.run_directory import RunDirectory
 from pipejax.tokenizer import Tokenizer
@@ -153,6 +153,67 @@ def test_batches_are_a_function_of_their_number(tokenizer):
     assert other[0].ids != in_order[0]
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [range(4), range(4, 8)],
+        [(0, 3, 4, 7), (1, 2, 5, 6)],  # as a mesh may order its devices
+        [range(3), range(3, 6), range(6, 8)],
+        [range(i, i + 1) for i in range(8)],
+        [range(4), range(4), range(4, 8), range(4, 8)],  # a "tensor" axis over two processes
+    ],
+    ids=str,
+)
+def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, monkeypatch, rows):
+    config, examples, count = change(CONFIG, train={"batch_size": 24, "length_group": 4}), demo.examples("train"), 8
+    alone = TrainingBatches(examples, tokenizer, config, MODEL)
+    whole, pack, n = [alone[i] for i in range(count)], pack_size(config.train), len(rows)
+    said, all_said, made = [b""] * n, threading.Barrier(n), [0] * n
+    results, own = [[] for _ in rows], threading.local()
+
+    def tell(mine):
+        said[own.index] = mine
+        all_said.wait(60)
+        told = list(said)
+        all_said.wait(60)
+        return told
+
+    def counted(*arguments):
+        made[own.index] += 1
+        return encode(*arguments)
+
+    def process(index):
+        own.index = index
+        part = Part(index, n, frozenset(rows[index]), tell)
+        batches = TrainingBatches(examples, tokenizer, config, MODEL, alone.shapes, part)
+        results[index] = [batches[i] for i in range(count)]
+
+    monkeypatch.setattr(core, "encode", counted)
+    threads = [threading.Thread(target=process, args=[i]) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, batch in enumerate(whole):
+        for name, expected in batch.arrays.items():
+            united = np.full_like(expected, 99)
+            for index, held in enumerate(rows):
+                found = results[index][number].arrays[name]
+                assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+                each = len(found) // 8
+                assert len(found) == each * 8 and each in (1, pack)
+                for row in held:
+                    united[row * each : (row + 1) * each] = found[row * each : (row + 1) * each]
+            assert united.tobytes() == expected.tobytes()
+        for result in results:
+            assert result[number].ids == batch.ids and (result[number].lengths == batch.lengths).all()
+            assert result[number][3:] == batch[3:]
+    drawn = count * 24
+    for index, held in enumerate(rows):
+        # A share of the draw, and of its own rows what the others had.
+        assert made[index] <= drawn * (1 / n + len(held) / 8) and made[index] < drawn
+
+
 def test_resume_is_exact(finished, tmp_path):
     assert fit(change(CONFIG, train={"steps": 2}), tmp_path, log=quiet) == 0
     assert fit(change(CONFIG, train={"steps": 5}), tmp_path, log=quiet) == 0
@@ -227,7 +288,7 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
     monkeypatch.setattr(training, "choose_shapes", None)
     assert fit(config, tmp_path, log=quiet) == 0
     assert untimed(metrics(tmp_path)) == untimed(lines)
-    assert fit(change(config, train={"patience": 0, "steps": 4}), tmp_path, log=quiet) == 0
+    assert fit(change(config, train={"patience": 0, "steps": 4, "shapes": 3}), tmp_path, log=quiet) == 0
     assert metrics(tmp_path)[-1]["step"] == 4
 
 

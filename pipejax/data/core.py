@@ -7,6 +7,7 @@ share a row, one after the other, so that little of it is padding.
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -184,8 +185,16 @@ def collate(examples: Sequence[Encoded], pack: int = 1, fit: Callable[[Pair], Pa
     Arrays: source i32 [B, L]; source_length i32 [B]; slots i32 [G], real slots of a row; inputs, targets, row, time,
     example (0 to pack - 1) i32 [G, N]; weights f32 [G, N].
     """
-    order = deal([len(e.target.inputs) for e in examples], pack)
-    examples = [examples[i] for i in order]
+    return _stack([examples[i] for i in _dealt(examples, pack)], pack, fit)
+
+
+def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
+    """The places of a batch's examples in the order in which they share rows of slots."""
+    return deal([len(e.target.inputs) for e in examples], pack)
+
+
+def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
+    """The batch of examples that are in their final order."""
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
@@ -224,11 +233,25 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
     return choose(_lengths(sample), **sizes, most=train.shapes, limit=longest(config))
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one of several processes makes of every batch; by default it is the only one."""
+
+    index: int = 0
+    count: int = 1
+    rows: frozenset[int] = frozenset()  # of slots, that its devices hold; several may hold the same
+    tell: Callable[[bytes], list[bytes]] = lambda mine: [mine]  # what each one says, by index
+
+
 class TrainingBatches(Sequence[Batch]):
     """An endless sequence of batches; number i is the same on every machine, so a run's data position is its step.
 
     Examples are shuffled anew for each epoch. `train.length_group` batches are drawn together and parted by
     length, so that little of them is padding; their order is shuffled again.
+
+    Of several processes each encodes its share of what is drawn, tells the others how long that is, and encodes what
+    its own rows lack still: 2 / n of all at the most, unless processes hold the same rows. Elsewhere it has zeros of
+    the right lengths. All must ask for the same batches in the same order.
     """
 
     def __init__(
@@ -238,8 +261,10 @@ class TrainingBatches(Sequence[Batch]):
         config: Config,
         model: T5Config,
         shapes: Shapes | None = None,
+        part: Part | None = None,
     ) -> None:
         """Reads nothing yet, or a sample if no shapes are given."""
+        self.part = part or Part()
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
         self.shapes = shapes or choose_shapes(examples, tokenizer, config, model)
@@ -262,17 +287,43 @@ class TrainingBatches(Sequence[Batch]):
 
     def _draw(self, number: int) -> list[Batch]:
         count = self.group * self.size
-        drawn = [self._encoded[i] for i in range(number * count, (number + 1) * count)]
-        drawn = [drawn[i] for i in self.shapes.order(_lengths(drawn))]
+        numbers = range(number * count, (number + 1) * count)
+        drawn = self._look(numbers)
+        batches = self.shapes.order(_lengths(drawn)).reshape(self.group, self.size)
         order = np.random.default_rng([self.seed, number]).permutation(self.group)
         return [
-            collate(
-                drawn[part * self.size : (part + 1) * self.size],
+            _stack(
+                self._fill(numbers, drawn, batches[batch]),
                 self.pack,
                 functools.partial(self.shapes.fit, step=number * self.group + place),
             )
-            for place, part in enumerate(order)
+            for place, batch in enumerate(order)
         ]
+
+    def _look(self, numbers: range) -> list[Encoded]:
+        """Examples of these numbers: those of this process's share, and the lengths of the others."""
+        index, count = self.part.index, self.part.count
+        own = [self._encoded[i] for i in numbers[index::count]]
+        known = [(e.id, len(e.source), len(e.target.inputs), e.source_was_cut, e.target_was_cut) for e in own]
+        told = self.part.tell(json.dumps(known).encode())
+        shares = [own if i == index else [_blank(*e) for e in json.loads(text)] for i, text in enumerate(told)]
+        return [shares[i % count][i // count] for i in range(len(numbers))]
+
+    def _fill(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
+        """The examples of a batch in their final order, whole where this process holds their row."""
+        part, places = self.part, places[_dealt([drawn[i] for i in places], self.pack)]
+        lacks = [
+            i % part.count != part.index and place // self.pack in part.rows for place, i in enumerate(places.tolist())
+        ]
+        return [self._encoded[numbers[i]] if lack else drawn[i] for i, lack in zip(places, lacks, strict=True)]
+
+
+def _blank(name: str, source: int, slots: int, *cut: bool) -> Encoded:
+    """What stands for an example of that length where only its length matters."""
+    target = grid.Flat(
+        *(np.zeros(slots, np.float32 if field == "weights" else np.int32) for field in grid.Flat._fields)
+    )
+    return Encoded(name, np.zeros(source, np.int32), target, *cut)
 
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:

@@ -18,7 +18,7 @@ import numpy as np
 Pair = tuple[int, int]
 TRIED = 640  # batches that the choice is made on
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until there is another
-SOURCE = 1.25  # what padding a source counts against padding slots: there are more of its tokens
+SOURCE = 2.0  # what padding a source counts against padding slots: there are ten times as many of its tokens
 
 
 def round_up(length: int) -> int:
