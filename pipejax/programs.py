@@ -3,6 +3,7 @@
 Shapes: B batch, L source length (a bucket), E devices.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +35,14 @@ def compute_dtype(name: str) -> jnp.dtype:
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Around the tracing of a model of that dtype: float32 means float32, of whatever is multiplied.
+
+    By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.
+    """
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
 def devices() -> list[jax.Device]:
@@ -176,7 +185,8 @@ class Programs:
 
         def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
             jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
-            return jax.block_until_ready(jitted(tree, **static))
+            with precision(self.model.dtype):
+                return jax.block_until_ready(jitted(tree, **static))
 
         self._ready = prepare(self.model, params, in_panels=self._in_panels, compute=compute)
         self._forget_copies()
@@ -270,7 +280,9 @@ class Programs:
             own = partial(_by_itself, function)
             each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
             places = tuple(NamedSharding(mesh, spec) for spec in specs)
-            self._compiled[key] = jax.jit(each, in_shardings=places).lower(*arguments).compile()
+            with precision(self.model.dtype):
+                lowered = jax.jit(each, in_shardings=places).lower(*arguments)
+            self._compiled[key] = lowered.compile()
             report.compile_seconds += time.perf_counter() - begun
             report.shapes += 1
         return self._compiled[key]
