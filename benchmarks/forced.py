@@ -114,7 +114,8 @@ class Decoder:
 
     def encode(self, source: np.ndarray, lengths: np.ndarray) -> Memory:
         """The memory of padded sources i32 [B, L], once it is there."""
-        return jax.block_until_ready(self._encode(self.ready.encoding, source, lengths))
+        with programs.precision(self.model.dtype):
+            return jax.block_until_ready(self._encode(self.ready.encoding, source, lengths))
 
     def decode(self, memory: Memory, rows: Sequence[Sequence[int]]) -> Decoded:
         """Answers with rows of these lengths, one list an example.
@@ -124,11 +125,12 @@ class Decoder:
         """
         lengths = np.asarray([self.strategy.wanted(r) for r in rows], np.int32)
         weights = self.ready.decoding
-        begun = self._begin(weights, memory, lengths)
-        found = decoding.run(
-            lambda slots, carry: self._decode(weights, memory, carry or begun, slots=slots),
-            programs.schedule(self.strategy, len(rows)),
-        )
+        with programs.precision(self.model.dtype):
+            begun = self._begin(weights, memory, lengths)
+            found = decoding.run(
+                lambda slots, carry: self._decode(weights, memory, carry or begun, slots=slots),
+                programs.schedule(self.strategy, len(rows)),
+            )
         decoded: Decoded = jax.device_get(found.decoded)
         assert decoded.steps.tolist() == [self.strategy.steps(r) for r in rows], "steps are not those of the rows"
         assert (decoded.lengths == lengths).all(), "rows have not the lengths that were asked for"

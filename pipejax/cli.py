@@ -5,8 +5,9 @@ import contextlib
 import errno
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -116,7 +117,25 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         code = explain(error, debug="--debug" in arguments)
         if code == EXIT_OUR_MISTAKE:
             traceback.print_exception(error)
+    if _unneeded:  # sys.exit would wait for it; and a daemon thread that is in XLA aborts the process as it ends
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
+
+
+_unneeded: list[int] = []  # threads
+
+
+@contextlib.contextmanager
+def unneeded() -> Iterator[None]:
+    """Work of a thread that no command waits for once it is through, such as compiling ahead."""
+    _unneeded.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _unneeded.remove(threading.get_ident())
 
 
 def explain(error: BaseException, *, debug: bool) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipejax import cli
+from pipejax import cli, run_log
 from pipejax.errors import UserError
 from pipejax.metrics import HEADLINES
+from pipejax.run_log import score_of
 
 COLUMNS = ("run", "step", "epoch", "loss", "best at", "dev loss", "metric", "best", "last", "steps", "minutes")
 
@@ -21,18 +22,11 @@ def read(run: str) -> list[dict[str, Any]]:
     Raises:
       UserError: there is no log, or no line in it.
     """
-    path, lines = Path(run) / "metrics.jsonl", []
+    path = Path(run) / "metrics.jsonl"
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = [values for _, values in run_log.read(path)]
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected the log of a run") from error
-    for line in text.split("\n"):
-        try:
-            values = json.loads(line)
-        except ValueError:  # torn by a crash
-            continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int) and "event" in values:
-            lines.append(values)
     if not lines:
         raise UserError(f"{path}: found no line of a log; expected some")
     return lines
@@ -54,11 +48,6 @@ def summary(run: str, lines: Sequence[dict[str, Any]]) -> dict[str, str]:
         found |= {"metric": HEADLINES[best["metric"]], "best": f"{score_of(best)[0]:.2f}"}
         found["last"] = f"{score_of(evaluations[-1])[0]:.2f}"
     return found
-
-
-def score_of(line: dict[str, Any]) -> tuple[float, float]:
-    """What decides which evaluation is better: the metric's chief score, then the loss."""
-    return line[HEADLINES[line["metric"]]], -line["dev_loss"]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -174,9 +174,8 @@ def main(argv: Sequence[str]) -> int:
     strategy = flags.strategy or generator.default_strategy
     progress = Progress("evaluating", len(examples), unit="example")
     generator.programs.log = progress.line
-    result, records = evaluate(
-        generator, examples, strategy=strategy, batch_size=min(flags.batch_size, len(examples)), tick=progress.add
-    )
+    size = generator.together(min(flags.batch_size, len(examples)))
+    result, records = evaluate(generator, examples, strategy=strategy, batch_size=size, tick=progress.add)
     progress.close()
     found = {
         "checkpoint": str(flags.checkpoint),
@@ -184,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
         "split": flags.split,
         "limit": flags.limit,
         **generator.origin,
-        "batch_size": flags.batch_size,
+        "batch_size": size,
         "beams": generator.config.decode.beams,
         "length_penalty": generator.config.decode.length_penalty,
         **result,

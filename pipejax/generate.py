@@ -94,14 +94,14 @@ class Generator:
     def warm_up(
         self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None
     ) -> Report:
-        """Compiles ahead what `decode` needs for sources of up to so many tokens, in lists of up to so many.
+        """Compiles ahead what `decode` needs on one device for sources of so many tokens, in lists of so many.
 
         Programs of other lengths are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48,
         64, 96, ... Returns what it took.
         """
         chosen, report = self.strategy(strategy or self.default_strategy), Report()
-        for size in batch_sizes:
-            for length in lengths:
+        for size in map(self.together, batch_sizes):
+            for length in (min(length, self.config.data.max_source) for length in lengths):
                 self.programs.warm_up(chosen, batch_size=size, length=length, report=report)
         return report
 
@@ -134,9 +134,9 @@ class Generator:
         """
         name = strategy or self.default_strategy
         chosen = self.strategy(name)
-        devices = self.programs.devices
-        if devices[0].platform == "cpu":
-            batch_size, window = min(batch_size, programs.CPU_BATCH), window * -(-batch_size // programs.CPU_BATCH)
+        devices, wanted = self.programs.devices, batch_size
+        batch_size = self.together(wanted)
+        window *= -(-wanted // batch_size)
         waiting, spread = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
             spread = spread or min(len(devices), -(-len(chunk) // batch_size))
@@ -157,6 +157,11 @@ class Generator:
                     self._count(records[i], name, report)
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
+
+    def together(self, wanted: int) -> int:
+        """How many sources a device decodes at a time when so many are wanted: on a CPU a few at most."""
+        on_cpu = self.programs.devices[0].platform == "cpu"
+        return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
     def strategy(self, name: str) -> Strategy:
         """The strategy of that name with this config's settings."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from pipejax import processes
 from pipejax.checkpoint import Best
-from pipejax.compare import score_of
 from pipejax.config import Config
 from pipejax.costs import peak, training_flops
 from pipejax.data.core import Batch, Encoded, Example, encode, fixed_batches, pack_size
@@ -25,6 +24,7 @@ from pipejax.generate import Generator
 from pipejax.metrics import HEADLINES
 from pipejax.progress import Progress
 from pipejax.run_directory import RunDirectory
+from pipejax.run_log import score_of
 from pipejax.tokenizer import Tokenizer
 
 Array = jax.Array
@@ -281,7 +281,9 @@ class Examiner:
             self.best.offer(step, score, params)
         params_fp = digest(fingerprints(params))
         line = {"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp}
-        self.write(line | {"samples": samples})
+        used = self.generator.config
+        bounds = {"time_max": used.grid.time_max, "sub_max": used.grid.sub_max, "max_length": used.decode.max_length}
+        self.write(line | {"bounds": bounds, "samples": samples})
         self._count(score)
         return True
 

@@ -3,6 +3,7 @@
 Shapes: B batch, L source length (a bucket), E devices.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +35,14 @@ def compute_dtype(name: str) -> jnp.dtype:
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Around the tracing of a model of that dtype: float32 means float32, of whatever is multiplied.
+
+    By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.
+    """
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
 def devices() -> list[jax.Device]:
@@ -164,6 +173,7 @@ class Programs:
         self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
         self._in_panels = own_kernel
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
         self.log: Callable[[str], None] = lambda line: None  # is told what compiles
 
@@ -175,14 +185,19 @@ class Programs:
 
         def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
             jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
-            return jax.block_until_ready(jitted(tree, **static))
+            with precision(self.model.dtype):
+                return jax.block_until_ready(jitted(tree, **static))
 
         self._ready = prepare(self.model, params, in_panels=self._in_panels, compute=compute)
-        self._placed.clear()
+        self._forget_copies()
 
     def forget_params(self) -> None:
         """Gives their memory back, until `set_params`; what was compiled stays."""
         del self._ready
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        self._copies.clear()
         self._placed.clear()
 
     def decode(
@@ -222,9 +237,14 @@ class Programs:
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
     def _on(self, spread: int) -> Ready:
-        """The weights, whole on each of the first devices."""
+        """The weights, whole on each of the first devices; those of all spreads share one copy a device."""
         if spread not in self._placed:
-            self._placed[spread] = jax.tree.map(partial(_copied, mesh=self._mesh(spread)), self._ready)
+            for device in self.devices[:spread]:
+                if device not in self._copies:
+                    self._copies[device] = jax.tree.map(partial(_whole_on, device=device), self._ready)
+            copies = [self._copies[device] for device in self.devices[:spread]]
+            place = NamedSharding(self._mesh(spread), P())
+            self._placed[spread] = jax.tree.map(partial(_assembled, place=place), *copies)
         return self._placed[spread]
 
     def _mesh(self, spread: int) -> Mesh:
@@ -260,7 +280,9 @@ class Programs:
             own = partial(_by_itself, function)
             each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
             places = tuple(NamedSharding(mesh, spec) for spec in specs)
-            self._compiled[key] = jax.jit(each, in_shardings=places).lower(*arguments).compile()
+            with precision(self.model.dtype):
+                lowered = jax.jit(each, in_shardings=places).lower(*arguments)
+            self._compiled[key] = lowered.compile()
             report.compile_seconds += time.perf_counter() - begun
             report.shapes += 1
         return self._compiled[key]
@@ -272,9 +294,12 @@ def _by_itself(function: Callable[..., Any], weights: Any, *arrays: Any) -> Any:
     return jax.tree.map(lambda x: x[None], function(weights, *own))
 
 
-def _copied(x: jax.Array, *, mesh: Mesh) -> jax.Array:
-    """An array that is whole on some device of this process, whole on each of a mesh."""
+def _whole_on(x: jax.Array, *, device: jax.Device) -> jax.Array:
+    """An array that is whole on some device of this process, whole on that one."""
     here = {shard.device: shard.data for shard in x.addressable_shards}
-    whole = next(iter(here.values()))
-    copies = [here[d] if d in here else jax.device_put(whole, d) for d in mesh.devices.flat]
-    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), copies)
+    return here[device] if device in here else jax.device_put(next(iter(here.values())), device)
+
+
+def _assembled(*copies: jax.Array, place: NamedSharding) -> jax.Array:
+    """Copies of an array on the devices of a mesh as one array; nothing moves."""
+    return jax.make_array_from_single_device_arrays(copies[0].shape, place, list(copies))

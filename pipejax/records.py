@@ -15,8 +15,9 @@ from pipejax import cli, streams
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
 from pipejax.errors import UserError
-from pipejax.files import sync_output, write_text
+from pipejax.files import sync, sync_output, write_text
 from pipejax.generate import WINDOW, Generator, Record
+from pipejax.programs import compute_dtype
 from pipejax.progress import Progress
 from pipejax.report import Report
 from pipejax.sources import Source
@@ -100,10 +101,12 @@ def decode_file(
                 sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
             ):
                 if out is None:  # only now: bad input must not cost anyone an older result
-                    resumable = unfinished is not None and unfinished.note({}, log)
+                    resumable = kept.records > 0  # then the note is there, and stays whatever happens
+                    begins = unfinished if not resumable else None
+                    cleared = begins is not None and begins.note({}, log)
                     out = stack.enter_context(_open(target, kept.size))
-                    if unfinished and resumable:  # what an output of other work held is gone by now
-                        unfinished.note(unfinished.settings, log)
+                    if begins and cleared:  # what an output of other work held is gone by now
+                        resumable = begins.note(begins.settings, log)
                 _write(out, record, target)
         except KeyboardInterrupt:
             if out is not None and Path(target).is_file():
@@ -112,12 +115,12 @@ def decode_file(
                 more = "; --resume goes on after them" if resumable else ""
                 log(f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines{more}")
             raise
-    if unfinished:
-        unfinished.end()
     if not report.examples and total is None:
         raise UserError("standard input: found no lines; expected at least one source")
     if target != STANDARD:
         sync_output(Path(target))
+    if unfinished:  # only now: what is lost of an output that says it is complete is lost for good
+        unfinished.end()
     for line in report.lines(name):
         log(f"{name}: {line}")
     return report
@@ -150,6 +153,7 @@ class Unfinished:
     def end(self) -> None:
         """The output is complete."""
         self.path.unlink(missing_ok=True)
+        sync(self.path.parent)
 
     def kept(self, sources: Sequence[Source]) -> Kept:
         """The whole records in the output, which are those of the first sources.
@@ -196,6 +200,7 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))
         digest.update(json.dumps([source.id, content]).encode())
     decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key != "batch_size"}
+    decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
     return {
         "input": digest.hexdigest(),
         "weights": generator.origin.get("params_fp"),

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from pipejax import config as config_lib
-from pipejax import processes
+from pipejax import processes, run_log
 from pipejax.checkpoint import Damaged, Store, check_place
 from pipejax.config import Config
 from pipejax.errors import UserError
@@ -165,28 +165,22 @@ class RunDirectory:
             kept = (
                 line
                 for line, values in self._logged()
-                if values["step"] <= step and values.get("event") not in ("stopped", "end")
+                if values["step"] <= step and values["event"] not in ("stopped", "end")
             )
             write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
     def _logged(self) -> list[tuple[str, dict[str, Any]]]:
-        """The lines of the log and what they hold; what is no line of a log is left out."""
-        path, lines = self.path / "metrics.jsonl", []
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                with contextlib.suppress(ValueError):
-                    values = json.loads(line)
-                    if isinstance(values, dict) and isinstance(values.get("step"), int):
-                        lines.append((line, values))
-        return lines
+        """What `run_log.read` finds; nothing if there is no log yet."""
+        path = self.path / "metrics.jsonl"
+        return run_log.read(path) if path.is_file() else []
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """The lines of that event; in processes that do not write none."""
-        return [values for _, values in self._logged() if values.get("event") == event] if self.writes else []
+        return [values for _, values in self._logged() if values["event"] == event] if self.writes else []
 
     def has(self, event: str, step: int) -> bool:
         """Whether the log has such a line of that step; all processes are told what the first one finds."""
-        found = self.writes and any((v.get("event"), v["step"]) == (event, step) for _, v in self._logged())
+        found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._logged())
         return processes.same(found)
 
     def finish(self, last: dict[str, Any]) -> None:

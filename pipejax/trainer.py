@@ -3,7 +3,6 @@
 Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -16,13 +15,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from pipejax import grid, lora, losses, sharding
+from pipejax import cli, grid, lora, losses, sharding
 from pipejax.config import Config, T5Config
 from pipejax.data.core import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
 from pipejax.errors import UserError
 from pipejax.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
-from pipejax.programs import compute_dtype
+from pipejax.programs import compute_dtype, precision
 from pipejax.t5 import T5, init_params
 
 Array = jax.Array
@@ -228,7 +227,8 @@ class Trainer:
         """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
         key = _key(batch)
         known = self._programs.get(key)
-        if known is None or known.cancel():  # what waits behind another one is quicker compiled here
+        # What waits behind another one is quicker compiled here; what failed beside the work may do alone.
+        if known is None or known.cancel() or known.exception():
             known = self._programs[key] = Future()
             known.set_result(self._compile(batch))
         return known.result()
@@ -236,18 +236,22 @@ class Trainer:
     def is_ready(self, batch: Shapes) -> bool:
         """Whether `program` would give it at once."""
         known = self._programs.get(_key(batch))
-        return known is not None and known.done()
+        return known is not None and known.done() and not known.cancelled() and not known.exception()
 
     def prepare(self, pairs: Iterable[Pair]) -> None:
         """Compiles programs for batches of these shapes beside the work, one after the other."""
         for pair in pairs:
             batch = abstract_batch(self.config.train, pair)
             if _key(batch) not in self._programs:
-                self._programs[_key(batch)] = self._compiler.submit(self._compile, batch)
+                self._programs[_key(batch)] = self._compiler.submit(self._compile_ahead, batch)
 
     def close(self) -> None:
-        """Begins no other program; one that is being compiled comes to its end."""
+        """Begins no other program; for one that is being compiled no command waits."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def _compile_ahead(self, batch: Shapes) -> Any:
+        with cli.unneeded():
+            return self._compile(batch)
 
     def _compile(self, batch: Shapes) -> Any:
         return self.lower(batch).compile()
@@ -263,17 +267,12 @@ class Trainer:
         state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
-        with self._precision():
+        with precision(self.model.dtype):
             return self._step.lower(state, arrays, self.dropout_key(1))
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """float32 means float32: by JAX's default a GPU rounds what it multiplies to TF32, and a TPU to bfloat16."""
-        whole = self.model.dtype == jnp.float32
-        return jax.default_matmul_precision("highest") if whole else contextlib.nullcontext()
 
     def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""
-        with self._precision():
+        with precision(self.model.dtype):
             return self._loss(params, sharding.put_batch(arrays, self.mesh))
 
     @property

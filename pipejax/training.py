@@ -240,7 +240,7 @@ def _fit(
 
     assert config.model is not None
     with clock("data"):
-        shapes = start.shapes or choose_shapes(train, start.tokenizer, config, config.model)
+        shapes = start.shapes or _same_shapes(choose_shapes(train, start.tokenizer, config, config.model))
     examiner = Examiner(config, trainer.dev_loss, shapes, dev, start.tokenizer, directory, log, write)
     exchange = processes.Exchange()
     rows = sharding.own_rows(trainer.mesh, config.train.batch_size // pack_size(config.train))
@@ -345,6 +345,11 @@ def _fit(
     reached = f" ({progress.note})" if progress.note else ""
     log(f"trained for {step} steps{reached}; checkpoints in {directory.path / 'checkpoints'}")
     return 0
+
+
+def _same_shapes(chosen: Shapes) -> Shapes:
+    """Process 0's: the choice compares sums of floats, which another kind of CPU rounds otherwise."""
+    return Shapes.from_json(processes.same(chosen.to_json()))
 
 
 def _program(trainer: Trainer, batch: Batch, clock: Clock, progress: Progress) -> Any:

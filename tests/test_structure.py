@@ -47,6 +47,7 @@ LAYERS = (
         "program_cache",
         "metrics",
         "metrics.[!_]*",
+        "run_log",
     ),
     (
         "parameters",

@@ -162,8 +162,14 @@ def deal(lengths: Sequence[int], size: int) -> list[int]:
 
 
 def longest(config: Config) -> Pair:
-    """The shape of a batch whose sources and targets are all as long as they may be."""
-    return round_up(config.data.max_source), round_up(config.data.max_target * pack_size(config.train))
+    """The shape of a batch whose sources and targets are all as long as they may be.
+
+    A pipelined target has a slot more for each row whose eos is fed; a row has two tokens or more, its eos included.
+    """
+    slots = config.data.max_target
+    if config.train.objective != "sequential":
+        slots += (slots - 1) // 2
+    return round_up(config.data.max_source), round_up(slots * pack_size(config.train))
 
 
 def abstract_batch(config: TrainConfig, shape: Pair) -> dict[str, tuple[int, ...]]:

@@ -32,14 +32,14 @@ def is_dataset(path: Path) -> bool:
 def _read_parquet(path: Path) -> Iterator[Placed]:
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
-    library = _library("pyarrow.parquet", "pyarrow", path)
+    library, arrow = _library("pyarrow.parquet", "pyarrow", path), _library("pyarrow", "pyarrow", path)
     number = 0
     try:
         for batch in library.ParquetFile(path).iter_batches():
             for value in batch.to_pylist():
                 number += 1
                 yield f"{path}:{number}", value
-    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
+    except (OSError, ValueError, arrow.ArrowException) as error:
         raise UserError(f"{path}: not Parquet, or damaged ({_first_line(error)})") from error
 
 
@@ -49,12 +49,12 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(found.name for found in path.iterdir() if is_dataset(found)))
         raise UserError(f"{path}: found the splits {splits or 'none'}; expected one of them, such as {path}/train")
-    library = _library("datasets", "datasets", path)
+    library, arrow = _library("datasets", "datasets", path), _library("pyarrow", "pyarrow", path)
     try:
-        rows = library.load_from_disk(str(path))
+        rows = library.load_from_disk(str(path)).with_format(None)  # a format that was saved gives arrays, not lists
         for number, value in enumerate(rows, start=1):
             yield f"{path}:{number}", value
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
         raise UserError(f"{path}: not a data set, or damaged ({_first_line(error)})") from error
 
 

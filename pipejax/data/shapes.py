@@ -54,7 +54,7 @@ class Shapes:
         if fitting:
             return min(fitting, key=self.cost)
         source, slots = (
-            min(length << max(math.ceil(math.log2(n / length)), 0), max(limit, n))
+            min(length << max(math.ceil(math.log2(n / length)), 0), max(limit, round_up(n)))
             for n, length, limit in zip(need, self.pairs[0], self.limit, strict=True)
         )
         return source, slots

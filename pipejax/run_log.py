@@ -1,0 +1,31 @@
+"""Reading the log of a training, metrics.jsonl."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipejax.metrics import HEADLINES
+
+Line = dict[str, Any]
+
+
+def read(path: Path) -> list[tuple[str, Line]]:
+    """The lines of a log and what they hold; what is no line of a log, such as one torn by a crash, is left out.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and isinstance(values.get("step"), int) and "event" in values:
+            lines.append((line, values))
+    return lines
+
+
+def score_of(line: Line) -> tuple[float, float]:
+    """What decides which evaluation is better: the metric's chief score, then the loss."""
+    return line[HEADLINES[line["metric"]]], -line["dev_loss"]
