@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import os
 import shutil
 import stat
@@ -44,7 +45,12 @@ _PARTIAL = "-partial"
 
 def sync(path: Path) -> None:
     """Waits until a file's content, or a directory's names, are on the disk. Whatever cannot be synced is let be."""
-    handle = os.open(path, os.O_RDONLY)
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():  # one where names may be made but not listed
+            return
+        raise
     try:
         os.fsync(handle)
     except OSError as error:  # pipes, devices, and directories of some network file systems
@@ -69,6 +75,14 @@ def sync_output(path: Path) -> None:
         sync(Path(os.path.realpath(path)).parent)
 
 
+def _sync_name(path: Path) -> None:
+    """As `sync`, for the name that something whole has just taken: it is there, whatever becomes of this."""
+    try:
+        sync(path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: is written, but a loss of power may undo that ({error.strerror})") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file whole, or leaves it as it was."""
     with tempfile.NamedTemporaryFile(
@@ -83,7 +97,7 @@ def write_text(path: Path, text: str) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
-    sync(path.parent)
+    _sync_name(path)
 
 
 @contextlib.contextmanager
@@ -91,11 +105,14 @@ def new_directory(target: Path) -> Iterator[Path]:
     """A directory to fill, which takes the place of `target` at the end of the block: whole and on disk, or not at all.
 
     `target` must be absent or empty. An exception leaves everything as it was, missing parents included.
+
+    Raises:
+      UserError: all is there, but its name may not be on the disk.
     """
     made = make_directories(target.parent)
     partial: Path | None = None
     try:
-        _sweep_partial(target)
+        sweep_partial(target)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{_PARTIAL}-", dir=target.parent))
         with _held(partial):
             partial.chmod(0o755)
@@ -104,12 +121,12 @@ def new_directory(target: Path) -> Iterator[Path]:
             if target.is_dir():
                 target.rmdir()
             partial.rename(target)
-            sync(target.parent)
     except BaseException:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
         remove_empty(made)
         raise
+    _sync_name(target)
 
 
 def make_directories(directory: Path) -> list[Path]:
@@ -128,15 +145,22 @@ def remove_empty(directories: list[Path]) -> None:
             directory.rmdir()
 
 
+def free_name(path: Path) -> Path:
+    """The path, or where something is there already, it with -2, -3 and so on behind it."""
+    names = (path.with_name(f"{path.name}-{count}") for count in itertools.count(2))
+    return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
+
+
 def sweep(directory: Path, *patterns: str) -> None:
-    """Removes files and directories whose names match: what killed processes have left."""
+    """Removes files and directories whose names match: what killed processes have left. What cannot go stays."""
     for pattern in patterns:
-        for path in directory.glob(pattern):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        with contextlib.suppress(OSError):
+            for path in directory.glob(pattern):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
 
 
 def sweep_text(path: Path) -> None:
@@ -144,10 +168,11 @@ def sweep_text(path: Path) -> None:
     sweep(path.parent, f".{glob.escape(path.name)}-{'[a-z0-9_]' * 8}")
 
 
-def _sweep_partial(target: Path) -> None:
+def sweep_partial(target: Path) -> None:
+    """Removes what a `new_directory` left that was killed, unless somebody is filling it."""
     for path in target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*"):
         with contextlib.suppress(OSError), _held(path) as alone:
-            if alone:  # else somebody is filling it
+            if alone:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import itertools
 import json
 import os
 import shutil
@@ -21,7 +20,17 @@ from pipejax import processes, run_log
 from pipejax.checkpoint import Damaged, Store, check_place
 from pipejax.config import Config
 from pipejax.errors import UserError
-from pipejax.files import make_directories, new_directory, remove_empty, sweep, sweep_text, write_text
+from pipejax.files import (
+    free_name,
+    make_directories,
+    new_directory,
+    remove_empty,
+    sweep,
+    sweep_partial,
+    sweep_text,
+    sync,
+    write_text,
+)
 from pipejax.tokenizer import Tokenizer
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
@@ -97,7 +106,8 @@ class RunDirectory:
         with _written(self.path):  # what killed ones have left
             for name in ("config.json", "metrics.jsonl"):
                 sweep_text(self.path / name)
-            sweep(self.path, ".tokenizer-partial*", ".gone-*")
+            sweep_partial(self.path / "tokenizer")
+            sweep(self.path, ".gone-*")
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -127,24 +137,24 @@ class RunDirectory:
                     # For people; the one that counts is in each checkpoint's manifest.
                     write_text(self.path / "config.json", config_lib.to_json(config))
                     if step == 0:
-                        self._set_aside_best(config, log)
                         self._remove(self.path / "tokenizer")
                     self._keep_tokenizer(tokenizer)
+                    if step == 0:
+                        self._set_aside_best(config, log)
                     self._cut_metrics(step)
 
     def _set_aside_best(self, config: Config, log: Callable[[str], None]) -> None:
         """Unless it is of this very run, which then was killed before its first checkpoint and passes there again."""
         best = self.path / "best"
-        if not best.is_dir() or not any(best.iterdir()) or _same_run(best, config):
+        if _same_run(best, config):
             return
-        names = (f"best-before{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
-        target = next(self.path / name for name in names if not (self.path / name).exists())
+        target = free_name(self.path / "best-before")
         best.rename(target)
         log(f"{best}: of a run that is lost; kept aside as {target.name}")
 
     def _remove(self, directory: Path) -> None:
         if directory.is_dir():  # renamed first: a kill leaves no half of it
-            gone = directory.with_name(f".gone-{directory.name}")
+            gone = free_name(directory.with_name(f".gone-{directory.name}"))
             directory.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -203,6 +213,8 @@ class RunDirectory:
                     if file.write(text) < len(text):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(file.fileno())
+                    if end == 0:
+                        sync(self.path)  # its name
                 except OSError:
                     file.truncate(end)  # no half line
                     raise
@@ -222,11 +234,13 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def _same_run(best: Path, config: Config) -> bool:
-    """Whether all that is there is good to read and was saved by a run of this config, but for what may change."""
+    """Whether each step there is good to read and of a run of this config, but for what may change, and tokenizer."""
     store = Store(best)
     try:
         for step in store.steps():
-            check_resume(store.describe(step).config, config, best)
+            found = store.describe(step)
+            check_resume(found.config, config, best)
+            found.tokenizer_files()
     except (Damaged, UserError):
         return False
     return True

@@ -1,5 +1,6 @@
 """Text <-> token ids, on top of transformers' tokenizers. No model, no task and no batch lives here."""
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -14,6 +15,12 @@ from pipejax.files import look
 
 # A directory holds a tokenizer if it holds one of these; ByT5's needs no vocabulary, only the last.
 _FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
+# What else may decide on ids, under the names that transformers' tokenizers give to their files.
+_READ = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
+    *("*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*vocab*", "merges*", "*bpe*", "dict*.txt"),
+    *("byte_maps.json", "emoji.json", "word_*.json"),
+)
 # Of every call that reads files: what lies in a directory is data, and is never run or asked about.
 _DATA: dict[str, Any] = {"trust_remote_code": False}
 _HUB_TIMEOUT = 10.0  # seconds to find out whether the hub answers and knows a name
@@ -73,7 +80,7 @@ class Tokenizer:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of each file of a tokenizer by name, hidden ones left out; nothing if there is no such directory.
+    """SHA-256 by name of each file that a tokenizer may read; nothing if there is no such directory.
 
     Raises:
       UserError: they cannot be read.
@@ -81,7 +88,7 @@ def digests(directory: Path) -> dict[str, str]:
     if look(directory) != "directory":
         return {}
     try:
-        files = sorted(p for p in directory.iterdir() if not p.name.startswith(".") and look(p) == "file")
+        files = sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file")
         return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
     except OSError as error:
         raise UserError(f"{error.filename or directory}: cannot be read ({error.strerror})") from error
@@ -94,11 +101,18 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
       UserError: they are not; it names the first that differs.
     """
     found = digests(directory)
-    for name in sorted(found.keys() | expected.keys()):
+    for name in sorted(filter(_is_read, found.keys() | expected.keys())):
         if found.get(name) != expected.get(name):
             problem = "nothing" if name not in found else "other content" if name in expected else "a file"
             wanted = "what was saved with the checkpoint" if name in expected else "none, as none was saved"
-            raise UserError(f"{directory / name}: found {problem}; expected {wanted}: ids depend on it")
+            raise UserError(
+                f"{directory / name}: found {problem}; expected {wanted}: ids depend on it (put back what was there, or "
+                f"begin another run with train.init_from={directory.parent} and data.tokenizer)"
+            )
+
+
+def _is_read(name: str) -> bool:
+    return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ)
 
 
 def _read_directory(directory: Path) -> Any:

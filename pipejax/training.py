@@ -225,6 +225,8 @@ def _fit(
     store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
     start = begin(config, directory, store, data, log)
     trainer, state, config = start.trainer, start.state, start.trainer.config
+    if start.step:
+        store.retire(start.step)
     owed = len(dev) > 0 and any(owes(directory, start.step, c) for c in (config, start.before) if c)
     if start.step >= config.train.steps and not owed:
         store.close()

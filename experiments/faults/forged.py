@@ -69,6 +69,14 @@ def _entry(value: Any, path: str = NORM) -> Kind:
 
 SHAPES: list[Any] = ["16", [16.0], [True], [-16], [17], [16, 1], [2**62], []]
 GOOD: list[Any] = ["float32", [16], 1, 2]
+LENGTHS: dict[str, Any] = {"levels": [8, 16], "pairs": [[16, 16], [8, 8]], "limit": [64, 64], "means": [7.5, 9.0]}
+FALSE_SHAPES: list[Any] = [
+    *(None, 5, [], "x", {}),
+    *(LENGTHS | {key: value} for key in LENGTHS for value in (None, 5, "xy", [], [1, "2"], [True, 1], [[1, 2, 3]])),
+    *(LENGTHS | {"levels": levels} for levels in ([16, 8], [0, 8], [8.0], [10**30])),
+    *(LENGTHS | {"pairs": pairs} for pairs in ([[8, 8], [16, 8]], [[8]], [[8, -8]], [[8, 10**30]])),
+    *(LENGTHS | {"means": means} for means in ([0, 1.0], [1.0, float("nan")], [1.0, 2.0, 3.0], [10**400, 1.0])),
+]
 KINDS = (
     *_each("format", ["1", True, 1.0, 2, None, [1], ...], "format", "the number 1"),
     *_each("step", ["4", 4.0, True, None, {}, ...]),
@@ -85,6 +93,8 @@ KINDS = (
     _entry(["float32", [16, 4], 1, 2], "encoder/layers_0/attention/query/lora_a"),  # without its other half
     *_each("metadata", [[], "x", None, {"data": 3}, {"score": "x"}, {"score": ["x"]}, ...]),
     *_each("metadata", [{"tokenizer": []}, {"tokenizer": "x"}, {"tokenizer": {"tokenizer.json": 3}}]),
+    *_each("metadata", [{"shapes": shapes} for shapes in FALSE_SHAPES]),
+    *_each("files", [5, [], "x", True, {"params/_METADATA": 3}]),
     *_each("versions", [[], "x", None, {"jax": 3}, ...]),
     *_each("config", [[], "x", None, 3, ...]),
     *_each("config.model", [[], "x", 3], "model: found"),

@@ -1,8 +1,9 @@
-"""Checks every step of a run directory against its manifest; changes nothing.
+"""Checks every step of a run directory, and the tokenizer, against what its manifest says; changes nothing.
 
     python -m pipejax.checkpoint verify DIR [--json]
 
-Exit codes: 0 all steps are good, 1 at least one is damaged, 2 DIR is no run directory.
+Exit codes: 0 all steps are good; 1 at least one is damaged, cannot be read now, or has another tokenizer than it was
+saved with; 2 DIR is no run directory.
 """
 
 import contextlib
@@ -32,51 +33,63 @@ def main(argv: Sequence[str]) -> int:
             reports.append(report)
             if not flags.json:
                 print(_line(report), flush=True)
-    damaged = sum(not report["good"] for report in reports)
+    damaged = sum(report["damaged"] for report in reports)
+    refused = sum(not report["good"] for report in reports) - damaged
     if flags.json:
-        print(json.dumps({"directory": str(directory), "damaged": damaged, "steps": reports}, indent=2))
+        counts = {"damaged": damaged, "refused": refused}
+        print(json.dumps({"directory": str(directory), **counts, "steps": reports}, indent=2))
     else:
-        cli.note(f"{len(reports)} steps, {damaged} damaged")
-    return 1 if damaged else 0
+        cli.note(f"{len(reports)} steps, {damaged} damaged" + (f", {refused} refused" if refused else ""))
+    return 1 if damaged or refused else 0
 
 
 def verify(directory: Path) -> Iterator[dict[str, Any]]:
     """A report on each step of one directory, oldest first: place, step, good, reason, arrays of each item, bytes.
 
-    A step that its run replaces or removes meanwhile is not reported; one that it adds is.
+    What is not good is damaged, or it would be refused as things are: unreadable now, or beside another tokenizer. A step that its run replaces or removes meanwhile is not reported; one that it adds is.
     """
     from pipejax.checkpoint.manifest import Damaged
     from pipejax.checkpoint.store import Replaced, Store  # starts JAX: after the flags are known to be good
 
     store, seen = Store(directory), set[int]()
+
+    def check(step: int) -> dict[str, int]:
+        items = store.verify(step)
+        store.describe(step).tokenizer_files()
+        return items
+
     while steps := [step for step in reversed(store.steps()) if step not in seen]:
         for step in steps:
-            reason, items = None, dict[str, int]()
+            problem: Exception | None = None
+            items = dict[str, int]()
             try:
-                items = store.look(step, store.verify)
+                items = store.look(step, check)
             except Replaced:
                 continue  # the next look finds what is there instead
-            except Damaged as damage:
-                reason = str(damage)
+            except (Damaged, UserError) as error:
+                problem = error
             seen.add(step)
-            yield {"place": f"{directory.name}/{step}", "step": step, "good": reason is None, "reason": reason} | {
+            yield {"place": f"{directory.name}/{step}", "step": step, "good": problem is None} | {
+                "damaged": isinstance(problem, Damaged),
+                "reason": str(problem) if problem else None,
                 "items": items,
-                "bytes": _size(directory / str(step)),
+                "bytes": _size(store.place(step)),
             }
 
 
 def _size(path: Path) -> int:
     size = 0
     for file in path.rglob("*") if path.is_dir() else [path]:
-        with contextlib.suppress(FileNotFoundError):  # replaced just now
+        with contextlib.suppress(OSError):  # replaced just now, or not to be looked at
             size += file.stat().st_size if file.is_file() else 0
     return size
 
 
 def _line(report: dict[str, Any]) -> str:
     items = ", ".join(f"{name} ({count} arrays)" for name, count in report["items"].items())
-    said = f"good     {items}, {report['bytes'] / 1e6:.1f} MB" if report["good"] else f"damaged  {report['reason']}"
-    return f"{report['place']:<20} {said}"
+    if report["good"]:
+        return f"{report['place']:<20} good     {items}, {report['bytes'] / 1e6:.1f} MB"
+    return f"{report['place']:<20} {'damaged' if report['damaged'] else 'refused'}  {report['reason']}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Best:
         self.config, self.log = config, log
         self.store = Store(directory, keep=1, writable=True, log=log)
         found = self.store.newest_metadata(log=log)
-        self.score: tuple[float, ...] = tuple(found["score"]) if found else ()  # of what is on disk
+        self.score: tuple[float, ...] = tuple((found or {}).get("score", ()))  # of what is on disk
         self._waiting: tuple[int, tuple[float, ...], Any] | None = None
 
     def offer(self, step: int, score: tuple[float, ...], params: Any) -> None:

@@ -4,6 +4,7 @@ Orbax checks no content: a flipped bit restores silently. The manifest is commit
 and sealed with SHA-256; nothing is used that does not match it.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -17,6 +18,7 @@ import jax
 from pipejax import config as config_lib
 from pipejax import environment, parameters
 from pipejax.config import Config
+from pipejax.data.shapes import Shapes
 from pipejax.errors import UserError
 from pipejax.fingerprint import Fingerprints, difference, shapes_of
 
@@ -109,9 +111,17 @@ def _texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
+def _shapes(value: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        Shapes.from_json(value)
+        return True
+    return False
+
+
 def _metadata(value: Any) -> bool:
     known: dict[str, Callable[[Any], bool]] = {
         "data": lambda data: isinstance(data, str),
+        "shapes": _shapes,
         "score": lambda score: isinstance(score, list) and score != [] and all(map(_number, score)),
         "tokenizer": _texts,
     }
@@ -124,7 +134,11 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, dict) and "params" in value and all(map(_ITEM.fullmatch, value)),
         "an object with params",
     ),
-    "metadata": (_metadata, "an object; in it data as text, score as a list of numbers, tokenizer as digests by name"),
+    "files": (lambda value: value is None or _texts(value), "digests by name, or nothing as older ones have"),
+    "metadata": (
+        _metadata,
+        "an object; in it data as text, score as a list of numbers, tokenizer as digests by name, shapes as lengths",
+    ),
     "config": (lambda value: isinstance(value, dict), "an object"),
     "versions": (_texts, "an object of texts"),
 }

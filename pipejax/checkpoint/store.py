@@ -9,7 +9,6 @@ import errno
 import functools
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.arrays import Writes
 from pipejax.checkpoint.manifest import Damaged, Manifest
+from pipejax.checkpoint.saving import Saving, wait_for
 from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
@@ -60,25 +60,6 @@ class Replaced(Exception):
     """A step was replaced or deleted by its run while it was read: what was found says nothing."""
 
 
-class _Saving(threading.Thread):
-    """A save under way. It is a daemon: the process can end even when the disk never answers."""
-
-    def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
-        super().__init__(name=f"save-{step}", daemon=True)
-        self.step, self.commit, self._writes = step, commit, writes
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Commits where all that is written is this process's; of several the first one does when all are through."""
-        self.error = _wait(self._writes)
-        if not (self.error or processes.several()):
-            try:
-                self.commit()
-            except Exception as error:
-                self.error = error
-
-
 class Store:
     """The steps in one directory. In a run of several processes all of them make the same calls."""
 
@@ -103,7 +84,7 @@ class Store:
         self.directory, self.log = directory.absolute(), log
         self._steps = Steps(self.directory, keep, keep_every)
         self._writable, self._proven = writable, False
-        self._saving: _Saving | None = None
+        self._saving: Saving | None = None
         arrays_lib.check_place(self.directory)
         environment.allow_files()
         if not writable:
@@ -118,6 +99,10 @@ class Store:
             except OSError as error:
                 raise UserError(f"{self.directory}: cannot be written ({error.strerror})") from error
         hush_stragglers()
+
+    def place(self, step: int) -> Path:
+        """Where a committed step is."""
+        return self._steps.place(step)
 
     def steps(self) -> list[int]:
         """Committed steps, newest first. An entry that only has a step's name counts: it must not be passed over."""
@@ -147,12 +132,13 @@ class Store:
         assert self._writable, "not writable"
         self.settle()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
-        about = {**(metadata or {}), **self._tokenizer}
+        about = dict(metadata or {})
         seal = functools.partial(manifest_lib.make, step, arrays, config, about)
         staging, writes = self._steps.staging(step), list[Writes]()
         try:
             with processes.together(Exception):
                 if processes.first():
+                    about |= self._tokenizer
                     self._steps.sweep()
                     for name in items:
                         arrays_lib.make_place(staging / name)
@@ -160,11 +146,11 @@ class Store:
                 for name, tree in items.items():
                     writes += arrays_lib.begin(staging / name, tree)
         except Exception as error:  # what Orbax may raise is not documented; all of it means: not saved
-            _wait(writes)
+            wait_for(writes)
             self._failed(step, error)
             return False
 
-        self._saving = _Saving(step, writes, lambda: self._commit(step, list(items), seal))
+        self._saving = Saving(step, writes, lambda: self._commit(step, list(items), seal))
         return self.settle() if wait else True
 
     @functools.cached_property
@@ -193,8 +179,7 @@ class Store:
         except Exception as error:
             self._failed(saving.step, error)
             return False
-        for line in self._steps.troubles():
-            self.log(line)
+        self._tell()
         self._prove(saving.step)
         return True
 
@@ -210,8 +195,8 @@ class Store:
           Damaged: anything is absent, unreadable or does not match the manifest.
           UserError: it cannot be read just now, or holds something else than what is expected.
         """
-        place = self.directory / str(step)
         with processes.together(UserError, Damaged):
+            place = self.place(step)
             manifest = self._manifest(step)
             config = manifest_lib.config_of(manifest, place)
             arrays = manifest["arrays"]
@@ -240,7 +225,7 @@ class Store:
 
     def describe(self, step: int) -> Restored:
         """A step's manifest without its arrays: what it says is verified, `items` is empty."""
-        manifest, place = self._manifest(step), self.directory / str(step)
+        manifest, place = self._manifest(step), self.place(step)
         return Restored(
             step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
         )
@@ -250,11 +235,7 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), log, set_aside=set_aside)
 
     def newest_metadata(self, *, log: Callable[[str], None]) -> dict[str, Any] | None:
-        """The metadata of the newest step that verifies, or None.
-
-        Damaged ones are renamed to corrupt-STEP. With `keep`, older ones than that go: a kill may have come between the
-        save of a step and the end of the one that it replaces.
-        """
+        """The metadata of the newest step that verifies, or None. Damaged ones are renamed, what `retire` removes goes."""
 
         def read(step: int) -> Restored:
             try:
@@ -266,10 +247,15 @@ class Store:
 
         found = self._newest(read, log, set_aside=True)
         if found and self._writable:
-            with processes.together(UserError):  # nobody lists the steps before they are gone
-                if processes.first():
-                    self._steps.retire(found.step)
+            self.retire(found.step)
         return found.metadata if found else None
+
+    def retire(self, newest: int) -> None:
+        """Removes what is not to be kept beside the newest step: a kill may have come between its save and that."""
+        with processes.together(UserError):  # nobody lists the steps before they are gone
+            if processes.first():
+                self._steps.retire(newest)
+        self._tell()
 
     def close(self) -> bool:
         """Waits for the save under way. False if it failed."""
@@ -289,7 +275,7 @@ class Store:
             return read(step)
         except (Damaged, UserError, OSError) as error:
             if before is None or self._steps.identity(step) != before:
-                raise Replaced(f"{self.directory / str(step)}: replaced while it was read") from error
+                raise Replaced(f"{self.place(step)}: replaced while it was read") from error
             raise
 
     def _newest(
@@ -307,7 +293,7 @@ class Store:
     ) -> Restored | None:
         damaged = 0
         for step in processes.same(self.steps()[:100]):
-            path = self.directory / str(step)
+            path = self.place(step)
             try:
                 with processes.together(UserError, Damaged, Replaced):
                     found = self.look(step, read)
@@ -327,22 +313,21 @@ class Store:
                 if processes.first():
                     name = self._steps.set_aside(step)
             except OSError as error:
-                place = self.directory / str(step)
-                raise UserError(f"{place}: damaged, and cannot be renamed ({error.strerror})") from error
+                raise UserError(f"{self.place(step)}: damaged, and cannot be renamed ({error.strerror})") from error
         return f"kept aside as {name}"
 
     def _manifest(self, step: int) -> Manifest:
-        place = self.directory / str(step)
+        place = self.place(step)
         with reading(place / "manifest"):
             manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
         return manifest_lib.check(manifest, step, place)
 
     def _read(self, manifest: Manifest, name: str, template: Any) -> Any:
-        return arrays_lib.read(self._steps.place(manifest["step"]) / name, template, _files(manifest, name))
+        return arrays_lib.read(self.place(manifest["step"]) / name, template, _files(manifest, name))
 
     def _shapes(self, manifest: Manifest, name: str) -> Any:
         """The tree of an item as it was saved, shapes alone, if those are what the manifest says."""
-        found = arrays_lib.shapes(self._steps.place(manifest["step"]) / name, _files(manifest, name))
+        found = arrays_lib.shapes(self.place(manifest["step"]) / name, _files(manifest, name))
         if problem := difference(shapes_of(found), {path: x[:2] for path, x in manifest["arrays"][name].items()}):
             raise Damaged(f"{name}: {problem}")
         return found
@@ -373,6 +358,10 @@ class Store:
                         "place that gives back what is written there"
                     ) from damage
 
+    def _tell(self) -> None:
+        for line in self._steps.troubles():
+            self.log(line)
+
     def _failed(self, step: int, error: Exception) -> None:
         reason = reason_of(error)
         self.log(f"{self.directory / str(step)}: not saved ({reason}); earlier checkpoints are as they were")
@@ -380,18 +369,7 @@ class Store:
             self._steps.sweep()
 
 
-def _wait(writes: Iterable[Writes]) -> Exception | None:
-    """Waits for all, so that nothing is written any more; what went wrong first."""
-    problem: Exception | None = None
-    for write in writes:
-        try:
-            write.result()
-        except Exception as error:
-            problem = problem or error
-    return problem
-
-
 def _files(manifest: Manifest, item: str) -> dict[str, str]:
     """The digests of an item's files, as far as the manifest has them: older ones have none."""
-    files = manifest.get("files", {})
+    files = manifest.get("files") or {}
     return {name.removeprefix(f"{item}/"): word for name, word in files.items() if name.startswith(f"{item}/")}

@@ -97,6 +97,8 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def reason_of(error: BaseException) -> str:
     """Why a save failed, in the operating system's words where those are at the bottom of it."""
+    if isinstance(error, UserError):
+        return str(error)
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno)

@@ -19,6 +19,7 @@ Pair = tuple[int, int]
 TRIED = 640  # batches that the choice is made on
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until there is another
 SOURCE = 2.0  # what padding a source counts against padding slots: there are ten times as many of its tokens
+LONGEST = 2**31 - 1  # no length is: arrays count in 32 bits
 
 
 def round_up(length: int) -> int:
@@ -69,10 +70,24 @@ class Shapes:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Shapes":
-        """What `to_json` made, also after it went through JSON."""
-        pairs = tuple(map(tuple, values["pairs"]))
-        return cls(tuple(values["levels"]), pairs, tuple(values["limit"]), tuple(values["means"]))
+    def from_json(cls, values: Any) -> "Shapes":
+        """What `to_json` made, also after it went through JSON.
+
+        Raises:
+          ValueError: it made no such thing.
+        """
+        try:
+            pairs = tuple((source, slots) for source, slots in values["pairs"])
+            rising, (source, slots), means = tuple(values["levels"]), values["limit"], tuple(values["means"])
+        except (TypeError, LookupError, ValueError) as error:
+            raise ValueError(f"no shapes: {error}") from error
+        lengths = [*rising, source, slots, *(length for pair in pairs for length in pair)]
+        kinds = all(type(x) is int for x in lengths) and all(type(x) in (int, float) for x in means)
+        if not (rising and pairs and len(means) == 2 and kinds and all(0 < x <= LONGEST for x in (*lengths, *means))):
+            raise ValueError("no shapes: expected lengths, and two means")
+        if list(rising) != sorted(rising) or any(a > b for pair in pairs for a, b in zip(pair, pairs[0], strict=True)):
+            raise ValueError("no shapes: expected levels that grow, and a first pair that holds all others")
+        return cls(rising, pairs, (source, slots), means)
 
 
 def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair) -> Shapes:
