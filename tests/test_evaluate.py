@@ -105,12 +105,12 @@ def test_a_full_disk_costs_nothing_of_the_other_file(run, tmp_path, capsys):
 
 def test_batches_change_no_score(run, tmp_path):
     results = []
-    for size in ("1", "5", "50"):
+    for size in ("1", "50"):
         out = tmp_path / f"{size}.json"
         evaluate.main(["--checkpoint", str(run), "--limit", "7", "--batch-size", size, "--json", str(out)])
         results.append(json.loads(out.read_text()))
     assert all(results[0][key] == result[key] for result in results for key in ("em_f1", "pm_f1", "steps", "truncated"))
-    assert [result["batch_size"] for result in results] == [1, 5, 7]  # what was used
+    assert [result["batch_size"] for result in results] == [1, 7]  # what was used
     assert load(run, log=quiet).together(50) == CPU_BATCH
     assert "seconds" not in results[1]["by_rows"][0]
 

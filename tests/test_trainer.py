@@ -228,7 +228,7 @@ def test_a_program_that_failed_beside_the_work_is_compiled_again(batches, monkey
         return compiled(self, batch)
 
     monkeypatch.setattr(Trainer, "_compile", fails_beside)
-    trainer = Trainer(CONFIG)
+    trainer = Trainer(change(CONFIG, mesh={"data": 1}))
     trainer.prepare([(arrays["source"].shape[1], arrays["inputs"].shape[1])])
     _, metrics = trainer.step(trainer.fresh(), arrays, trainer.dropout_key(1))
     assert metrics["good"] and trainer.is_ready({name: x.shape for name, x in arrays.items()})
