@@ -109,3 +109,31 @@ def test_reports_of_processes_add_up():
     assert (whole.examples, whole.seconds, whole.steps, whole.other_steps) == (5, 5.0, 13, 20)
     assert whole.truncated == {"sub_max": 3, "time_max": 1}
     assert Report.of_all([sent[0], Report(other_steps=None)]).other_steps is None
+
+
+def test_weights_lie_once_on_a_device():
+    """Whatever number of devices decodes: a last chunk may be too small for all of them."""
+    spread = programs.Programs(MODEL, jnp.dtype("float32"), devices=jax.local_devices()[:3])
+    spread.set_params(PARAMS)
+    places = [
+        {
+            shard.device: shard.data.unsafe_buffer_pointer()
+            for x in jax.tree.leaves(spread._on(n))[:1]
+            for shard in x.addressable_shards
+        }
+        for n in (1, 2, 3)
+    ]
+    assert [len(found) for found in places] == [1, 2, 3]
+    for fewer in places[:2]:
+        assert fewer.items() <= places[2].items()
+
+
+@pytest.mark.parametrize("dtype, precise", [("float32", True), ("bfloat16", False)])
+def test_float32_is_not_rounded_in_products(dtype, precise):
+    """A GPU's default is TF32. The programs are this machine's, but say what they ask of any."""
+    generator = Generator(dataclasses.replace(CONFIG, decode=DecodeConfig(max_length=12, dtype=dtype)), PARAMS, None)
+    generator.decode(SOURCES[:1])
+    assert len(generator.programs._compiled) == 2
+    for program in generator.programs._compiled.values():
+        products = [line for line in program.as_text().splitlines() if " dot(" in line]
+        assert products and all(("operand_precision={highest,highest}" in line) == precise for line in products)

@@ -16,7 +16,9 @@ from pipejax.config import Config, DataConfig
 from pipejax.data import demo
 from pipejax.data.core import Example
 from pipejax.errors import UserError
+from pipejax.generate import load
 from pipejax.metrics import rouge
+from pipejax.programs import CPU_BATCH
 from pipejax.training import fit
 
 ROOT = Path(__file__).parents[1]
@@ -103,11 +105,13 @@ def test_a_full_disk_costs_nothing_of_the_other_file(run, tmp_path, capsys):
 
 def test_batches_change_no_score(run, tmp_path):
     results = []
-    for size in ("1", "5"):
+    for size in ("1", "50"):
         out = tmp_path / f"{size}.json"
         evaluate.main(["--checkpoint", str(run), "--limit", "7", "--batch-size", size, "--json", str(out)])
         results.append(json.loads(out.read_text()))
-    assert all(results[0][key] == results[1][key] for key in ("em_f1", "pm_f1", "steps", "truncated"))
+    assert all(results[0][key] == result[key] for result in results for key in ("em_f1", "pm_f1", "steps", "truncated"))
+    assert [result["batch_size"] for result in results] == [1, 7]  # what was used
+    assert load(run, log=quiet).together(50) == CPU_BATCH
     assert "seconds" not in results[1]["by_rows"][0]
 
 

@@ -12,8 +12,9 @@ import pytest
 from test_training import ON_ONE as CONFIG
 from test_training import change, metrics, quiet
 
-from pipejax import checkpoint, costs, training
+from pipejax import checkpoint, costs, processes, training
 from pipejax.data import core
+from pipejax.data.shapes import Shapes
 from pipejax.errors import UserError
 from pipejax.monitoring import Clock
 from pipejax.progress import Progress
@@ -249,3 +250,25 @@ def test_peaks_are_known_by_the_name_of_the_device():
     assert costs.peak(device("NVIDIA H200")) == 989e12
     assert costs.peak(device("NVIDIA L40S")) == 362e12 and costs.peak(device("NVIDIA L4")) == 121e12
     assert costs.peak(device("NVIDIA H100 PCIe")) is None and costs.peak(device("cpu")) is None
+
+
+def test_batches_have_the_shapes_that_process_0_chose(tmp_path, monkeypatch):
+    """Processes on unlike processors round otherwise, may choose others, and would wait for each other for ever."""
+    theirs, used = Shapes((48,), ((48, 40), (16, 24)), (64, 96), (12.5, 1 / 3)), []
+
+    class Seen(Exception):
+        pass
+
+    def batches(train, tokenizer, config, model, shapes):
+        used.append(shapes)
+        raise Seen
+
+    def same(value):
+        is_choice = isinstance(value, dict) and "pairs" in value
+        return json.loads(json.dumps(theirs.to_json() if is_choice else value))
+
+    monkeypatch.setattr(training, "TrainingBatches", batches)
+    monkeypatch.setattr(processes, "same", same)
+    with pytest.raises(Seen):
+        fit(CONFIG, tmp_path / "run", log=quiet)
+    assert used == [theirs]

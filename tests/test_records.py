@@ -370,6 +370,10 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
     monkeypatch.setattr(programs, "encode_batch", None)
     assert fresh.decode([[5] * 16, [6] * 10]) and fresh.decode([[5] * 40])
+    asked = []
+    monkeypatch.setattr(fresh.programs, "warm_up", lambda chosen, **shape: asked.append(shape))
+    report = fresh.warm_up([10**6], batch_sizes=(500,))  # as `decode` cuts them, and takes so many at a time on a CPU
+    assert asked == [{"batch_size": 8, "length": fresh.config.data.max_source, "report": report}]
 
 
 def test_a_named_pipe_is_a_file_too(checkpoints, decoded, tmp_path):
@@ -459,6 +463,42 @@ def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):
     assert (tmp_path / "new.jsonl").read_bytes() == whole
 
 
+def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypatch):
+    """It is good from the first kept record until the output is on the disk, whenever a kill comes."""
+    source, target, note = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.unfinished"))
+    source.write_text(as_lines({"source": text} for text in SHORT[:3]))
+    generator = generate.load(checkpoints / "none", log=str)
+    work = partial(
+        records.decode_file, generator, str(source), str(target), strategy=None, batch_size=None, log=str, resume=True
+    )
+    work()
+    lines = target.read_bytes().splitlines(keepends=True)
+    settings = records.settings_of(
+        generator, "sequential", list(records.read_sources(generator, records.read_records(source)))
+    )
+    assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
+    target.write_bytes(lines[0])
+    note.write_text(json.dumps(settings))
+    seen, sync_output = [], records.sync_output
+
+    def killed(place, kept):
+        seen.append(json.loads(note.read_text()))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(records, "_open", killed)
+        work()
+    assert seen == [settings]
+
+    def synced(path):
+        seen.append(json.loads(note.read_text()))
+        sync_output(path)
+
+    monkeypatch.setattr(records, "sync_output", synced)
+    work()
+    assert seen[1:] == [settings] and not note.exists() and target.read_bytes() == b"".join(lines)
+
+
 @pytest.mark.parametrize(
     "spoil, words",
     [
@@ -505,6 +545,17 @@ def test_packed_lines_and_parquet_are_lines_too(checkpoints, decoded, tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=f"{name}.*: {words}"):
             list(records.read_records(tmp_path / name))
+    for kind in (pyarrow.ArrowNotImplementedError, pyarrow.ArrowKeyError):  # neither OSError nor ValueError
+
+        def refuse(path, kind=kind):
+            raise kind("not that")
+
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(UserError, match=r"in\.parquet: not Parquet, or damaged"),
+        ):
+            patch.setattr(pyarrow.parquet, "ParquetFile", refuse)
+            list(records.read_records(tmp_path / "in.parquet"))
 
 
 def test_a_saved_data_set(tmp_path, monkeypatch):
@@ -517,10 +568,22 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="without the package datasets: pip install datasets"):
         list(records.read_records(tmp_path / "set" / "train"))
-    library = SimpleNamespace(load_from_disk=lambda path: iter([{"source": path}]))
+
+    class Saved:  # with `with_format("numpy")`
+        def __init__(self, path, kind=np.asarray):
+            self.path, self.kind = path, kind
+
+        def with_format(self, kind):
+            assert kind is None
+            return Saved(self.path, list)
+
+        def __iter__(self):
+            return iter([{"id": self.path, "source_ids": self.kind([3, 4])}])
+
+    library = SimpleNamespace(load_from_disk=Saved)
     monkeypatch.setitem(sys.modules, "datasets", library)
     place = str(tmp_path / "set" / "train")
-    assert list(records.read_records(place)) == [(f"{place}:1", {"source": place})]
+    assert list(records.read_records(place)) == [(f"{place}:1", {"id": place, "source_ids": [3, 4]})]
     records.check_paths(place, "-")
 
 

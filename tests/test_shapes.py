@@ -1,14 +1,16 @@
 """The padded shapes of training batches: how few do, and how little they pad."""
 
+import dataclasses
 import itertools
 import json
 
 import numpy as np
 import pytest
 
-from pipejax.config import TrainConfig
-from pipejax.data.core import deal
+from pipejax.config import Config, DataConfig, TrainConfig
+from pipejax.data.core import deal, longest
 from pipejax.data.shapes import FIRST, Shapes, choose, levels, round_up
+from pipejax.grid import flatten
 
 LIMIT = (2048, 1536)
 
@@ -85,6 +87,7 @@ def test_what_exceeds_every_shape_gets_a_doubling_of_the_largest():
     assert shapes.fit((30, 16)) == (32, 16) and shapes.fit((30, 17)) == (96, 40)
     assert shapes.fit((97, 3)) == (192, 40) and shapes.fit((500, 41)) == (768, 64)
     assert shapes.fit((800, 64)) == (1000, 64)
+    assert shapes.fit((30, 65)) == shapes.fit((30, 71)) == (96, 72)  # of older limits, which were too low
 
 
 def test_shapes_come_into_use_by_and_by_and_survive_json():
@@ -110,3 +113,15 @@ def test_rounding_is_tight():
     sizes = sorted({round_up(n) for n in range(1, 2049)})
     assert sizes[:4] == [8, 16, 24, 32] and sizes[-3:] == [1920, 1984, 2048]
     assert all(n <= round_up(n) < max(n + 8, 17 / 16 * n) for n in range(1, 2049))
+
+
+def test_no_batch_is_longer_than_the_longest():
+    """Each row feeds its eos, too: many short ones need more slots than they have tokens that count."""
+    for rows in ([[7] * 3] * 80, [[7]] * 160, [[7] * 320]):
+        target = flatten(rows, delay=1, bos=0, eos=1)
+        tokens = int(target.weights.sum())
+        data, train = DataConfig(max_target=tokens), TrainConfig(pack=2, batch_size=2, objective="pipelined")
+        assert 2 * len(target.inputs) <= longest(Config(data=data, train=train))[1] < 3.2 * tokens
+    assert longest(Config(data=data, train=dataclasses.replace(train, objective="sequential")))[1] == round_up(
+        2 * tokens
+    )

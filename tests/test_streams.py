@@ -88,3 +88,26 @@ def test_output_to_what_is_closed_is_refused_before_the_work(monkeypatch):
     monkeypatch.setattr(streams, "_closed", ["stdout"])
     with pytest.raises(UserError, match=r"^--output -: found standard output closed"):
         streams.check_standard_output("--output")
+
+
+def test_no_command_waits_for_work_that_is_not_needed():
+    """Here one that never ends; its code is the command's, and what was said has come through."""
+    text = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pipejax import cli
+begun = threading.Event()
+def work():
+    with cli.unneeded():
+        begun.set()
+        threading.Event().wait()
+def main(argv):
+    ThreadPoolExecutor().submit(work)
+    begun.wait()
+    print("said")
+    return 143
+cli.run(main)
+"""
+    command = [sys.executable, "-c", text]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "said\n", "")

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 
-from pipejax import lora, losses, optimizer, sharding, t5
+from pipejax import cli, lora, losses, optimizer, sharding, t5
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.costs import training_flops
 from pipejax.data import demo
@@ -214,6 +215,25 @@ def test_a_program_made_beside_the_work_is_the_same(batches):
     same_bits(*(each.step(each.fresh(), arrays, each.dropout_key(1)) for each in (trainer, other)))
     assert len(trainer._programs) == 1 and trainer.is_ready({name: x.shape for name, x in arrays.items()})
     trainer.close()
+
+
+def test_a_program_that_failed_beside_the_work_is_compiled_again(batches, monkeypatch):
+    """As where memory was short at that moment; and no command waits for what is compiled ahead."""
+    arrays, compiled, unneeded = batches[0].arrays, Trainer._compile, []
+
+    def fails_beside(self, batch):
+        if threading.current_thread() is not threading.main_thread():
+            unneeded.extend(cli._unneeded)
+            raise MemoryError
+        return compiled(self, batch)
+
+    monkeypatch.setattr(Trainer, "_compile", fails_beside)
+    trainer = Trainer(change(CONFIG, mesh={"data": 1}))
+    trainer.prepare([(arrays["source"].shape[1], arrays["inputs"].shape[1])])
+    _, metrics = trainer.step(trainer.fresh(), arrays, trainer.dropout_key(1))
+    assert metrics["good"] and trainer.is_ready({name: x.shape for name, x in arrays.items()})
+    trainer.close()
+    assert len(unneeded) <= 1 and not cli._unneeded
 
 
 @pytest.mark.parametrize("dtype, precise", [("float32", True), ("bfloat16", False)])

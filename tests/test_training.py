@@ -252,6 +252,9 @@ def test_the_log_shows_epochs_and_what_was_predicted(finished):
         if line["event"] == "evaluation":
             assert [(s["id"], tuple(s["gold"])) for s in line["samples"]] == [(e.id, e.targets) for e in dev[:3]]
             assert all(isinstance(text, str) for s in line["samples"] for text in s["predicted"])
+            bounds = line["bounds"]  # those that decoded, which may be narrower than the config's
+            assert bounds["time_max"] <= CONFIG.grid.time_max and bounds["max_length"] <= CONFIG.decode.max_length
+            assert bounds["sub_max"] == CONFIG.grid.sub_max  # the targets would allow for more
 
 
 def test_runs_side_by_side(finished, tmp_path, capsys):

@@ -226,7 +226,7 @@ def _opened(
 
 def first_argmax(logits: Array) -> Array:
     """Greedy choice i32 [N] from logits [V, N]; the lowest id wins a tie."""
-    # Else XLA may compute them once for the maximum and once for the comparison, rounded otherwise: none would be equal.
+    # Else XLA may compute them once for the maximum and once to compare, rounded otherwise: none would be equal.
     logits = jax.lax.optimization_barrier(logits)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
