@@ -1,6 +1,7 @@
 """What is on the disk when, what is taken for damage, and what is left behind."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -166,7 +167,7 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:40],
 )
-def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, error):
+def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, capsys, error):
     save(tmp_path / "checkpoints", 4, 8)
 
     def restore(self, *args, **kwargs):
@@ -177,8 +178,13 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, erro
     with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
         store.newest(None, log=quiet, set_aside=True)
     assert "\n" not in str(found.value)
-    with pytest.raises(UserError, match="cannot be read now"):
-        main(["verify", str(tmp_path)])
+    assert main(["verify", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert [line.split()[:2] for line in told.out.splitlines()] == [
+        ["checkpoints/4", "refused"],
+        ["checkpoints/8", "refused"],
+    ]
+    assert told.out.count("cannot be read now") == 2 and "2 steps, 0 damaged, 2 refused" in told.err
     assert store.steps() == [8, 4]
 
 
@@ -286,6 +292,145 @@ def test_a_step_that_cannot_be_removed_costs_one_line(tmp_path, monkeypatch):
     assert Store(tmp_path).steps() == [3, 1]
 
 
+def refuse(monkeypatch, function, number, chosen):
+    """Has a function of os or Path fail for the paths that are chosen."""
+    owner, name = function
+    original = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        if chosen(*args):
+            raise OSError(number, os.strerror(number))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def descriptor_of(handle):
+    return os.path.realpath(f"/proc/self/fd/{handle}")
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path, monkeypatch, same):
+    """What is said to be saved is there, and what it would replace is there as well, until the disk has taken it."""
+    said = []
+    save(tmp_path, 4, keep=1)
+    store = Store(tmp_path, keep=1, writable=True, log=said.append)
+    with monkeypatch.context() as patch:
+        refuse(patch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
+        assert store.save(4 if same else 5, tree(7.0), config=CONFIG, wait=True)
+        assert store.close()
+    step, before = (4, ".replaced-4") if same else (5, "4")
+    assert said == [
+        f"warning: {tmp_path / str(step)}: saved, but a loss of power may undo that (Input/output error); "
+        "older steps stay"
+    ]
+    assert Store(tmp_path).restore(step).items["params"]["a"][0, 0] == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([str(step), before])
+    save(tmp_path, 6, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["6"]
+
+
+def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch):
+    said, writable = [], Store(tmp_path, keep=1, writable=True)
+    save_all(writable, 1)
+    store = Store(tmp_path, keep=1, writable=True, log=said.append)
+    with monkeypatch.context() as patch:
+        refuse(patch, (Path, "iterdir"), errno.EIO, lambda path: path == tmp_path)
+        assert store.save(2, tree(2.0), config=CONFIG, wait=True)
+    assert said == [f"warning: {tmp_path}: cannot be listed (Input/output error); older steps stay"]
+    with monkeypatch.context() as patch:
+        refuse(patch, (Path, "glob"), errno.EIO, lambda path, *_: path == tmp_path)
+        fail_with(errno.ENOSPC, patch)
+        assert not store.save(3, tree(3.0), config=CONFIG, wait=True)
+        assert store.close()
+    assert len(said) == 2 and "3: not saved (No space left on device)" in said[1]
+    assert Store(tmp_path).steps() == [2, 1]
+
+
+def test_what_stays_of_a_removed_step_is_in_nobodys_way(tmp_path, monkeypatch):
+    """Its name is free: nothing is said of a path that is gone, and the next one of that number can go, too."""
+    said = []
+    with monkeypatch.context() as patch:
+        refuse(patch, (os, "rmdir"), errno.ENOTEMPTY, lambda path, **_: ".gone-" in str(path))
+        for _ in range(2):
+            save(tmp_path, 1, 2, keep=1, log=said.append)
+            assert Store(tmp_path).steps() == [2]
+    assert said == []
+
+
+def test_a_step_that_was_about_to_be_replaced_is_read(tmp_path):
+    """Killed between two renames: nobody has tidied up, and no other step is there."""
+    save(tmp_path / "checkpoints", 4)
+    (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/.replaced-4")
+    found = Store(tmp_path / "checkpoints").newest(None, log=quiet)
+    assert found is not None and found.step == 4 and found.items["params"]["a"][0, 0] == 4
+    assert main(["verify", str(tmp_path)]) == 0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".replaced-4"]
+    Store(tmp_path / "checkpoints", writable=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+
+
+def test_a_tokenizer_that_cannot_be_read_costs_a_save(tmp_path, monkeypatch):
+    said = []
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
+    store = Store(tmp_path / "checkpoints", writable=True, log=said.append)
+    with monkeypatch.context() as patch:
+        refuse(patch, (Path, "read_bytes"), errno.EIO, lambda path: path.name == "tokenizer.json")
+        assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
+    assert len(said) == 1 and "1: not saved (" in said[0] and "tokenizer: cannot be read (" in said[0]
+    assert store.save(2, tree(2.0), config=CONFIG, wait=True)
+    assert store.describe(2).metadata["tokenizer"].keys() == {"tokenizer.json"}
+
+
+def test_verify_looks_at_the_tokenizer(tmp_path, capsys):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/spiece.model").write_text("words")
+    save(tmp_path / "checkpoints", 4, 8)
+    (tmp_path / "tokenizer/README.md").write_text("words about it")
+    assert main(["verify", str(tmp_path)]) == 0
+    (tmp_path / "tokenizer/spiece.model").write_text("swords")
+    capsys.readouterr()
+    assert main(["verify", "--json", str(tmp_path)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["damaged"], report["refused"]) == (0, 2)
+    reasons = [step["reason"] for step in report["steps"]]
+    assert all("spiece.model: found other content" in reason and "data.tokenizer" in reason for reason in reasons)
+
+
+def test_a_directory_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch):
+    """Drop boxes; nothing is denied to root, so it is imitated."""
+    box = tmp_path / "box"
+    box.mkdir()
+    refuse(monkeypatch, (os, "open"), errno.EACCES, lambda path, *_: Path(path) == box)
+    write_text(box / "a", "words")
+    with new_directory(box / "b"):
+        pass
+    sync_output(box / "a")
+    assert (box / "a").read_text() == "words" and (box / "b").is_dir()
+
+
+def test_a_name_that_is_not_synced_is_not_called_unwritten(tmp_path, monkeypatch):
+    refuse(monkeypatch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
+    with (
+        pytest.raises(UserError, match="b: is written, but a loss of power may undo that"),
+        new_directory(tmp_path / "b"),
+    ):
+        pass
+    with pytest.raises(UserError, match="a: is written, but a loss of power may undo that"):
+        write_text(tmp_path / "a", "words")
+    assert (tmp_path / "a").read_text() == "words" and (tmp_path / "b").is_dir()
+
+
+def test_the_name_of_a_new_log_is_on_the_disk(tmp_path, monkeypatch):
+    with RunDirectory(tmp_path / "run") as directory:
+        disk = Disk(monkeypatch, tmp_path)
+        directory.log_metrics({"step": 1})
+        assert disk.lost(tmp_path / "run") == [str(tmp_path / "run/.lock")]
+        directory.log_metrics({"step": 2})
+    assert [event for event in disk.events if event == ("sync", str(tmp_path / "run"))] == disk.events[1:2]
+
+
 def test_what_kills_leave_in_a_directory_of_steps_goes(tmp_path):
     save(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "1", tmp_path / ".gone-1")
@@ -315,7 +460,7 @@ def test_what_kills_leave_in_a_run_goes(tmp_path):
     (run / "config.json").write_text("{}")
     for name in (".config.json-ab_12xyz", ".metrics.jsonl-00000000"):
         (run / name).touch()
-    for name in (".tokenizer-partial", ".tokenizer-partial-abc", ".gone-tokenizer"):
+    for name in (".tokenizer-partial", ".tokenizer-partial-abc", ".gone-tokenizer", ".gone-tokenizer-2"):
         (run / name).mkdir()
     (run / ".config.json-mine").touch()
     with RunDirectory(run):
@@ -394,3 +539,27 @@ def test_the_best_of_another_run_is_kept_aside(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best"] and said == []
     directory._set_aside_best(other, said.append)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best-before"] and len(said) == 1
+
+
+def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
+    class Words:
+        def __init__(self, text):
+            self.text = text
+
+        def save(self, directory):
+            (directory / "vocab.txt").write_text(self.text)
+
+    with RunDirectory(tmp_path / "run") as directory:
+        for text, names in (("a", {"best"}), ("a", {"best"}), ("b", {"best", "best-before"})):
+            directory.begin(CONFIG, Words(text), 0, quiet)
+            save(tmp_path / "run/best", 4)
+            assert {path.name for path in (tmp_path / "run").glob("best*")} == names
+
+
+def test_a_best_step_without_a_score_is_the_worst(tmp_path):
+    """Somebody has copied it there."""
+    store = Store(tmp_path, writable=True)
+    assert store.save(3, tree(3.0), config=CONFIG, wait=True) and store.close()
+    best = Best(tmp_path, CONFIG, log=quiet)
+    best.offer(1, (0.0,), tree(1.0)["params"])
+    assert best.close() and Store(tmp_path).steps() == [1]
