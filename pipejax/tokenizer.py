@@ -106,8 +106,8 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
             problem = "nothing" if name not in found else "other content" if name in expected else "a file"
             wanted = "what was saved with the checkpoint" if name in expected else "none, as none was saved"
             raise UserError(
-                f"{directory / name}: found {problem}; expected {wanted}: ids depend on it (put back what was there, or "
-                f"begin another run with train.init_from={directory.parent} and data.tokenizer)"
+                f"{directory / name}: found {problem}; expected {wanted}: ids depend on it (put back what was there, "
+                f"or begin another run with train.init_from={directory.parent} and data.tokenizer)"
             )
 
 

@@ -221,6 +221,14 @@ def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):
         assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
 
 
+def test_a_run_killed_before_older_steps_were_removed_removes_them(config, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    assert runs.committed(tmp_path / "run") == [4, 8]
+    said, fewer = [], config_lib.override(config, ["train.keep_checkpoints=1"])
+    assert fit(fewer, tmp_path / "run", log=said.append) == 0
+    assert "already trained" in said[-1] and runs.committed(tmp_path / "run") == [8]
+
+
 def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     longer = ["train.steps=9", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]

@@ -1,6 +1,7 @@
 """What is on the disk when, what is taken for damage, and what is left behind."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from steps_of_numbers import CONFIG, fail_with, flip, quiet, save_all, tree
 
 from pipejax import config as config_lib
-from pipejax.checkpoint import Best, Store, open_run, save_params
+from pipejax.checkpoint import Best, Store, save_params
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint.__main__ import main
 from pipejax.convert import write_hf
@@ -24,6 +25,11 @@ from pipejax.run_directory import RunDirectory
 
 def save(directory, *steps, **options):
     save_all(Store(directory, writable=True, **options), *steps)
+
+
+def newest_of(run, log=quiet):
+    """The newest good step; numbers have no model, without which a run is not opened as a whole."""
+    return Store(run / "checkpoints").newest(None, log=log)
 
 
 # Loss of power.
@@ -128,16 +134,16 @@ def test_places_that_orbax_takes_for_others_are_refused(tmp_path, name):
     save(tmp_path / "good/checkpoints", 4)
     (tmp_path / "good").rename(place) if "/" not in name else shutil.copytree(tmp_path / "good", place)
     with pytest.raises(UserError, match=r"found .* expected one"):
-        open_run(place, log=quiet)
+        newest_of(place, log=quiet)
     assert (place / "checkpoints/4").is_dir()
     (tmp_path / "link").symlink_to(place)
-    assert open_run(tmp_path / "link", log=quiet).step == 4
+    assert newest_of(tmp_path / "link", log=quiet).step == 4
 
 
 @pytest.mark.parametrize("name", ["a b", "ü", "s3:x", "a%20b", "a#b", "{a}", "$HOME", "~", "a\nb"])
 def test_other_places_serve(tmp_path, name):
     save(tmp_path / name / "checkpoints", 4)
-    assert open_run(tmp_path / name, log=quiet).items["params"]["a"][0, 0] == 4
+    assert newest_of(tmp_path / name, log=quiet).items["params"]["a"][0, 0] == 4
 
 
 def test_the_first_save_is_read_back(tmp_path, monkeypatch):
@@ -166,7 +172,7 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:40],
 )
-def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, error):
+def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, capsys, error):
     save(tmp_path / "checkpoints", 4, 8)
 
     def restore(self, *args, **kwargs):
@@ -177,8 +183,13 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, erro
     with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
         store.newest(None, log=quiet, set_aside=True)
     assert "\n" not in str(found.value)
-    with pytest.raises(UserError, match="cannot be read now"):
-        main(["verify", str(tmp_path)])
+    assert main(["verify", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert [line.split()[:2] for line in told.out.splitlines()] == [
+        ["checkpoints/4", "refused"],
+        ["checkpoints/8", "refused"],
+    ]
+    assert told.out.count("cannot be read now") == 2 and "2 steps, 0 damaged, 2 refused" in told.err
     assert store.steps() == [8, 4]
 
 
@@ -242,14 +253,14 @@ def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsy
     with monkeypatch.context() as patch:
         replacing(patch, tmp_path / "checkpoints", times=2)
         said = []
-        assert open_run(tmp_path, log=said.append).step == 6 and said == []
+        assert newest_of(tmp_path, log=said.append).step == 6 and said == []
     with monkeypatch.context() as patch:
         replacing(patch, tmp_path / "checkpoints", times=2)
         assert main(["verify", str(tmp_path)]) == 0
         assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["checkpoints/8", "good"]]
     replacing(monkeypatch, tmp_path / "checkpoints", times=1000)
     with pytest.raises(UserError, match="found each step replaced while it was read"):
-        open_run(tmp_path, log=quiet)
+        newest_of(tmp_path, log=quiet)
 
 
 # Saves that fail, and what is left behind.
@@ -286,6 +297,145 @@ def test_a_step_that_cannot_be_removed_costs_one_line(tmp_path, monkeypatch):
     assert Store(tmp_path).steps() == [3, 1]
 
 
+def refuse(monkeypatch, function, number, chosen):
+    """Has a function of os or Path fail for the paths that are chosen."""
+    owner, name = function
+    original = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        if chosen(*args):
+            raise OSError(number, os.strerror(number))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def descriptor_of(handle):
+    return os.path.realpath(f"/proc/self/fd/{handle}")
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path, monkeypatch, same):
+    """What is said to be saved is there, and what it would replace is there as well, until the disk has taken it."""
+    said = []
+    save(tmp_path, 4, keep=1)
+    store = Store(tmp_path, keep=1, writable=True, log=said.append)
+    with monkeypatch.context() as patch:
+        refuse(patch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
+        assert store.save(4 if same else 5, tree(7.0), config=CONFIG, wait=True)
+        assert store.close()
+    step, before = (4, ".replaced-4") if same else (5, "4")
+    assert said == [
+        f"warning: {tmp_path / str(step)}: saved, but a loss of power may undo that (Input/output error); "
+        "older steps stay"
+    ]
+    assert Store(tmp_path).restore(step).items["params"]["a"][0, 0] == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([str(step), before])
+    save(tmp_path, 6, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["6"]
+
+
+def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch):
+    said, writable = [], Store(tmp_path, keep=1, writable=True)
+    save_all(writable, 1)
+    store = Store(tmp_path, keep=1, writable=True, log=said.append)
+    with monkeypatch.context() as patch:
+        refuse(patch, (Path, "iterdir"), errno.EIO, lambda path: path == tmp_path)
+        assert store.save(2, tree(2.0), config=CONFIG, wait=True)
+    assert said == [f"warning: {tmp_path}: cannot be listed (Input/output error); older steps stay"]
+    with monkeypatch.context() as patch:
+        refuse(patch, (Path, "glob"), errno.EIO, lambda path, *_: path == tmp_path)
+        fail_with(errno.ENOSPC, patch)
+        assert not store.save(3, tree(3.0), config=CONFIG, wait=True)
+        assert store.close()
+    assert len(said) == 2 and "3: not saved (No space left on device)" in said[1]
+    assert Store(tmp_path).steps() == [2, 1]
+
+
+def test_what_stays_of_a_removed_step_is_in_nobodys_way(tmp_path, monkeypatch):
+    """Its name is free: nothing is said of a path that is gone, and the next one of that number can go, too."""
+    said = []
+    with monkeypatch.context() as patch:
+        refuse(patch, (os, "rmdir"), errno.ENOTEMPTY, lambda path, **_: ".gone-" in str(path))
+        for _ in range(2):
+            save(tmp_path, 1, 2, keep=1, log=said.append)
+            assert Store(tmp_path).steps() == [2]
+    assert said == []
+
+
+def test_a_step_that_was_about_to_be_replaced_is_read(tmp_path):
+    """Killed between two renames: nobody has tidied up, and no other step is there."""
+    save(tmp_path / "checkpoints", 4)
+    (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/.replaced-4")
+    found = Store(tmp_path / "checkpoints").newest(None, log=quiet)
+    assert found is not None and found.step == 4 and found.items["params"]["a"][0, 0] == 4
+    assert main(["verify", str(tmp_path)]) == 0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".replaced-4"]
+    Store(tmp_path / "checkpoints", writable=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+
+
+def test_a_tokenizer_that_cannot_be_read_costs_a_save(tmp_path, monkeypatch):
+    said = []
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
+    store = Store(tmp_path / "checkpoints", writable=True, log=said.append)
+    with monkeypatch.context() as patch:
+        refuse(patch, (Path, "read_bytes"), errno.EIO, lambda path: path.name == "tokenizer.json")
+        assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
+    assert len(said) == 1 and "1: not saved (" in said[0] and "tokenizer: cannot be read (" in said[0]
+    assert store.save(2, tree(2.0), config=CONFIG, wait=True)
+    assert store.describe(2).metadata["tokenizer"].keys() == {"tokenizer.json"}
+
+
+def test_verify_looks_at_the_tokenizer(tmp_path, capsys):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/spiece.model").write_text("words")
+    save(tmp_path / "checkpoints", 4, 8)
+    (tmp_path / "tokenizer/README.md").write_text("words about it")
+    assert main(["verify", str(tmp_path)]) == 0
+    (tmp_path / "tokenizer/spiece.model").write_text("swords")
+    capsys.readouterr()
+    assert main(["verify", "--json", str(tmp_path)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["damaged"], report["refused"]) == (0, 2)
+    reasons = [step["reason"] for step in report["steps"]]
+    assert all("spiece.model: found other content" in reason and "data.tokenizer" in reason for reason in reasons)
+
+
+def test_a_directory_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch):
+    """Drop boxes; nothing is denied to root, so it is imitated."""
+    box = tmp_path / "box"
+    box.mkdir()
+    refuse(monkeypatch, (os, "open"), errno.EACCES, lambda path, *_: Path(path) == box)
+    write_text(box / "a", "words")
+    with new_directory(box / "b"):
+        pass
+    sync_output(box / "a")
+    assert (box / "a").read_text() == "words" and (box / "b").is_dir()
+
+
+def test_a_name_that_is_not_synced_is_not_called_unwritten(tmp_path, monkeypatch):
+    refuse(monkeypatch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
+    with (
+        pytest.raises(UserError, match="b: is written, but a loss of power may undo that"),
+        new_directory(tmp_path / "b"),
+    ):
+        pass
+    with pytest.raises(UserError, match="a: is written, but a loss of power may undo that"):
+        write_text(tmp_path / "a", "words")
+    assert (tmp_path / "a").read_text() == "words" and (tmp_path / "b").is_dir()
+
+
+def test_the_name_of_a_new_log_is_on_the_disk(tmp_path, monkeypatch):
+    with RunDirectory(tmp_path / "run") as directory:
+        disk = Disk(monkeypatch, tmp_path)
+        directory.log_metrics({"step": 1})
+        assert disk.lost(tmp_path / "run") == [str(tmp_path / "run/.lock")]
+        directory.log_metrics({"step": 2})
+    assert [event for event in disk.events if event == ("sync", str(tmp_path / "run"))] == disk.events[1:2]
+
+
 def test_what_kills_leave_in_a_directory_of_steps_goes(tmp_path):
     save(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "1", tmp_path / ".gone-1")
@@ -315,7 +465,7 @@ def test_what_kills_leave_in_a_run_goes(tmp_path):
     (run / "config.json").write_text("{}")
     for name in (".config.json-ab_12xyz", ".metrics.jsonl-00000000"):
         (run / name).touch()
-    for name in (".tokenizer-partial", ".tokenizer-partial-abc", ".gone-tokenizer"):
+    for name in (".tokenizer-partial", ".tokenizer-partial-abc", ".gone-tokenizer", ".gone-tokenizer-2"):
         (run / name).mkdir()
     (run / ".config.json-mine").touch()
     with RunDirectory(run):
@@ -394,3 +544,27 @@ def test_the_best_of_another_run_is_kept_aside(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best"] and said == []
     directory._set_aside_best(other, said.append)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best-before"] and len(said) == 1
+
+
+def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
+    class Words:
+        def __init__(self, text):
+            self.text = text
+
+        def save(self, directory):
+            (directory / "vocab.txt").write_text(self.text)
+
+    with RunDirectory(tmp_path / "run") as directory:
+        for text, names in (("a", {"best"}), ("a", {"best"}), ("b", {"best", "best-before"})):
+            directory.begin(CONFIG, Words(text), 0, quiet)
+            save(tmp_path / "run/best", 4)
+            assert {path.name for path in (tmp_path / "run").glob("best*")} == names
+
+
+def test_a_best_step_without_a_score_is_the_worst(tmp_path):
+    """Somebody has copied it there."""
+    store = Store(tmp_path, writable=True)
+    assert store.save(3, tree(3.0), config=CONFIG, wait=True) and store.close()
+    best = Best(tmp_path, CONFIG, log=quiet)
+    best.offer(1, (0.0,), tree(1.0)["params"])
+    assert best.close() and Store(tmp_path).steps() == [1]

@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
 def verify(directory: Path) -> Iterator[dict[str, Any]]:
     """A report on each step of one directory, oldest first: place, step, good, reason, arrays of each item, bytes.
 
-    What is not good is damaged, or it would be refused as things are: unreadable now, or beside another tokenizer. A step that its run replaces or removes meanwhile is not reported; one that it adds is.
+    What is not good is damaged, or would be refused as things are: it cannot be read now, or has another tokenizer. A
+    step that its run replaces or removes meanwhile is not reported; one that it adds is.
     """
     from pipejax.checkpoint.manifest import Damaged
     from pipejax.checkpoint.store import Replaced, Store  # starts JAX: after the flags are known to be good

@@ -94,7 +94,9 @@ def shapes(place: Path, files: Mapping[str, str]) -> Any:
     Raises:
       Damaged, UserError: as `reading`.
     """
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Shapes()), (np.ndarray, _Shapes()))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, _Shapes()), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
     sharding = on_host()
     with reading(place, files):
         saved = ocp.PyTreeCheckpointHandler(type_handler_registry=registry).metadata(place).tree

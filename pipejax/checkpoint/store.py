@@ -235,7 +235,7 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), log, set_aside=set_aside)
 
     def newest_metadata(self, *, log: Callable[[str], None]) -> dict[str, Any] | None:
-        """The metadata of the newest step that verifies, or None. Damaged ones are renamed, what `retire` removes goes."""
+        """The metadata of the newest step that verifies, or None; damaged ones are renamed, superfluous ones go."""
 
         def read(step: int) -> Restored:
             try:
