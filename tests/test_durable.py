@@ -564,7 +564,7 @@ def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
 def test_a_best_step_without_a_score_is_the_worst(tmp_path):
     """Somebody has copied it there."""
     store = Store(tmp_path, writable=True)
-    assert store.save(3, tree(3.0), config=CONFIG, wait=True) and store.close()
+    assert store.save(3, tree(3.0), config=CONFIG, metadata={"data": "x"}, wait=True) and store.close()
     best = Best(tmp_path, CONFIG, log=quiet)
     best.offer(1, (0.0,), tree(1.0)["params"])
     assert best.close() and Store(tmp_path).steps() == [1]
