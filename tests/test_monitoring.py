@@ -259,7 +259,7 @@ def test_batches_have_the_shapes_that_process_0_chose(tmp_path, monkeypatch):
     class Seen(Exception):
         pass
 
-    def batches(train, tokenizer, config, model, shapes):
+    def batches(train, tokenizer, config, model, shapes, *more):
         used.append(shapes)
         raise Seen
 
