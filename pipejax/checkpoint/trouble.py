@@ -56,7 +56,7 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
 
 def _refuse_trouble(error: Exception, path: Path, damage: tuple[type[Exception], ...]) -> None:
     said = f"{path}: cannot be read now ({type(error).__name__}: {_brief(error)})"
-    if not isinstance(error, damage):
+    if not any(isinstance(cause, damage) for cause in _chain(error)):  # Orbax wraps some in a bare Exception
         raise UserError(said) from error
     for cause in _chain(error):
         if TROUBLE.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or _refused(cause):
