@@ -1,6 +1,7 @@
 """Runs the faults and writes what came of them, as JSON and as a table."""
 
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,166 +21,52 @@ from pipejax import cli
 from pipejax.errors import UserError
 from pipejax.files import write_text
 
-Part = Callable[[Commands, Path, bool], dict[str, Any]]
 LEFT_OUT = ("ok", "failures", "by_kind", "lines", "seconds", "skipped")
 
 
-def _kills(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import kills
-
-    return kills.one(commands, scratch, trials=2 if short else 100, seed=0)
-
-
-def _pairs(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import kills
-
-    return kills.two(commands, scratch, trials=1 if short else 10, seed=0)
-
-
-def _damage(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import damage
-
-    return damage.many(commands, scratch, trials=13 if short else 507)
-
-
-def _signals(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import signals
-
-    return signals.many(commands, scratch, trials=4 if short else 32, seed=0)
-
-
-def _full(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import disks
-
-    return disks.full(commands, scratch, trials=1 if short else 6)
-
-
-def _read_only(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import disks
-
-    return disks.read_only(commands, scratch)
-
-
-def _poison(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import poison
-
-    return poison.many(commands, scratch, trials=4 if short else 20, seed=0)
-
-
-def _meshes(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import meshes
-
-    return meshes.many(commands, scratch)
-
-
-def _repeats(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import repeats
-
-    return repeats.twice(commands, scratch)
-
-
-def _malformed(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import malformed
-
-    return malformed.many(commands, scratch)
-
-
-def _permissions(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import permissions
-
-    return permissions.many(commands, scratch)
-
-
-def _archives(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import archives
-
-    return archives.many(commands, scratch)
-
-
-def _forged(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import forged
-
-    return forged.many(commands, scratch)
-
-
-def _streams(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import streams
-
-    return streams.many(commands, scratch)
-
-
-def _environment(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import environment
-
-    return environment.many(commands, scratch)
-
-
-def _moments(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import moments
-
-    return moments.one(commands, scratch, trials=8 if short else 300, seed=0)
-
-
-def _moments_of_two(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import moments
-
-    return moments.two(commands, scratch, trials=1 if short else 20, seed=0)
-
-
-def _order(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import durable
-
-    return durable.order(commands, scratch)
-
-
-def _power(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import power
-
-    return power.cuts(commands, scratch, short=short)
-
-
-def _bits(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import bits
-
-    return bits.many(commands, scratch, trials=10 if short else 400)
-
-
-def _readers(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import readers
-
-    return readers.during(commands, scratch, calls=3 if short else 60)
-
-
-def _hangs(commands: Commands, scratch: Path, short: bool) -> dict[str, Any]:
-    from experiments.faults import hangs
-
-    return hangs.many(commands, scratch, short=short)
-
-
-PARTS: dict[str, tuple[str, Part]] = {
-    "repeats": ("The same command twice; a finished run repeated", _repeats),
-    "malformed": ("Malformed data, configs, HF directories, run directories", _malformed),
-    "permissions": ("What may not be read or written; names that are too long", _permissions),
-    "archives": ("Damaged, encrypted and overfull zips", _archives),
-    "forged": ("Sealed manifests and configs that lie", _forged),
-    "streams": ("Standard streams that are closed, full or gone", _streams),
-    "environment": ("Settings of JAX and XLA in the shell", _environment),
-    "kills": ("kill -9 at random moments", _kills),
-    "pairs": ("Two processes, one killed", _pairs),
-    "moments": ("kill -9 at chosen file events", _moments),
-    "moments2": ("Two processes, one killed at a chosen file event", _moments_of_two),
-    "order": ("Order of write, fsync and rename", _order),
-    "power": ("Power cuts", _power),
-    "signals": ("SIGTERM, SIGINT in compile, step, evaluation, save", _signals),
-    "full": ("Full disk", _full),
-    "readonly": ("Read-only disk", _read_only),
-    "hangs": ("Saves that cannot succeed", _hangs),
-    "readers": ("verify, decode and to-hf during a training", _readers),
-    "meshes": ("Six meshes of eight devices", _meshes),
-    "damage": ("Damaged checkpoints", _damage),
-    "bits": ("Flipped bits in the tokenizer", _bits),
-    "poison": ("Poisoned batches", _poison),
+# What a part is called, the function of this package that runs it, and its options: in a short run, and in a whole one.
+PARTS: dict[str, tuple[str, str, dict[str, tuple[Any, Any]]]] = {
+    "repeats": ("The same command twice; a finished run repeated", "repeats.twice", {}),
+    "malformed": ("Malformed data, configs, HF directories, run directories", "malformed.many", {}),
+    "permissions": ("What may not be read or written; names that are too long", "permissions.many", {}),
+    "archives": ("Damaged, encrypted and overfull zips", "archives.many", {}),
+    "forged": ("Sealed manifests and configs that lie", "forged.many", {}),
+    "streams": ("Standard streams that are closed, full or gone", "streams.many", {}),
+    "environment": ("Settings of JAX and XLA in the shell", "environment.many", {}),
+    "kills": ("kill -9 at random moments", "kills.one", {"trials": (2, 100), "seed": (0, 0)}),
+    "pairs": ("Two processes, one killed", "kills.two", {"trials": (1, 10), "seed": (0, 0)}),
+    "moments": ("kill -9 at chosen file events", "moments.one", {"trials": (8, 300), "seed": (0, 0)}),
+    "moments2": (
+        "Two processes, one killed at a chosen file event",
+        "moments.two",
+        {"trials": (1, 20), "seed": (0, 0)},
+    ),
+    "order": ("Order of write, fsync and rename", "durable.order", {}),
+    "power": ("Power cuts", "power.cuts", {"short": (True, False)}),
+    "signals": (
+        "SIGTERM, SIGINT in compile, step, evaluation, save",
+        "signals.many",
+        {"trials": (4, 32), "seed": (0, 0)},
+    ),
+    "full": ("Full disk", "disks.full", {"trials": (1, 6)}),
+    "readonly": ("Read-only disk", "disks.read_only", {}),
+    "hangs": ("Saves that cannot succeed", "hangs.many", {"short": (True, False)}),
+    "readers": ("verify, decode and to-hf during a training", "readers.during", {"calls": (3, 60)}),
+    "meshes": ("Six meshes of eight devices", "meshes.many", {}),
+    "damage": ("Damaged checkpoints", "damage.many", {"trials": (13, 507)}),
+    "bits": ("Flipped bits in the tokenizer", "bits.many", {"trials": (10, 400)}),
+    "poison": ("Poisoned batches", "poison.many", {"trials": (4, 20), "seed": (0, 0)}),
 }
+
+
+def _run(part: str, commands: Commands, scratch: Path, *, short: bool) -> dict[str, Any]:
+    _, place, options = PARTS[part]
+    module, _, function = place.rpartition(".")
+    run = getattr(importlib.import_module(f"experiments.faults.{module}"), function)  # its imports are its own affair
+    result: dict[str, Any] = run(
+        commands, scratch, **{name: few if short else all_ for name, (few, all_) in options.items()}
+    )
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
@@ -205,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
             cli.note(f"{PARTS[name][0]} ...")
             begun = time.monotonic()
             try:
-                result = PARTS[name][1](commands, Path(scratch) / name, flags.short)
+                result = _run(name, commands, Path(scratch) / name, short=flags.short)
             except Exception as error:  # one part that breaks costs no other its figures
                 traceback.print_exc()
                 result = {"ok": False, "failures": [f"{type(error).__name__}: {error}"[:500]]}
@@ -232,7 +119,7 @@ def _made(short: bool) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """Markdown: a line a part."""
     lines = ["| | as it must be | figures | seconds |", "|---|---|---|---|"]
-    for name, (title, _) in PARTS.items():
+    for name, (title, *_) in PARTS.items():
         part = results["parts"].get(name)
         if part is None:
             continue

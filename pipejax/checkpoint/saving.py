@@ -8,7 +8,7 @@ from pipejax.checkpoint.arrays import Writes
 
 
 class Saving(threading.Thread):
-    """A save under way. It is a daemon: the process can end even when the disk never answers."""
+    """A save under way. It is a daemon: at the end nothing of ours waits for it, though Orbax does while it writes."""
 
     def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
         """Begins to wait for the writes."""
