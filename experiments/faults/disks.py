@@ -43,7 +43,7 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
                         "code": code,
                         "kept": kept,
                         "intact": intact and tidy,
-                        "one_line_each": _plain(said, workdir),
+                        "one_line_each": _plain(said),
                         "identical_with_room": again == 0 and runs.outcome(workdir)["state"] == reference["state"],
                         "said": said[-3:],
                     }
@@ -95,11 +95,12 @@ def snapshot(directory: Path) -> dict[str, Any]:
     }
 
 
-def _plain(said: list[str], workdir: Path) -> bool:
-    """Whether each failed save cost one line, and nothing else was said about it."""
-    failed = [line for line in said if "not saved" in line]
-    places = [line.partition(":")[0] for line in failed]
-    return len(places) == len(set(places)) and said[-1].startswith("error: ") and "Traceback" not in "".join(said)
+def _plain(said: list[str]) -> bool:
+    """Whether each failed save cost one line, and nothing else was said about it; best/ is tried again at the end."""
+    failed = [line.partition(":")[0] for line in said if "not saved" in line]
+    tries = {place: failed.count(place) for place in failed}
+    once = all(times <= (2 if "/best/" in place else 1) for place, times in tries.items())
+    return once and said[-1].startswith("error: ") and "Traceback" not in "".join(said)
 
 
 @contextlib.contextmanager
