@@ -1,66 +1,7 @@
-"""Trains a T5 with the pipelined or the sequential objective.
+"""Trains a T5: `python train.py --config configs/demo.py --workdir runs/demo`; `pipejax train` is the same."""
 
-    python train.py --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
-
-The same command again goes on from the newest good checkpoint. Several processes, on one machine or many: started by
-srun, mpirun or a Kubernetes JobSet they find each other; otherwise each is told with the flags (docs/clusters.md).
-Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
-"""
-
-import traceback
-from collections.abc import Sequence
-
-from pipejax import cli, environment
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.training`."""
-    parser = cli.Parser(prog="train.py", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
-    parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config.py lists all")
-    parser.add_argument("--profile", type=cli.whole(0), default=0, metavar="STEPS", help="to trace into DIR/profile")
-    several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
-    several.add_argument("--alone", action="store_true", help="one process, whatever cluster or launcher there is")
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--processes", type=cli.whole(1, 2**20), metavar="N", help="how many there are")
-    several.add_argument("--process-id", type=cli.whole(0, 2**20), metavar="I", help="which one this is, from 0")
-    several.add_argument(
-        "--heartbeat",
-        type=cli.whole(1, 86400),
-        default=60,
-        metavar="SECONDS",
-        help="silence after which one counts as dead (60)",
-    )
-    flags = parser.parse_args(argv)
-
-    from pipejax import config as config_lib
-
-    config = config_lib.load(flags.config, flags.overrides)
-
-    from pipejax import processes  # imports JAX: after the flags and the config are known to be good
-
-    told = flags.coordinator, flags.processes, flags.process_id
-    joined = processes.join(*told, heartbeat=flags.heartbeat, alone=flags.alone)
-
-    def explain(error: BaseException) -> int:
-        code = cli.explain(error, debug=flags.debug)
-        if processes.lost(error):
-            cli.note("error: another process of this run is gone; start all of them again to go on")
-            return 1
-        if code == cli.EXIT_OUR_MISTAKE:
-            traceback.print_exception(error)
-        return code
-
-    with processes.alone(explain, joined=joined):
-        environment.check()
-
-        from pipejax import program_cache
-        from pipejax.training import fit
-
-        program_cache.use(log=cli.note)
-        return fit(config, flags.workdir, profile=flags.profile, log=cli.note)
-
+from pipejax.system import cli
+from pipejax.training.command import main as main
 
 if __name__ == "__main__":
     cli.run(main)

@@ -37,10 +37,10 @@ from benchmarks.systems import (
     use_threads,
     write,
 )
-from pipejax import cli, program_cache
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.errors import UserError
-from pipejax.progress import Progress
+from pipejax.system import cli, compile_cache
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
 
 OURS = ("pipejax-pipelined", "pipejax-sequential")
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if len(times) != len(rows_of_grid):
         raise UserError(f"--time-max: found {flags.time_max}; expected one, or as many as --sub-max has")
     grids = list(zip(rows_of_grid, times, strict=True))
-    program_cache.use(log=cli.note)
+    compile_cache.use(log=cli.note)
     for text, rows in patterns.items():
         for most, time_max in grids:
             if len(rows) >= most or len(rows) + max(rows) > time_max:

@@ -29,14 +29,14 @@ from benchmarks.systems import (
     use_threads,
     write,
 )
-from pipejax import cli, program_cache
 from pipejax.data.core import bucket, cut_source, pad
 from pipejax.data.lines import read_objects, text_of
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.errors import UserError
 from pipejax.grid import sequential_steps
-from pipejax.progress import Progress
-from pipejax.tokenizer import Tokenizer
+from pipejax.system import cli, compile_cache
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
 
 Batch = tuple[list[str], list[list[int]]]  # sources, and the lengths of the rows of each
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
     use_threads(flags.threads)
-    program_cache.use(log=cli.note)
+    compile_cache.use(log=cli.note)
     tokenizer = Tokenizer.load(Path(flags.tokenizer))
     documents = read(flags.file, tokenizer)[: flags.limit or None]
     if not documents:

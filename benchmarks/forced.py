@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import decoding, packed, programs
+from pipejax import decoding
 from pipejax.decoding import Carry, Decoded, Part, Pipelined, Query, Sequential
 from pipejax.grid import pipelined_steps, sequential_steps
-from pipejax.t5 import T5, Memory
+from pipejax.inference import programs, step_decoder
+from pipejax.model.t5 import T5, Memory
 
 Array = jax.Array
 
@@ -101,14 +102,14 @@ class Decoder:
         self._begin = jax.jit(self._begun)
         self._decode = jax.jit(self._part, static_argnames=("slots",))
 
-    def _decoder(self, weights: packed.Weights, memory: Memory) -> packed.PackedDecoder:
-        return packed.PackedDecoder(self.model.config, weights, memory, self.model.dtype)
+    def _decoder(self, weights: step_decoder.Weights, memory: Memory) -> step_decoder.PackedDecoder:
+        return step_decoder.PackedDecoder(self.model.config, weights, memory, self.model.dtype)
 
-    def _begun(self, weights: packed.Weights, memory: Memory, lengths: Array) -> Carry:
+    def _begun(self, weights: step_decoder.Weights, memory: Memory, lengths: Array) -> Carry:
         sizes = programs.schedule(self.strategy, lengths.shape[0])
         return decoding.begin(self.strategy, self._decoder(weights, memory), self.strategy.start(lengths), sizes)
 
-    def _part(self, weights: packed.Weights, memory: Memory, carry: Carry, *, slots: int) -> Part:
+    def _part(self, weights: step_decoder.Weights, memory: Memory, carry: Carry, *, slots: int) -> Part:
         sizes = programs.schedule(self.strategy, memory.mask.shape[0])
         return decoding.decode(self.strategy, self._decoder(weights, memory), carry, schedule=sizes, slots=slots)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pipejax import cli
-from pipejax.errors import UserError
+from pipejax.system import cli
+from pipejax.system.errors import UserError
 
 COLOURS = ("#0b6e4f", "#6bbf8f", "#4a4e69", "#c9762c", "#e8b04b", "#9a8c98")
 

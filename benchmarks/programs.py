@@ -23,11 +23,12 @@ import numpy as np
 from benchmarks.hlo import COLLECTIVES, Program
 from benchmarks.systems import SIZES, save
 from benchmarks.targets import TARGETS
-from pipejax import cli, programs
 from pipejax.config import GridConfig, T5Config
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.errors import UserError
-from pipejax.t5 import T5, init_params
+from pipejax.inference import programs
+from pipejax.model.t5 import T5, init_params
+from pipejax.system import cli
+from pipejax.system.errors import UserError
 
 MATTERS = 1_000_000  # elements from which on a sort or a scatter counts as large
 

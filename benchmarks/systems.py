@@ -18,14 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.forced import Decoder, Forced
-from pipejax import cli, native
-from pipejax.architectures import ARCHITECTURES
 from pipejax.config import T5Config
-from pipejax.convert import write_hf
+from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.grid import sequential_steps
-from pipejax.programs import Ready, prepare
-from pipejax.t5 import T5, init_params
+from pipejax.inference import kernels
+from pipejax.inference.programs import Ready, prepare
+from pipejax.model.architectures import ARCHITECTURES
+from pipejax.model.t5 import T5, init_params
+from pipejax.system import cli
 
 SIZES = {
     "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
@@ -307,6 +308,6 @@ def save(path: str, value: Any) -> None:
 def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
     """Ours, on shared weights."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    own = native.use(log=cli.note)
+    own = kernels.use(log=cli.note)
     ready = jax.jit(lambda p: prepare(model, p, in_panels=own))(params)
     return [Pipejax(name, model, ready, strategy, in_panels=own) for name, strategy in strategies.items()]

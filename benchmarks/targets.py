@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,14 @@ import numpy as np
 
 from benchmarks.decode import rows_of
 from benchmarks.systems import SIZES, machine, random_params, save, use_threads
-from pipejax import cli, grid, program_cache, sharding
+from pipejax import grid
 from pipejax.config import Config, GridConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.costs import training_flops
 from pipejax.data.core import Encoded, collate, pack_size
-from pipejax.progress import Progress
-from pipejax.trainer import Trainer
+from pipejax.model import sharding
+from pipejax.system import cli, compile_cache
+from pipejax.system.progress import Progress
+from pipejax.training.costs import training_flops
+from pipejax.training.step import Trainer
 
 Step = Callable[[], float]  # makes one step and returns its seconds
 
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
     use_threads(flags.threads)
-    program_cache.use(log=cli.note)
+    compile_cache.use(log=cli.note)
     rows, model = rows_of(flags.pattern), SIZES[flags.model]
     rng = np.random.default_rng(1)
     source = rng.integers(3, model.vocab_size, (flags.batch, flags.source)).astype(np.int32)

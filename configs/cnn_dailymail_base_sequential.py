@@ -1,13 +1,13 @@
 """CNN/DailyMail, T5-Base, the sequential baseline.
 
-    python -m pipejax.data prepare cnn_dailymail --manual-dir DIR     # without DIR it says which files it needs
-    python -m pipejax.convert from-hf google-t5/t5-base checkpoints/t5-base
+    python -m pipejax data prepare cnn_dailymail --manual-dir DIR     # without DIR it says which files it needs
+    python -m pipejax convert from-hf google-t5/t5-base checkpoints/t5-base
     python train.py --config configs/cnn_dailymail_base_sequential.py --workdir runs/cnn_dailymail_base_sequential
 
 One card of 24 GB (the paper: RTX 4090); 119,630 steps are ten epochs of 287,113 examples.
 The paper, ROUGE-1/2/L: dev 39.6/17.8/37.5, test 39.2/17.4/37.1; 1.2 examples/s.
 """
 
-from pipejax.recipes import paper
+from pipejax.training.recipes import paper
 
 config = paper("cnn_dailymail", size="base", objective="sequential", train_examples=287_113)

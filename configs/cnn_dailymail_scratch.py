@@ -5,11 +5,11 @@
         --set data.data_dir=DIR
     python -m experiments.tables --output tables --run --sizes scratch --tasks cnn_dailymail --crossed
 
-The data are what `python -m pipejax.data prepare cnn_dailymail` wrote, or, with data.task=jsonl, data.train, data.dev
+The data are what `python -m pipejax data prepare cnn_dailymail` wrote, or, with data.task=jsonl, data.train, data.dev
 and data.test, lines of one's own. What came of fewer steps on two CPU cores is in docs/LOG.md. Nothing in the paper
 compares with it.
 """
 
-from pipejax.recipes import scratch
+from pipejax.training.recipes import scratch
 
 config = scratch("cnn_dailymail", steps=1200, max_source=192)

@@ -1,6 +1,6 @@
 """One's own data: JSON lines {"id", "source", "targets": [row, ...]}, on a converted checkpoint.
 
-    python -m pipejax.convert from-hf google/flan-t5-base checkpoints/flan-t5-base
+    python -m pipejax convert from-hf google/flan-t5-base checkpoints/flan-t5-base
     python train.py --config configs/jsonl.py --workdir runs/mine \
         --set train.init_from=checkpoints/flan-t5-base --set data.train=train.jsonl --set data.dev=dev.jsonl
 

@@ -1,6 +1,6 @@
 """One's own data in another language than English: JSON lines on mT5-Base, whose tokenizer knows a hundred languages.
 
-    python -m pipejax.convert from-hf google/mt5-base checkpoints/mt5-base
+    python -m pipejax convert from-hf google/mt5-base checkpoints/mt5-base
     python train.py --config configs/jsonl_mt5.py --workdir runs/mine \
         --set data.train=train.jsonl --set data.dev=dev.jsonl
 

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipejax import cli, picture
 from pipejax.config import STRATEGIES, Config, load
 from pipejax.data import make_task
 from pipejax.data.core import Example
-from pipejax.evaluate import evaluate
-from pipejax.generate import Generator, Record
-from pipejax.generate import load as open_run
-from pipejax.progress import Progress
-from pipejax.training import fit
+from pipejax.inference import picture
+from pipejax.inference.evaluation import evaluate
+from pipejax.inference.generator import Generator, Record
+from pipejax.inference.generator import load as open_run
+from pipejax.system import cli
+from pipejax.system.progress import Progress
+from pipejax.training.loop import fit
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.py"
 ROUNDS = 3  # of the timing, in turn A B A B; the best of each counts

@@ -30,17 +30,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from pipejax import cli
 from pipejax import config as config_lib
 from pipejax.checkpoint import require_free, save_params
 from pipejax.config import T5Config
 from pipejax.data import text
 from pipejax.data.lines import read_objects, text_of
-from pipejax.errors import UserError
-from pipejax.files import write_text
-from pipejax.progress import Progress
-from pipejax.t5 import init_params
-from pipejax.tokenizer import Tokenizer, import_transformers
+from pipejax.data.tokenizer import Tokenizer, import_transformers
+from pipejax.model.t5 import init_params
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.files import write_text
+from pipejax.system.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 STRETCH = 64  # words of a source, at the most, but for the template's

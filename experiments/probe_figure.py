@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.probe_data import BASE, Kind
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 try:
     from matplotlib.figure import Figure

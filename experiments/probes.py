@@ -17,17 +17,17 @@ from typing import Any
 
 from experiments import probe_data
 from experiments.probe_data import KINDS, Kind, marks, whole
-from pipejax import cli
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.data.core import Example
-from pipejax.errors import UserError
-from pipejax.evaluate import evaluate
-from pipejax.files import write_text
-from pipejax.generate import Record
-from pipejax.generate import load as open_run
-from pipejax.training import fit
+from pipejax.inference.evaluation import evaluate
+from pipejax.inference.generator import Record
+from pipejax.inference.generator import load as open_run
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.files import write_text
+from pipejax.training.loop import fit
 
 DELAYS = (1, 2, 4)
 MOST_DELAY = 16  # three rows then end well before time_max

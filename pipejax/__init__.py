@@ -1,21 +1,50 @@
 """T5 encoder-decoders in JAX with a pipelined decoder: `pipejax.load(path).decode([...])`."""
 
 import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipejax import environment as environment  # before anything imports JAX: it pins settings
+from pipejax.system import environment  # before anything imports JAX: it pins settings
 
 if TYPE_CHECKING:
-    from pipejax.generate import Generator
+    from pipejax.config import Config
+    from pipejax.inference.generator import Generator, Record
 
+__all__ = ["Config", "Generator", "Record", "load"]
 __version__ = "0.1.0"
+__path__.append(f"{__path__[0]}/system/formerly")  # `python -m pipejax.plan` and two others run as they did
 
 
-def load(path: str, **options: Any) -> "Generator":
-    """Opens a checkpoint or run directory for decoding; see `pipejax.generate.load`."""
-    from pipejax.generate import load as open_checkpoint  # importing pipejax alone must not start JAX
+def load(
+    path: str | Path, *, best: bool = False, overrides: Sequence[str] = (), log: Callable[[str], None] = print
+) -> "Generator":
+    """Opens the newest good step of a checkpoint or run directory for decoding.
+
+    Args:
+      path: what `pipejax convert from-hf` or `pipejax train` wrote.
+      best: take the best evaluated step.
+      overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
+      log: called with each line worth saying.
+
+    Raises:
+      UserError: no such directory, no good step in it, or an override that does not fit.
+    """
+    from pipejax.inference.generator import load as open_checkpoint  # importing pipejax alone must not start JAX
 
     for setting in environment.IGNORED:
         warnings.warn(f"{setting}: not followed since `import pipejax`, in the whole program", stacklevel=2)
+    return open_checkpoint(path, best=best, overrides=overrides, log=log)
 
-    return open_checkpoint(path, **options)
+
+def __getattr__(name: str) -> Any:
+    """The other public names, imported when they are first asked for."""
+    if name == "Config":
+        from pipejax.config import Config
+
+        return Config
+    if name in ("Generator", "Record"):
+        from pipejax.inference import generator
+
+        return getattr(generator, name)
+    raise AttributeError(f"module 'pipejax' has no attribute {name!r}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.decoding import Pipelined
-from pipejax.t5 import T5
+from pipejax.model.t5 import T5
 
 NEVER = 10**6
 

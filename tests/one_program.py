@@ -9,8 +9,8 @@ import jax
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Schedule, Strategy
-from pipejax.programs import decode_batch, encode_batch, prepare, schedule
-from pipejax.t5 import T5
+from pipejax.inference.programs import decode_batch, encode_batch, prepare, schedule
+from pipejax.model.t5 import T5
 
 
 def compiled(

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.faults import archives
 from pipejax.data import PUBLISHED, lines, manual
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 SMALL = [kind for kind in archives.KINDS if "6 GiB" not in kind.name]
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipejax import dropout
-from pipejax.attention import attend
+from pipejax.model import dropout
+from pipejax.model.attention import attend
 
 B, H, Q, C, K = 2, 3, 5, 7, 4
 

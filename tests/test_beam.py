@@ -13,10 +13,10 @@ from test_decoding import padded, rows_of, sources
 from transformers import T5ForConditionalGeneration
 
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
-from pipejax.convert import write_hf
+from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import TRUNCATIONS, Schedule, make
-from pipejax.errors import UserError
-from pipejax.generate import Generator
+from pipejax.inference.generator import Generator
+from pipejax.system.errors import UserError
 
 V1_0 = T5Config(
     vocab_size=10,

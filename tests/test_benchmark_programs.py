@@ -120,7 +120,7 @@ def test_a_gpu_is_described_by_its_figures() -> None:
 
 def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache() -> None:
     config, here = SIZES["tiny"], jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `packed.Cache` holds them
+    cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `step_decoder.Cache` holds them
     seen = []
     for case in cases(config, jnp.dtype("float32"), [2], 64, here):
         compiled = jax.jit(case.function).lower(*case.arguments).compile()

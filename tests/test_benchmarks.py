@@ -10,7 +10,7 @@ import pytest
 from benchmarks import decode, plot, systems
 from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 SOURCE = np.random.default_rng(0).integers(3, 500, (2, 20), np.int32)
 

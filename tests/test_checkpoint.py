@@ -19,9 +19,9 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Store, open_run, save_params
 from pipejax.checkpoint.__main__ import main
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.errors import UserError
-from pipejax.run_directory import RunDirectory
-from pipejax.training import fit
+from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
+from pipejax.training.run_directory import RunDirectory
 
 
 def test_buffers_may_be_donated_while_they_are_saved(tmp_path):

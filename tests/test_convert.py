@@ -16,9 +16,12 @@ from flax.serialization import msgpack_serialize
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from pipejax import checkpoint, convert, parameters
-from pipejax.cli import run
-from pipejax.errors import UserError
+from pipejax import checkpoint
+from pipejax.convert import huggingface
+from pipejax.convert.__main__ import main as convert_main
+from pipejax.model import parameters
+from pipejax.system.cli import run
+from pipejax.system.errors import UserError
 
 Models = dict[str, tuple[Any, Path]]  # by kind: the model, and its directory
 
@@ -112,22 +115,22 @@ def source(models: Models, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip(kind: str, models: Models, tmp_path: Path) -> None:
     model, directory = models[kind]
-    config, params = convert.read_hf(directory)
+    config, params = huggingface.read_hf(directory)
     assert config.tied_head == ("own_head" not in KINDS[kind])
     assert config.scale_head == (kind in ("t5", "own head scaled"))
     flat = flatten_dict(params, sep="/")
     assert flat.keys() == parameters.mapping(config).keys()
     assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in flat.values())
-    convert.write_hf(config, params, tmp_path / "out", None)
+    huggingface.write_hf(config, params, tmp_path / "out", None)
     assert equal(tensors_of(tmp_path / "out"), tensors_of(directory))
-    assert convert.read_hf(tmp_path / "out")[0] == config
+    assert huggingface.read_hf(tmp_path / "out")[0] == config
     assert torch.equal(logits(load(tmp_path / "out")), logits(model))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_paths_and_orientation(models: Models) -> None:
     model, directory = models["byt5"]
-    params = flatten_dict(convert.read_hf(directory)[1], sep="/")
+    params = flatten_dict(huggingface.read_hf(directory)[1], sep="/")
     _, cross, dense = model.decoder.block[0].layer
     attention = model.encoder.block[2].layer[0].SelfAttention
     bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
@@ -153,9 +156,9 @@ def test_head_and_scale_are_those_of_transformers(model_type: str, head: str, tm
     for tied, scaled in itertools.product((..., False), (..., True, False)):
         edit_config(directory, tie_word_embeddings=tied, scale_decoder_outputs=scaled)
         theirs = load(directory)
-        config, params = convert.read_hf(directory)
+        config, params = huggingface.read_hf(directory)
         out = tmp_path / f"{tied}-{scaled}"
-        convert.write_hf(config, params, out, None)
+        huggingface.write_hf(config, params, out, None)
         given = logits(theirs)
         assert torch.equal(logits(load(out)), given), (tied, scaled)
         assert config.tied_head == ("lm_head" not in params) == (head != "own")
@@ -181,20 +184,20 @@ def test_old_config_of_the_hub(models: Models, tmp_path: Path) -> None:
     }
     shutil.copy(directory / "model.safetensors", tmp_path)
     (tmp_path / "config.json").write_text("\ufeff" + json.dumps(old))
-    (config, params), (expected, same) = convert.read_hf(tmp_path), convert.read_hf(directory)
+    (config, params), (expected, same) = huggingface.read_hf(tmp_path), huggingface.read_hf(directory)
     assert config == expected and equal(params, same)
 
 
 def test_special_ids_and_generation(source: Path, tmp_path: Path) -> None:
     edit_config(source, pad_token_id=4, eos_token_id=[2], decoder_start_token_id=...)
     (source / "generation_config.json").write_text('{"decoder_start_token_id": 3}')
-    config, params = convert.read_hf(source)
+    config, params = huggingface.read_hf(source)
     assert (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id) == (4, 2, 3)
-    convert.write_hf(config, params, tmp_path / "out", None)
+    huggingface.write_hf(config, params, tmp_path / "out", None)
     found = load(tmp_path / "out").generate(torch.tensor([[5, 6, 2]]), max_new_tokens=5)
     assert found[0, 0] == 3
     (source / "generation_config.json").unlink()
-    assert convert.read_hf(source)[0].decoder_start_token_id == 4
+    assert huggingface.read_hf(source)[0].decoder_start_token_id == 4
 
 
 @pytest.mark.parametrize("kind", ["t5", "byt5"])
@@ -202,7 +205,7 @@ def test_shards(kind: str, models: Models, tmp_path: Path) -> None:
     save(models[kind][0], tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert not (tmp_path / "model.safetensors").exists()
-    (config, params), (expected, same) = convert.read_hf(tmp_path), convert.read_hf(models[kind][1])
+    (config, params), (expected, same) = huggingface.read_hf(tmp_path), huggingface.read_hf(models[kind][1])
     assert config == expected and equal(params, same)
 
 
@@ -217,15 +220,15 @@ def test_flax(kind: str, models: Models, tmp_path: Path) -> None:
         tree[(*stem, leaf)] = array.T.copy() if leaf == "kernel" else array
     (tmp_path / "flax_model.msgpack").write_bytes(msgpack_serialize(unflatten_dict(tree)))
     shutil.copy(directory / "config.json", tmp_path)
-    (config, params), (expected, same) = convert.read_hf(tmp_path), convert.read_hf(directory)
+    (config, params), (expected, same) = huggingface.read_hf(tmp_path), huggingface.read_hf(directory)
     assert config == expected and equal(params, same)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_becomes_float32(dtype: Any, tmp_path: Path) -> None:
     model = new_model(own_head=True).to(dtype)
-    config, params = convert.read_hf(save(model, tmp_path / "half"))
-    convert.write_hf(config, params, tmp_path / "out", None)
+    config, params = huggingface.read_hf(save(model, tmp_path / "half"))
+    huggingface.write_hf(config, params, tmp_path / "out", None)
     expected = {name: tensor.float() for name, tensor in model.state_dict().items()}
     for name, array in tensors_of(tmp_path / "out").items():
         assert array.dtype == np.float32 and np.array_equal(array, expected[name].numpy())
@@ -233,7 +236,7 @@ def test_half_precision_becomes_float32(dtype: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [("encoder",), ("decoder",), ("shared", "encoder", "decoder")])
 def test_embedding_aliases(names: tuple[str, ...], source: Path) -> None:
-    expected = convert.read_hf(source)
+    expected = huggingface.read_hf(source)
 
     def rename(tensors: dict[str, Any]) -> None:
         table = tensors.pop("shared.weight")
@@ -241,15 +244,15 @@ def test_embedding_aliases(names: tuple[str, ...], source: Path) -> None:
             tensors["shared.weight" if name == "shared" else f"{name}.embed_tokens.weight"] = table.copy()
 
     edit_tensors(source, rename)
-    config, params = convert.read_hf(source)
+    config, params = huggingface.read_hf(source)
     assert config == expected[0] and equal(params, expected[1])
 
 
 def test_the_unused_bias_of_old_files_is_dropped(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = convert.read_hf(source)[1]
-    edit_tensors(source, lambda t: t.update({convert.UNUSED: np.ones((32, 3), np.float32)}))
-    assert equal(convert.read_hf(source)[1], expected)
-    assert convert.UNUSED in capsys.readouterr().err
+    expected = huggingface.read_hf(source)[1]
+    edit_tensors(source, lambda t: t.update({huggingface.UNUSED: np.ones((32, 3), np.float32)}))
+    assert equal(huggingface.read_hf(source)[1], expected)
+    assert huggingface.UNUSED in capsys.readouterr().err
 
 
 # Whole conversions.
@@ -260,15 +263,15 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     directory, ours, theirs = save(model, tmp_path / "byt5-tiny"), tmp_path / "ours", tmp_path / "theirs"
     transformers.ByT5Tokenizer().save_pretrained(directory)  # the one that needs no vocabulary; 384 ids
     theirs.mkdir()  # empty is as good as absent
-    convert.from_hf(directory, ours)
+    huggingface.from_hf(directory, ours)
     config = checkpoint.open_run(ours).config
     assert (config.name, config.train.objective) == ("byt5-tiny", "none")
-    assert config.model == convert.read_hf(directory)[0]
-    convert.to_hf(ours, theirs)
+    assert config.model == huggingface.read_hf(directory)[0]
+    huggingface.to_hf(ours, theirs)
     tensors = tensors_of(directory)
     report = f"{sum(x.size for x in tensors.values()) / 1e6:.3f} million parameters in {len(tensors)} tensors"
     assert capsys.readouterr().out.splitlines() == [f"{ours}: {report}", f"{theirs}: {report}"]
-    carried = [directory / name for name in convert.TOKENIZER_FILES if (directory / name).is_file()]
+    carried = [directory / name for name in huggingface.TOKENIZER_FILES if (directory / name).is_file()]
     assert {file.name for file in carried} == {file.name for file in (ours / "tokenizer").iterdir()} != set()
     for file in carried:
         assert (ours / "tokenizer" / file.name).read_bytes() == file.read_bytes()
@@ -280,7 +283,7 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def command(*argv: object) -> int:
     with pytest.raises(SystemExit) as caught:
-        run(convert.main, [str(argument) for argument in argv])
+        run(convert_main, [str(argument) for argument in argv])
     return int(caught.value.code or 0)
 
 
@@ -320,10 +323,10 @@ def test_an_interrupted_conversion_leaves_nothing(
     raised = UserError if isinstance(error, OSError) else KeyboardInterrupt
     monkeypatch.setattr("pipejax.checkpoint.run.write_text", fail)
     with pytest.raises(raised):
-        convert.from_hf(source, tmp_path / "out")
-    monkeypatch.setattr(convert, "save_file", fail)
+        huggingface.from_hf(source, tmp_path / "out")
+    monkeypatch.setattr(huggingface, "save_file", fail)
     with pytest.raises(raised):
-        convert.write_hf(*convert.read_hf(source), tmp_path / "out", None)
+        huggingface.write_hf(*huggingface.read_hf(source), tmp_path / "out", None)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -341,9 +344,9 @@ def test_a_hub_id_is_downloaded(flax: bool, source: Path, tmp_path: Path, monkey
     if flax:
         (source / "model.safetensors").unlink()
         with pytest.raises(UserError, match="no weights"):  # the flax file, too, is only pretended
-            convert.from_hf("somebody/some-t5", "out")
+            huggingface.from_hf("somebody/some-t5", "out")
     else:
-        convert.from_hf("somebody/some-t5", "out")
+        huggingface.from_hf("somebody/some-t5", "out")
         assert checkpoint.open_run("out").config.name == "some-t5"
     assert ("flax_model.msgpack" in asked) == flax
     assert not any(pattern in ("*", "*.bin", "pytorch_model.bin") for pattern in asked)

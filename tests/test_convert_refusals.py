@@ -11,9 +11,10 @@ import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from pipejax import convert, parameters
 from pipejax.config import T5Config
-from pipejax.errors import UserError
+from pipejax.convert import huggingface
+from pipejax.model import parameters
+from pipejax.system.errors import UserError
 
 CONFIG = T5Config(
     vocab_size=50,
@@ -43,7 +44,7 @@ def random_params() -> dict[str, Any]:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A v1.1 directory, faultless."""
-    convert.write_hf(CONFIG, random_params(), tmp_path / "source", None)
+    huggingface.write_hf(CONFIG, random_params(), tmp_path / "source", None)
     return tmp_path / "source"
 
 
@@ -178,7 +179,7 @@ def test_refused_in_one_line(case: str, source: Path, tmp_path: Path) -> None:
     damage, words = REFUSALS[case]
     damage(source)
     with pytest.raises(UserError) as caught:
-        convert.from_hf(source, tmp_path / "out")
+        huggingface.from_hf(source, tmp_path / "out")
     message = str(caught.value)
     assert "\n" not in message and all(word in message for word in words), message
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -197,5 +198,5 @@ def test_bad_parameters_are_not_exported(path: str, change: Any, words: str, tmp
     flat = flatten_dict(random_params(), sep="/") | {path: change}
     params = unflatten_dict({name: array for name, array in flat.items() if array is not None}, sep="/")
     with pytest.raises(UserError) as caught:
-        convert.write_hf(CONFIG, params, tmp_path / "out", None)
+        huggingface.write_hf(CONFIG, params, tmp_path / "out", None)
     assert str(caught.value).startswith(f"parameters: {words}") and not list(tmp_path.iterdir())

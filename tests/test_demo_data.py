@@ -8,17 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipejax.data import demo
-from pipejax.data.demo import (
-    ADJECTIVES,
-    CUE,
-    MAX_ROW_WORDS,
-    MAX_ROWS,
-    MAX_SOURCE_WORDS,
-    NOUNS,
-    SIZES,
-    WORDS,
-    examples,
-)
+from pipejax.data.demo import ADJECTIVES, CUE, MAX_ROW_WORDS, MAX_ROWS, MAX_SOURCE_WORDS, NOUNS, SIZES, WORDS, examples
 
 
 def test_the_first_note() -> None:

@@ -11,11 +11,12 @@ import numpy as np
 import oracle
 import pytest
 
-from pipejax import programs, sharding, t5
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.generate import Generator
-from pipejax.report import Report
+from pipejax.inference import programs
+from pipejax.inference.generator import Generator
+from pipejax.inference.report import Report
+from pipejax.model import sharding, t5
 
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 CONFIG = Config(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipejax import dropout, layers
+from pipejax.model import dropout, layers
 
 
 def masks(count, shape, rate):

@@ -17,10 +17,10 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Best, Store, save_params
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint.__main__ import main
-from pipejax.convert import write_hf
-from pipejax.errors import UserError
-from pipejax.files import new_directory, sync_output, write_text
-from pipejax.run_directory import RunDirectory
+from pipejax.convert.huggingface import write_hf
+from pipejax.system.errors import UserError
+from pipejax.system.files import new_directory, sync_output, write_text
+from pipejax.training.run_directory import RunDirectory
 
 
 def save(directory, *steps, **options):
@@ -103,7 +103,7 @@ def test_conversions_and_outputs_are_on_the_disk(tmp_path, monkeypatch):
     disk.check(tmp_path / "a/ours")
     assert ("sync", str(tmp_path)) in disk.events  # the name a/
     assert (tmp_path / "a/ours/tokenizer/vocab").read_text() == "words"
-    monkeypatch.setattr("pipejax.convert._to_tensors", lambda config, params: {"x": np.ones(3, np.float32)})
+    monkeypatch.setattr("pipejax.convert.huggingface._to_tensors", lambda config, params: {"x": np.ones(3, np.float32)})
     write_hf(model, {}, tmp_path / "theirs", None)
     disk.check(tmp_path / "theirs")
     write_text(tmp_path / "config.json", "{}")

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from pipejax import environment
-from pipejax.errors import UserError
+from pipejax.system import environment
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 OTHERS = {
@@ -24,7 +24,7 @@ OTHERS = {
     "JAX_NUMPY_RANK_PROMOTION": "raise",
 }
 DRAW = (
-    "import json, jax; from pipejax import environment; x = jax.random.normal(jax.random.key(3), (4,)) + 1;"
+    "import json, jax; from pipejax.system import environment; x = jax.random.normal(jax.random.key(3), (4,)) + 1;"
     "print(json.dumps([environment.settings(), str(x.dtype), x.tolist()]))"
 )
 
@@ -56,15 +56,15 @@ def test_a_shell_does_not_change_what_is_drawn():
 
 
 def test_commands_say_what_is_not_followed():
-    text = "from pipejax import cli; cli.run(lambda argv: 0)"
+    text = "from pipejax.system import cli; cli.run(lambda argv: 0)"
     assert python(text, JAX_ENABLE_X64="Off", JAX_THREEFRY_PARTITIONABLE="yes").stderr == ""
     said = python(text, JAX_ENABLE_X64="1").stderr
     assert said == "JAX_ENABLE_X64=1: not followed, as what is computed depends on it\n"
 
 
 def test_a_program_is_warned(tmp_path):
-    text = f"import pipejax\ntry: pipejax.load({str(tmp_path)!r})\nexcept pipejax.errors.UserError: pass"
-    said = python("import pipejax.errors; " + text, JAX_ENABLE_X64="1").stderr
+    text = f"import pipejax\ntry: pipejax.load({str(tmp_path)!r})\nexcept pipejax.system.errors.UserError: pass"
+    said = python("import pipejax.system.errors; " + text, JAX_ENABLE_X64="1").stderr
     assert "UserWarning: JAX_ENABLE_X64=1: not followed since `import pipejax`" in said
 
 
@@ -86,9 +86,9 @@ def test_flags_that_would_end_the_process(flags, monkeypatch):
 
 
 def test_good_flags_are_no_news():
-    ended = python("from pipejax import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_cpu_enable_fast_math=false")
+    ended = python("from pipejax.system import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_cpu_enable_fast_math=false")
     assert (ended.returncode, ended.stderr) == (0, "")
-    ended = python("from pipejax import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_nonsense")
+    ended = python("from pipejax.system import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_nonsense")
     assert ended.returncode == 2 and ended.stderr.startswith("error: XLA_FLAGS: found '--xla_nonsense' (")
 
 
@@ -96,5 +96,7 @@ def test_good_flags_are_no_news():
 def test_a_platform_that_is_not_there(platform):
     if platform == "cuda" and any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("there is a GPU")
-    ended = python("import jax, pipejax; pipejax.environment.check()", JAX_PLATFORMS=platform)
-    assert ended.stderr.splitlines()[-1].startswith(f"pipejax.errors.UserError: JAX_PLATFORMS: found '{platform}' (")
+    ended = python("import jax, pipejax; pipejax.system.environment.check()", JAX_PLATFORMS=platform)
+    assert ended.stderr.splitlines()[-1].startswith(
+        f"pipejax.system.errors.UserError: JAX_PLATFORMS: found '{platform}' ("
+    )

@@ -11,15 +11,15 @@ import pytest
 from test_training import ON_ONE as CONFIG
 from test_training import change, quiet
 
-from pipejax import evaluate
 from pipejax.config import Config, DataConfig
 from pipejax.data import demo
 from pipejax.data.core import Example
-from pipejax.errors import UserError
-from pipejax.generate import load
+from pipejax.inference import evaluation
+from pipejax.inference.generator import load
+from pipejax.inference.programs import CPU_BATCH
 from pipejax.metrics import rouge
-from pipejax.programs import CPU_BATCH
-from pipejax.training import fit
+from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ def test_the_scores_are_those_of_the_kept_predictions(run, tmp_path, capsys):
         "--predictions",
         str(kept),
     ]
-    assert evaluate.main(flags) == 0
+    assert evaluation.main(flags) == 0
     assert capsys.readouterr().out == ""
     result, lines = json.loads(out.read_text()), [json.loads(line) for line in kept.read_text().splitlines()]
     assert [line["id"] for line in lines] == [e.id for e in demo.examples("test")[:12]]
@@ -74,7 +74,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
             yield {"id": "a", "rows": rows, "text": " ".join(said), "row_ids": [], "steps": 9, "truncated": None}
 
         generator: Any = SimpleNamespace(config=Config(data=data), stream=stream, default_strategy=strategy)
-        return evaluate.evaluate(generator, examples, batch_size=2)[0]
+        return evaluation.evaluate(generator, examples, batch_size=2)[0]
 
     joined, parted = scores([" ".join(said)], "sequential"), scores(said, "pipelined")
     keys = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -86,7 +86,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
 def test_where_rows_are_not_told_apart_no_ratio_is_told(run, tmp_path):
     out = tmp_path / "out.json"
     flags = ["--checkpoint", str(run), "--limit", "3", "--batch-size", "3", "--json", str(out)]
-    evaluate.main([*flags, "--strategy", "sequential", "--set", "data.separator= "])
+    evaluation.main([*flags, "--strategy", "sequential", "--set", "data.separator= "])
     found = json.loads(out.read_text())
     assert found["pipelined_steps"] is None and found["step_ratio"] is None and found["sequential_steps"] > 0
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_nothing_of_the_other_file(run, tmp_path, capsys):
     kept = tmp_path / "predictions.jsonl"
     flags = ["--checkpoint", str(run), "--limit", "3", "--json", "/dev/full", "--predictions", str(kept)]
     with pytest.raises(UserError, match=r"--json /dev/full: cannot be written \(No space left"):
-        evaluate.main(flags)
+        evaluation.main(flags)
     assert len(kept.read_text().splitlines()) == 3
     assert json.loads(capsys.readouterr().out)["examples"] == 3  # it went to standard output
     assert [path.name for path in tmp_path.iterdir()] == [kept.name]
@@ -107,7 +107,7 @@ def test_batches_change_no_score(run, tmp_path):
     results = []
     for size in ("1", "50"):
         out = tmp_path / f"{size}.json"
-        evaluate.main(["--checkpoint", str(run), "--limit", "7", "--batch-size", size, "--json", str(out)])
+        evaluation.main(["--checkpoint", str(run), "--limit", "7", "--batch-size", size, "--json", str(out)])
         results.append(json.loads(out.read_text()))
     assert all(results[0][key] == result[key] for result in results for key in ("em_f1", "pm_f1", "steps", "truncated"))
     assert [result["batch_size"] for result in results] == [1, 7]  # what was used
@@ -131,4 +131,4 @@ def test_batches_change_no_score(run, tmp_path):
 )
 def test_refusals(run, flags, message):
     with pytest.raises(UserError, match=message):
-        evaluate.main(["--checkpoint", str(run), *flags])
+        evaluation.main(["--checkpoint", str(run), *flags])

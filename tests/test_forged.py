@@ -12,11 +12,15 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from experiments.faults import forged, runs
-from pipejax import checkpoint, convert, generate, parameters, t5, training
+from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
+from pipejax.convert import huggingface
 from pipejax.data import demo
-from pipejax.errors import UserError
+from pipejax.inference.generator import load
+from pipejax.model import parameters, t5
+from pipejax.system.errors import UserError
+from pipejax.training import loop
 
 # The harness's model: its forgeries name the sizes.
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
@@ -36,18 +40,18 @@ def run(tmp_path_factory):
 
 def test_the_forger_seals_as_the_program_does(run):
     forged._forge(run, lambda body: None)
-    assert generate.load(run / "run", log=str).origin["step"] == 4
+    assert load(run / "run", log=str).origin["step"] == 4
 
 
 @pytest.mark.parametrize("kind", forged.KINDS, ids=lambda kind: kind.name[:70])
 def test_refused(kind, run, monkeypatch):
-    monkeypatch.setattr(generate, "Generator", lambda *_, **__: pytest.fail("something was built"))
+    monkeypatch.setattr("pipejax.inference.generator.Generator", lambda *_, **__: pytest.fail("something was built"))
     (manifest,) = (run / forged.STEP / "manifest").glob("metadata")
     good = manifest.read_bytes()
     try:
         kind.spoil(run)
         with pytest.raises(UserError) as caught:
-            generate.load(run / "run", log=str)
+            load(run / "run", log=str)
     finally:
         manifest.write_bytes(good)
     assert all(word in str(caught.value) for word in kind.words) and "\n" not in str(caught.value), caught.value
@@ -71,7 +75,7 @@ def trained(tmp_path_factory):
     """A run of one step, and its config."""
     here = tmp_path_factory.mktemp("trained")
     config = config_lib.load(runs.prepare(here), ["train.steps=1", "data.dev="])
-    assert training.fit(config, here / "run", log=str) == 0
+    assert loop.fit(config, here / "run", log=str) == 0
     return here / "run", config
 
 
@@ -87,14 +91,14 @@ def test_a_tokenizer_that_is_not_the_one_of_the_run(what, trained, tmp_path):
 
     def use():
         if what == "decode":
-            generate.load(run, log=str)
+            load(run, log=str)
         elif what == "resume":
-            training.fit(config_lib.override(config, ["train.steps=2"]), run, log=str)
+            loop.fit(config_lib.override(config, ["train.steps=2"]), run, log=str)
         elif what == "start from":
             new = config_lib.override(config, [f"train.init_from={run}", "data.tokenizer="])
-            training.fit(dataclasses.replace(new, model=None), tmp_path / "new", log=str)
+            loop.fit(dataclasses.replace(new, model=None), tmp_path / "new", log=str)
         else:
-            convert.to_hf(run, tmp_path / "hf")
+            huggingface.to_hf(run, tmp_path / "hf")
 
     with pytest.raises(UserError, match=rf"^{re.escape(str(file))}: found other content; expected what was saved"):
         use()
@@ -112,4 +116,4 @@ def test_older_checkpoints_do_not_say_which_tokenizer(trained, tmp_path):
     assert body["metadata"].pop("tokenizer").keys() == {path.name for path in (run / "tokenizer").iterdir()}
     assert body.pop("settings")["jax_default_prng_impl"] == "threefry2x32"
     manifest.write_text(json.dumps(forged.seal(body)))
-    assert generate.load(run, log=str).tokenizer is not None
+    assert load(run, log=str).tokenizer is not None

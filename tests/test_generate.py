@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipejax.generate import split_rows
+from pipejax.inference.generator import split_rows
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ from test_trainer import DEEP, MESHES, change, close, same_bits
 from test_training import ON_ONE as CONFIG
 from test_training import metrics, quiet, untimed
 
-from pipejax import checkpoint, lora, optimizer, sharding, t5
+from pipejax import checkpoint
 from pipejax.data import demo
 from pipejax.data.core import TrainingBatches
-from pipejax.errors import UserError
-from pipejax.programs import prepare
-from pipejax.trainer import Trainer, batch_loss
-from pipejax.training import fit
+from pipejax.inference.programs import prepare
+from pipejax.model import lora, sharding, t5
+from pipejax.system.errors import UserError
+from pipejax.training import optimizer
+from pipejax.training.loop import fit
+from pipejax.training.step import Trainer, batch_loss
 
 RANK = 2
 PER_LAYER = {"encoder": 4 + 2, "decoder": 8 + 2}  # matrices of attention and of a feed-forward with relu

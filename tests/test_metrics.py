@@ -14,12 +14,12 @@ from pipejax import checkpoint, config, metrics
 from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import make_task
 from pipejax.data.core import Example
-from pipejax.errors import UserError
-from pipejax.evaluate import evaluate
+from pipejax.inference.evaluation import evaluate
+from pipejax.inference.report import Report
 from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans
-from pipejax.report import Report
-from pipejax.training import fit
+from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
 
 DOCUMENTS: list[dict[str, Any]] = [
     {"id": "a", "source": "graphs of cats", "gold": ["graphs", "a dog"], "pred": ["graph", "the dog"]},

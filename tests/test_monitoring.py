@@ -12,13 +12,15 @@ import pytest
 from test_training import ON_ONE as CONFIG
 from test_training import change, metrics, quiet
 
-from pipejax import checkpoint, costs, processes, training
+from pipejax import checkpoint
 from pipejax.data import core
 from pipejax.data.shapes import Shapes
-from pipejax.errors import UserError
-from pipejax.monitoring import Clock
-from pipejax.progress import Progress
-from pipejax.training import fit
+from pipejax.system import distributed
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
+from pipejax.training import costs, loop
+from pipejax.training.loop import fit
+from pipejax.training.monitoring import Clock
 
 
 def poisoned(monkeypatch, numbers):
@@ -85,7 +87,7 @@ def test_every_line_is_json_without_nan(tmp_path, monkeypatch):
 
 
 def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
-    asked = training.Stop.asked
+    asked = loop.Stop.asked
 
     def after_two(self):
         self.calls = getattr(self, "calls", 0) + 1
@@ -94,7 +96,7 @@ def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
         return asked(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Stop, "asked", after_two)
+        patch.setattr(loop.Stop, "asked", after_two)
         assert fit(CONFIG, tmp_path / "run", log=quiet) == 143
     last = metrics(tmp_path / "run")[-1]
     assert last["event"] == "stopped" and last["step"] == 2 and len(last["params_fp"]) == 16
@@ -202,7 +204,7 @@ def test_the_logged_rate_is_the_one_that_was_used(tmp_path, monkeypatch):
 
 
 def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatch):
-    save, asked = checkpoint.Store.save, training.Stop.asked
+    save, asked = checkpoint.Store.save, loop.Stop.asked
     failing = []
 
     def once(self, step, *args, **kwargs):
@@ -216,7 +218,7 @@ def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatc
         return asked(self)
 
     monkeypatch.setattr(checkpoint.Store, "save", once)
-    monkeypatch.setattr(training.Stop, "asked", stop)
+    monkeypatch.setattr(loop.Stop, "asked", stop)
     config = change(CONFIG, train={"evaluate_every": 100})
     assert fit(config, tmp_path / "run", log=quiet) == 143
     assert checkpoint.open_run(tmp_path / "run", log=quiet).step == 3
@@ -267,8 +269,8 @@ def test_batches_have_the_shapes_that_process_0_chose(tmp_path, monkeypatch):
         is_choice = isinstance(value, dict) and "pairs" in value
         return json.loads(json.dumps(theirs.to_json() if is_choice else value))
 
-    monkeypatch.setattr(training, "TrainingBatches", batches)
-    monkeypatch.setattr(processes, "same", same)
+    monkeypatch.setattr(loop, "TrainingBatches", batches)
+    monkeypatch.setattr(distributed, "same", same)
     with pytest.raises(Seen):
         fit(CONFIG, tmp_path / "run", log=quiet)
     assert used == [theirs]

@@ -11,9 +11,11 @@ import oracle
 import pytest
 from one_program import compiled
 
-from pipejax import native, program_cache, programs, t5
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined
+from pipejax.inference import kernels, programs
+from pipejax.model import t5
+from pipejax.system import compile_cache
 
 CONFIG = T5Config(
     vocab_size=48,
@@ -33,8 +35,8 @@ def kernel(tmp_path_factory):
     """The kernel, compiled into a cache of its own."""
     directory, said = tmp_path_factory.mktemp("cache"), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(program_cache.VARIABLE, str(directory))
-        if not native.use(log=said.append):
+        patch.setenv(compile_cache.VARIABLE, str(directory))
+        if not kernels.use(log=said.append):
             pytest.skip(f"no kernel here: {said}")
     assert len(said) == 1 and said[0].startswith("compiling a kernel")
     return directory
@@ -47,7 +49,7 @@ def test_products_equal_numpys(kernel, outputs, inputs, columns):
     matrix = rng.standard_normal((outputs, inputs)).astype(np.float32)
     x = rng.standard_normal((inputs, columns)).astype(np.float32)
     residual = rng.standard_normal((outputs, columns)).astype(np.float32)
-    found = jax.jit(lambda m, x, r: native.added(native.panels(m), x, r))(matrix, x, residual)
+    found = jax.jit(lambda m, x, r: kernels.added(kernels.panels(m), x, r))(matrix, x, residual)
     np.testing.assert_allclose(found, residual + matrix.astype(np.float64) @ x, rtol=1e-5, atol=1e-4)
 
 
@@ -56,12 +58,12 @@ def test_norm_and_relu_on_the_way(kernel, columns):
     rng = np.random.default_rng(columns)
     matrix, x = rng.standard_normal((64, 50)).astype(np.float32), 9 * rng.standard_normal((50, columns))
     x, scale = x.astype(np.float32), rng.uniform(0.1, 3.0, 50).astype(np.float32)
-    m = native.panels(jnp.asarray(matrix))
+    m = kernels.panels(jnp.asarray(matrix))
     wide = x.astype(np.float64)
     normed = matrix @ (wide / np.sqrt((wide**2).mean(axis=0) + 1e-3) * scale[:, None])
-    np.testing.assert_allclose(native.normed(m, x, scale, epsilon=1e-3), normed, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(kernels.normed(m, x, scale, epsilon=1e-3), normed, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(
-        native.normed(m, x, scale, epsilon=1e-3, relu=True), np.maximum(normed, 0), rtol=1e-5, atol=1e-4
+        kernels.normed(m, x, scale, epsilon=1e-3, relu=True), np.maximum(normed, 0), rtol=1e-5, atol=1e-4
     )
 
 
@@ -75,8 +77,8 @@ def test_attention_equals_numpys(kernel, columns, spread):
     query = (spread * rng.standard_normal((batch, heads, width, columns))).astype(np.float32)
     bias = np.where(rng.random((batch, length)) < 0.3, t5.MASKED, 0.0).astype(np.float32)
     bias[2] = t5.MASKED
-    laid = native.panels(jnp.asarray(keys)), native.panels(jnp.asarray(values).swapaxes(2, 3))
-    found = jax.jit(native.attend)(*laid, query, bias)
+    laid = kernels.panels(jnp.asarray(keys)), kernels.panels(jnp.asarray(values).swapaxes(2, 3))
+    found = jax.jit(kernels.attend)(*laid, query, bias)
     scores = keys.astype(np.float64) @ query + bias[:, None, :, None]
     scores = scores.astype(np.float32).astype(np.float64)  # what is masked keeps no digits, here as there
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
@@ -98,7 +100,7 @@ def test_decodes_are_those_without_it(kernel, changes):
     memory = jax.eval_shape(partial(programs.encode_batch, model, in_panels=True), ready.encoding, source, length)
     part = partial(programs.decode_batch, model, strategy, sizes=programs.schedule(strategy, 4), slots=200)
     text = jax.jit(part).lower(ready.decoding, memory, None).as_text()
-    assert {name for name in native.TARGETS if name in text} >= {*native.TARGETS[0 if changes else 1 :]}
+    assert {name for name in kernels.TARGETS if name in text} >= {*kernels.TARGETS[0 if changes else 1 :]}
     rows = 0
     for seed in range(4):
         params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed)))
@@ -110,9 +112,9 @@ def test_decodes_are_those_without_it(kernel, changes):
 
 
 def test_it_is_compiled_once(kernel, monkeypatch):
-    monkeypatch.setenv(program_cache.VARIABLE, str(kernel))
+    monkeypatch.setenv(compile_cache.VARIABLE, str(kernel))
     said: list[str] = []
-    assert native.use(log=said.append) and native._load(kernel, said.append) and not said
+    assert kernels.use(log=said.append) and kernels._load(kernel, said.append) and not said
     assert len(list(kernel.glob("*.so"))) == 1
 
 
@@ -124,19 +126,19 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(native, "_tried", {tmp_path: True})  # loading is not what this is about
+    monkeypatch.setattr(kernels, "_tried", {tmp_path: True})  # loading is not what this is about
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o700)
     before = os.umask(0)
     try:
-        assert native._load(directory, str)
+        assert kernels._load(directory, str)
     finally:
         os.umask(before)
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
-    assert native._load(directory, str) and runs.read_text() == "x\n"  # it is taken as it is
+    assert kernels._load(directory, str) and runs.read_text() == "x\n"  # it is taken as it is
     library.chmod(0o777)
-    assert native._load(directory, str) and runs.read_text() == "x\nx\n"
+    assert kernels._load(directory, str) and runs.read_text() == "x\nx\n"
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
 
@@ -144,17 +146,17 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "variables, says",
     [
-        ({native.VARIABLE: "off"}, ""),
-        ({program_cache.VARIABLE: "off"}, ""),
+        ({kernels.VARIABLE: "off"}, ""),
+        ({compile_cache.VARIABLE: "off"}, ""),
         ({"CXX": "/bin/false"}, "without its own kernel"),
         ({"CXX": "no-such-compiler"}, "without its own kernel"),
     ],
 )
 def test_without_it(tmp_path, monkeypatch, variables, says):
-    for name, value in ({program_cache.VARIABLE: str(tmp_path)} | variables).items():
+    for name, value in ({compile_cache.VARIABLE: str(tmp_path)} | variables).items():
         monkeypatch.setenv(name, value)
     said: list[str] = []
-    assert not native.use(log=said.append)
+    assert not kernels.use(log=said.append)
     assert says in "\n".join(said) and len(said) <= 2
     assert not list(tmp_path.glob("*.so"))
 
@@ -165,10 +167,10 @@ def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypat
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "_tried", {})
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels, "_tried", {})
     said: list[str] = []
-    assert not native.use(log=said.append)
+    assert not kernels.use(log=said.append)
     assert "decoding goes without its own kernel" in said[-1] and "cannot be loaded" in said[-1]
     assert not list((tmp_path / "cache").glob("*.so"))
 
@@ -176,10 +178,10 @@ def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypat
 def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
-    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
     said: list[str] = []
-    assert program_cache.safe_directory(log=said.append) is None
+    assert compile_cache.safe_directory(log=said.append) is None
     assert "open to others" in said[0]
-    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "new"))
-    assert program_cache.safe_directory(log=said.append) == tmp_path / "new"
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "new"))
+    assert compile_cache.safe_directory(log=said.append) == tmp_path / "new"
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -11,7 +11,7 @@ from pipejax.config import Config, DataConfig, check
 from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.data.text import Template, keyphrases, plain
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 
 def read(tmp_path, content, name="train.jsonl", **settings):
@@ -127,7 +127,7 @@ def test_plain_text():
 
 
 def test_t5_holds_what_is_made_plain(real_data):
-    from pipejax.tokenizer import Tokenizer
+    from pipejax.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(real_data / "t5_tokenizer")
     text = plain("``a'' `b' <dig> <cit> il <digit>", (("<digit>", "#"), ("<dig>", "#"), ("<cit>", "[cit]")))

@@ -11,11 +11,13 @@ import oracle
 import pytest
 from one_program import compiled
 
-from pipejax import grid, programs, t5
+from pipejax import grid
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Schedule, Sequential
 from pipejax.decoding.core import NOWHERE, Filled, Query, pack
-from pipejax.packed import PackedDecoder
+from pipejax.inference import programs
+from pipejax.inference.step_decoder import PackedDecoder
+from pipejax.model import t5
 
 CONFIG = T5Config(
     vocab_size=40,

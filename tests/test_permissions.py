@@ -14,8 +14,9 @@ import pytest
 
 from experiments.faults import permissions, runs
 from experiments.faults.disks import snapshot
-from pipejax import cli, tokenizer
-from pipejax.errors import UserError
+from pipejax.data import tokenizer
+from pipejax.system import cli
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 CAPABILITIES = next(

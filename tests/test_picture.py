@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipejax.errors import UserError
-from pipejax.picture import LEFT, Cell, fill, html, main, svg
-from pipejax.picture_page import shorten, text_width
+from pipejax.inference.picture import LEFT, Cell, fill, html, main, svg
+from pipejax.inference.picture_page import shorten, text_width
+from pipejax.system.errors import UserError
 
 FIGURE_2 = [["A", "B", "C"], ["D", "E"]]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipejax import plan
-from pipejax.architectures import ARCHITECTURES
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.trainer import Trainer
+from pipejax.model.architectures import ARCHITECTURES
+from pipejax.training import plan
+from pipejax.training.step import Trainer
 
 ROOT = Path(__file__).parents[1]
 MODEL = T5Config(vocab_size=2048, d_model=128, d_kv=32, d_ff=512, num_heads=4, num_layers=4, num_decoder_layers=4)
@@ -78,7 +78,7 @@ def test_published_sizes():
 
 @pytest.mark.parametrize("remat, fits", [("layers", True), ("none", False)])
 def test_the_command(remat, fits, tmp_path):
-    command = [sys.executable, "-m", "pipejax.plan", "--config", "configs/jsonl.py", "--model", "large", "--json"]
+    command = [sys.executable, "-m", "pipejax", "plan", "--config", "configs/jsonl.py", "--model", "large", "--json"]
     settings = {"train.remat": remat, "train.accumulate": 4, "mesh.fsdp": 2, "mesh.data": 1}
     command += [f"--set={key}={value}" for key, value in settings.items()]
     done = subprocess.run([*command, "--memory", "24"], cwd=ROOT, capture_output=True, text=True)
@@ -89,7 +89,7 @@ def test_the_command(remat, fits, tmp_path):
 
 
 def test_a_config_without_an_architecture_is_refused():
-    command = [sys.executable, "-m", "pipejax.plan", "--config", "configs/jsonl.py"]
+    command = [sys.executable, "-m", "pipejax", "plan", "--config", "configs/jsonl.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: --model: found none")
     assert not done.stdout

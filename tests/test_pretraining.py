@@ -11,9 +11,9 @@ from experiments import pretraining
 from pipejax.config import T5Config
 from pipejax.data.core import Example
 from pipejax.data.lines import read_file
-from pipejax.errors import UserError
-from pipejax.t5 import RelativeBias
-from pipejax.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.model.t5 import RelativeBias
+from pipejax.system.errors import UserError
 
 FILLER = "So it was as it is, and so it will be. "
 OWLS = "The barn owl hunts at night. A vole hides from the barn owl. The vole is small. "

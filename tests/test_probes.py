@@ -12,7 +12,7 @@ import pytest
 from experiments import probe_data, probes
 from experiments.probe_data import KINDS, Kind, examples, marks, rows, whole
 from pipejax import config, grid
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 ITEMS = [("c", (1, 0, 1, 1)), ("a", (1, 2, 1, 1)), ("b", (0, 2, 2, 1))]

@@ -12,8 +12,8 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
 from experiments.faults import runs
-from pipejax import processes
-from pipejax.errors import UserError
+from pipejax.system import distributed
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SLURM = {
@@ -39,7 +39,7 @@ def joined(monkeypatch):
         calls.append((coordinator, count, number, devices))
 
     monkeypatch.setattr("jax.distributed.initialize", initialize)
-    monkeypatch.setattr(processes, "_await", lambda coordinator, patience: None)
+    monkeypatch.setattr(distributed, "_await", lambda coordinator, patience: None)
     return calls
 
 
@@ -62,7 +62,7 @@ def joined(monkeypatch):
     ],
 )
 def test_who_is_told_what(joined, flags, environment, expected):
-    assert processes.join(*flags, environment=environment) == (expected is not None)
+    assert distributed.join(*flags, environment=environment) == (expected is not None)
     assert joined == ([expected] if expected else [])
 
 
@@ -76,15 +76,15 @@ def test_a_cloud_tpu_machine_is_asked_by_jax(joined, monkeypatch):
 
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", get)
-    assert not processes.join(environment={}) and asked == []
+    assert not distributed.join(environment={}) and asked == []
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    assert processes.join(environment={}) and joined == [(None, None, None, None)]
-    assert not processes.join(environment={}, alone=True) and len(joined) == 1
+    assert distributed.join(environment={}) and joined == [(None, None, None, None)]
+    assert not distributed.join(environment={}, alone=True) and len(joined) == 1
     metadata["worker-network-endpoints"] = "10.0.0.1"  # a machine of its own
-    assert not processes.join(environment={}) and len(joined) == 1
+    assert not distributed.join(environment={}) and len(joined) == 1
     metadata.clear()
     with pytest.raises(UserError, match=r"Cloud TPU machine: found no answer of use .*; --alone trains without others"):
-        processes.join(environment={})
+        distributed.join(environment={})
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_cloud_tpu_machine_is_asked_by_jax(joined, monkeypatch):
 )
 def test_refused_before_anything_waits(joined, flags, environment, message):
     with pytest.raises(UserError, match=message):
-        processes.join(*flags, environment=environment)
+        distributed.join(*flags, environment=environment)
     assert joined == []
 
 
@@ -117,7 +117,7 @@ def test_nobody_answers():
         closed.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(UserError, match=f"--coordinator {place}: no answer in 0 s"):
-            processes.join(place, 2, 1, patience=0.1)
+            distributed.join(place, 2, 1, patience=0.1)
 
 
 @pytest.fixture(scope="module")

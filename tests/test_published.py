@@ -13,14 +13,14 @@ from tensorflow_datasets.datasets.scientific_papers import scientific_papers_dat
 from tensorflow_datasets.summarization import cnn_dailymail as tfds_cnn_dailymail
 from tensorflow_datasets.summarization.wikihow import Wikihow
 
-from pipejax import cli
 from pipejax.config import DataConfig
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.__main__ import main
 from pipejax.data.builders import BUILDERS, prepare
 from pipejax.data.core import Example
 from pipejax.data.statistics import measure
-from pipejax.errors import UserError
+from pipejax.system import cli
+from pipejax.system.errors import UserError
 
 
 def official(name, question, context, labels):

@@ -14,14 +14,15 @@ import oracle
 import pytest
 from test_published import CASES, lay
 
-from pipejax import checkpoint, training
+from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, load
 from pipejax.data import PUBLISHED
 from pipejax.data.builders import prepare
-from pipejax.errors import UserError
-from pipejax.recipes import paper
-from pipejax.tokenizer import import_transformers
-from pipejax.trainer import Trainer
+from pipejax.data.tokenizer import import_transformers
+from pipejax.system.errors import UserError
+from pipejax.training import loop
+from pipejax.training.recipes import paper
+from pipejax.training.step import Trainer
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = [
@@ -76,13 +77,13 @@ def test_what_the_paper_sets(name):
 @pytest.mark.parametrize("size, devices", [("base", 1), ("large", 2)])
 @pytest.mark.parametrize("task", ["cnn_dailymail", "pubmed"])
 def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
-    """By the arithmetic of pipejax.plan, for the longest targets of those that share rows of slots, and of all."""
+    """By the arithmetic of `plan`, for the longest targets of those that share rows of slots, and of all."""
     packed = [p.max_target for p in PUBLISHED.values() if p.max_target <= 512]
     assert PUBLISHED[task].max_target == {"cnn_dailymail": max(packed), "pubmed": 1024}[task]
     config = CONFIGS / f"{task}_{size}_pipelined.py"
     # Of 24 GB some belongs to the driver, and some is lost in pieces.
     flags = ["--model", size, "--devices", str(devices), "--memory", "20", "--json"]
-    command = [sys.executable, "-m", "pipejax.plan", "--config", str(config), *flags]
+    command = [sys.executable, "-m", "pipejax", "plan", "--config", str(config), *flags]
     done = subprocess.run(command, capture_output=True, check=True, cwd=CONFIGS.parent)
     assert json.loads(done.stdout)["fits"] is True
 
@@ -100,7 +101,7 @@ def trainers():
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "Trainer", make)
+        patch.setattr(loop, "Trainer", make)
         yield known
 
 
@@ -123,7 +124,7 @@ def test_dry_run(name, tiny, trainers, tmp_path):
     shared = ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")
     settings |= {f"train.{key}": 2 for key in shared} | {"train.weight_decay": 0.01, "train.pack": 3}
     config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])
-    assert training.fit(config, tmp_path / "run", log=lambda line: None) == 0
+    assert loop.fit(config, tmp_path / "run", log=lambda line: None) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["event"] == "train"]
     assert trained[-1]["step"] == 2 and np.isfinite(trained[-1]["loss"])
@@ -136,7 +137,7 @@ TWO_STEPS |= {"data.max_source": 16, "data.max_target": 5, "grid.time_max": 8}
 
 
 def ends_at_two(config: Config, run: Path) -> bool:
-    assert training.fit(config, run, log=lambda line: None) == 0
+    assert loop.fit(config, run, log=lambda line: None) == 0
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
@@ -179,5 +180,5 @@ def test_nothing_to_train_on(tiny, tmp_path):
     prepare(PUBLISHED["msqa"], manual_dir=str(lay(tmp_path / "manual", files)), data_dir=str(tmp_path / "data"))
     overrides = [f"train.init_from={tiny / 'checkpoint'}", f"data.data_dir={tmp_path / 'data'}"]
     with pytest.raises(UserError, match=r"data\.train: found nothing; expected the examples to train on"):
-        training.fit(load(CONFIGS / "msqa_base_pipelined.py", overrides), tmp_path / "run", log=lambda line: None)
+        loop.fit(load(CONFIGS / "msqa_base_pipelined.py", overrides), tmp_path / "run", log=lambda line: None)
     assert not (tmp_path / "run").exists()

@@ -26,12 +26,15 @@ import pytest
 
 import decode
 import pipejax
-from pipejax import checkpoint, cli, generate, program_cache, programs, records, sources
+from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded, Part
-from pipejax.errors import UserError
-from pipejax.tokenizer import Tokenizer
+from pipejax.inference import programs, records, sources
+from pipejax.inference.generator import Generator, load
+from pipejax.system import cli, compile_cache
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
@@ -71,7 +74,7 @@ def checkpoints(tmp_path_factory, tokenizer_files):
 @pytest.fixture(scope="module", autouse=True)
 def opened_once(checkpoints):
     """Spares each run its compilation: the same checkpoint with the same settings is the same generator."""
-    load, known = generate.load, dict[tuple[Any, ...], generate.Generator]()
+    known = dict[tuple[Any, ...], Generator]()
 
     def load_once(path, *, best=False, overrides=(), log=print):
         key = str(path), best, *overrides
@@ -79,11 +82,8 @@ def opened_once(checkpoints):
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "load", load_once)
+        patch.setattr("pipejax.inference.generator.load", load_once)
         yield
-
-
-load_anew = generate.load
 
 
 def as_lines(values) -> str:
@@ -351,20 +351,20 @@ def test_python_gives_the_same_records(checkpoints, decoded, tokenizer, monkeypa
 )
 def test_python_refuses_what_would_decode_its_column_names(checkpoints, given, found):
     with pytest.raises(UserError, match=f"sources: found {found}; expected a list of texts"):
-        generate.load(checkpoints / "none").decode(given)
+        load(checkpoints / "none").decode(given)
 
 
 def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     """And those that were warmed up compile nothing at all."""
     opened = []
-    monkeypatch.setattr(program_cache, "use", lambda *, log: opened.append(1))
-    generator = load_anew(checkpoints / "pipelined", log=str)
+    monkeypatch.setattr(compile_cache, "use", lambda *, log: opened.append(1))
+    generator = load(checkpoints / "pipelined", log=str)
     assert opened  # the cache on disk, as the commands have it
     for count in range(1, 9):
         assert len(generator.decode([SHORT[0]] * count)) == count
     batches = {key[2][1] for key in generator.programs._compiled}
     assert batches == {1, 2, 4, 8}
-    fresh = load_anew(checkpoints / "pipelined", log=str)
+    fresh = load(checkpoints / "pipelined", log=str)
     took = fresh.warm_up([16, 40], batch_sizes=(1, 2))
     assert took.shapes == len(fresh.programs._compiled) > 4
     monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
@@ -390,7 +390,7 @@ def test_a_named_pipe_is_a_file_too(checkpoints, decoded, tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_one_line(checkpoints, decoded, tmp_path):
     decoded([{"source": text} for text in SHORT])
-    generator, source = generate.load(checkpoints / "none"), str(tmp_path / "in.jsonl")
+    generator, source = load(checkpoints / "none"), str(tmp_path / "in.jsonl")
     with pytest.raises(UserError, match=r"--output /dev/full: cannot be written \(No space left"):
         records.decode_file(generator, source, "/dev/full", strategy=None, batch_size=None, log=str)
 
@@ -467,7 +467,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     """It is good from the first kept record until the output is on the disk, whenever a kill comes."""
     source, target, note = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.unfinished"))
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
-    generator = generate.load(checkpoints / "none", log=str)
+    generator = load(checkpoints / "none", log=str)
     work = partial(
         records.decode_file, generator, str(source), str(target), strategy=None, batch_size=None, log=str, resume=True
     )
@@ -511,7 +511,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
 def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
-    generator = generate.load(checkpoints / "none", log=str)
+    generator = load(checkpoints / "none", log=str)
     checked = list(records.read_sources(generator, records.read_records(source)))
     target.write_text(as_lines([{"id": "1"}]))
     settings = records.settings_of(generator, "sequential", checked)

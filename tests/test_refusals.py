@@ -15,10 +15,14 @@ from safetensors.numpy import save_file
 
 import decode
 import train
-from pipejax import checkpoint, cli, convert, environment, files, generate, programs
+from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
+from pipejax.convert.__main__ import main as convert_main
 from pipejax.data import demo
-from pipejax.errors import UserError
+from pipejax.inference import programs
+from pipejax.inference.generator import load
+from pipejax.system import cli, environment, files
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 MODEL = T5Config(vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, num_decoder_layers=1)
@@ -49,7 +53,6 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def opened_once(checkpoints):
     """Two checkpoints for all tests; nothing may come as far as to compile."""
-    load = generate.load
     known = {str(checkpoints / name): load(checkpoints / name, log=str) for name in ("good", "bare")}
 
     def load_known(path, *, best=False, overrides=(), log=print):
@@ -61,7 +64,7 @@ def opened_once(checkpoints):
         pytest.fail("the model was compiled before all input was checked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "load", load_known)
+        patch.setattr("pipejax.inference.generator.load", load_known)
         patch.setattr(programs, "decode_batch", compiles)
         yield
 
@@ -164,14 +167,17 @@ def decode_flags(**changes):
         (decode_flags(output="{tmp}/in.jsonl/out.jsonl"), ["--output {tmp}/in.jsonl/out.jsonl", "directory"]),
         (decode_flags(output="{tmp}/directory"), ["--output {tmp}/directory: found a directory"]),
         (decode_flags(checkpoint="{checkpoints}/no"), ["{checkpoints}/no: no such checkpoint directory"]),
-        (decode_flags(checkpoint="google/flan-t5-base"), ["such checkpoint directory", "pipejax.convert from-hf"]),
+        (
+            decode_flags(checkpoint="google/flan-t5-base"),
+            ["such checkpoint directory", "pipejax convert from-hf"],
+        ),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints"), ["it is a part of {checkpoints}/good:"]),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints/0"), ["it is a part of {checkpoints}/good:"]),
         (decode_flags(checkpoint="{checkpoints}/file"), ["{checkpoints}/file"]),
         (decode_flags(checkpoint="{checkpoints}/empty"), ["{checkpoints}/empty: found no checkpoints/"]),
         (decode_flags(checkpoint="{checkpoints}/other"), ["{checkpoints}/other: found no checkpoints/"]),
         (decode_flags(checkpoint="{checkpoints}/hollow"), ["{checkpoints}/hollow/checkpoints: found no good step"]),
-        (decode_flags(checkpoint="{checkpoints}/hf"), ["{checkpoints}/hf", "python -m pipejax.convert from-hf"]),
+        (decode_flags(checkpoint="{checkpoints}/hf"), ["{checkpoints}/hf", "python -m pipejax convert from-hf"]),
         (["--best", *decode_flags()], ["{checkpoints}/good: found no best/"]),
         (decode_flags(checkpoint="{checkpoints}/bare"), ["in.jsonl:1: found text", "no tokenizer", "source_ids"]),
     ],
@@ -333,7 +339,7 @@ def test_no_examples(refused, places):
     ],
 )
 def test_convert(refused, flags, words):
-    refused(convert.main, *flags, words=words)
+    refused(convert_main, *flags, words=words)
 
 
 # How a command ends.
@@ -341,7 +347,7 @@ def test_convert(refused, flags, words):
 
 @pytest.mark.parametrize(
     "main, flags",
-    [(decode.main, decode_flags(batch_size="0")), (train.main, ["--set"]), (convert.main, ["to-hf", "no", "new"])],
+    [(decode.main, decode_flags(batch_size="0")), (train.main, ["--set"]), (convert_main, ["to-hf", "no", "new"])],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_debug_shows_the_traceback(places, capsys, main, flags, first):
@@ -420,7 +426,7 @@ def test_a_path_that_cannot_be_one(path, reason):
 
 def test_files_that_may_be_open(tmp_path):
     """Fewer than a save needs: more are allowed if they may be, and if not that is said before anything hangs."""
-    text = "from pipejax import cli; import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+    text = "from pipejax.system import cli; import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
     text += "cli.run(lambda argv: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) or 0)"
     for limit, code, out, err in (
         ("-S -n 64", 0, f"{environment.FILES}\n", ""),
@@ -437,7 +443,7 @@ def test_files_that_may_be_open(tmp_path):
         assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, err)
 
 
-@pytest.mark.parametrize("main", [decode.main, train.main, convert.main])
+@pytest.mark.parametrize("main", [decode.main, train.main, convert_main])
 def test_help_is_no_error(capsys, main):
     with pytest.raises(SystemExit) as caught:
         cli.run(main, ["--help"])
@@ -451,7 +457,7 @@ def test_help_is_no_error(capsys, main):
         (["{root}/decode.py", *decode_flags(strategy="nonsense")], ["--strategy", "'nonsense'"]),
         (["{root}/decode.py", *decode_flags(input="-", output="{tmp}/in.jsonl")], ["found the input itself"]),
         (["{root}/train.py", "--config", "{tmp}/no.py", "--workdir", "w"], ["{tmp}/no.py: no such file"]),
-        (["-m", "pipejax.convert", "nonsense"], ["'nonsense'"]),
+        (["-m", "pipejax", "convert", "nonsense"], ["'nonsense'"]),
     ],
     ids=["decode", "input and output", "train", "convert"],
 )

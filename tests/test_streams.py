@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipejax import streams
-from pipejax.errors import UserError
+from pipejax.system import streams
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SAYS = """
 import sys
-from pipejax import cli
+from pipejax.system import cli
 def main(argv):
     cli.note("a line for people")
     file = open(argv[0], "w")
@@ -52,7 +52,7 @@ def test_what_cannot_be_said(redirected, code, out, err, flush, tmp_path):
 
 def test_a_reader_that_goes_away(tmp_path):
     """Of standard error: the work goes on. Of standard output: it ends, as it does for any other tool."""
-    loop = "import sys, time\nfrom pipejax import cli\ndef main(argv):\n for i in range(9): SAY; time.sleep(0.02)\n"
+    loop = "import sys, time\nfrom pipejax.system import cli\ndef main(argv):\n for i in range(9): SAY; time.sleep(0.02)\n"
     end = f" open({str(tmp_path / 'done')!r}, 'w')\n return 0\ncli.run(main)"
     for say, code, done in (("cli.note(i)", 0, True), ("print(i, flush=True)", 1, False)):
         command = [sys.executable, "-c", loop.replace("SAY", say.replace("(i", "(str(i)")) + end]
@@ -95,7 +95,7 @@ def test_no_command_waits_for_work_that_is_not_needed():
     text = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pipejax import cli
+from pipejax.system import cli
 begun = threading.Event()
 def work():
     with cli.unneeded():

@@ -13,11 +13,12 @@ from transformers import MT5Config, MT5ForConditionalGeneration, T5ForConditiona
 from transformers import T5Config as HfConfig
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from pipejax import grid, t5
+from pipejax import grid
 from pipejax.config import DecodeConfig, GridConfig, T5Config
-from pipejax.convert import read_hf
+from pipejax.convert.huggingface import read_hf
 from pipejax.decoding import make
-from pipejax.sharding import path_of
+from pipejax.model import t5
+from pipejax.model.sharding import path_of
 
 SMALL = {
     "vocab_size": 90,

@@ -13,15 +13,15 @@ from experiments.tables import paper
 from experiments.tables.cells import Cell, Way, evaluation, fresh, make, read
 from pipejax import config as config_lib
 from pipejax.checkpoint import Store
-from pipejax.errors import UserError
-from pipejax.fingerprint import digest, fingerprints
+from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.metrics import spans
+from pipejax.system.errors import UserError
 
 GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
 
 
 def lay(workdir, cell, split, *, right, seconds, strategy=None, beams=1, steps=7.0):
-    """An evaluation as `pipejax.evaluate` writes it, of which the first `right` documents are right."""
+    """An evaluation as `pipejax.inference.evaluation` writes it, of which the first `right` documents are right."""
     way = Way(strategy or cell.objective, beams)
     run = workdir / cell.name
     path = evaluation(run, split, way)

@@ -11,8 +11,8 @@ import pytest
 from flax.serialization import msgpack_serialize
 from safetensors.numpy import save_file
 
-from pipejax.errors import UserError
-from pipejax.tensor_files import open_tensors, read_json
+from pipejax.convert.tensor_files import open_tensors, read_json
+from pipejax.system.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 TENSORS: dict[str, Any] = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b.weight": np.ones(4, np.float16)}

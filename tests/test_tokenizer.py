@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipejax.data.demo import build_tokenizer
-from pipejax.errors import UserError
-from pipejax.tokenizer import Tokenizer, check_digests, digests
+from pipejax.data.tokenizer import Tokenizer, check_digests, digests
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [
@@ -173,7 +173,7 @@ def test_no_advice_about_torch() -> None:
     script = (
         "import importlib.util as u; found = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'torch' else found(name, *rest)\n"
-        "from pipejax.tokenizer import import_transformers; import_transformers()"
+        "from pipejax.data.tokenizer import import_transformers; import_transformers()"
     )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -11,9 +11,7 @@ import numpy as np
 import oracle
 import pytest
 
-from pipejax import cli, lora, losses, optimizer, sharding, t5
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.costs import training_flops
 from pipejax.data import demo
 from pipejax.data.core import (
     Example,
@@ -27,8 +25,12 @@ from pipejax.data.core import (
     fixed_batches,
     pack_size,
 )
-from pipejax.errors import UserError
-from pipejax.trainer import Trainer, batch_loss, take_apart
+from pipejax.model import lora, sharding, t5
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.training import losses, optimizer
+from pipejax.training.costs import training_flops
+from pipejax.training.step import Trainer, batch_loss, take_apart
 
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 DEEP = dataclasses.replace(MODEL, num_layers=2, num_decoder_layers=3)

@@ -20,15 +20,17 @@ import torch
 from transformers import T5Config as HfConfig
 from transformers import T5ForConditionalGeneration
 
-from pipejax import checkpoint, compare, convert, grid, monitoring, training
+from pipejax import checkpoint, grid
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.convert import huggingface
 from pipejax.data import core, demo
 from pipejax.data.core import Example, Part, TrainingBatches, encode, pack_size, prefetch
-from pipejax.errors import UserError
-from pipejax.run_directory import RunDirectory
-from pipejax.tokenizer import Tokenizer
-from pipejax.training import fit
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system.errors import UserError
+from pipejax.training import compare, loop, monitoring
+from pipejax.training.loop import fit
+from pipejax.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
@@ -288,7 +290,7 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
     ] == "end"
     assert "training: compiling for sources of" in capsys.readouterr().err
     # What was chosen for the run is kept with it, and the same command ends where it did.
-    monkeypatch.setattr(training, "choose_shapes", None)
+    monkeypatch.setattr(loop, "choose_shapes", None)
     assert fit(config, tmp_path, log=quiet) == 0
     assert untimed(metrics(tmp_path)) == untimed(lines)
     assert fit(change(config, train={"patience": 0, "steps": 4, "shapes": 3}), tmp_path, log=quiet) == 0
@@ -400,7 +402,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipejax.monitoring.evaluate", killed)
+        patch.setattr("pipejax.training.monitoring.evaluate", killed)
         with pytest.raises(KeyboardInterrupt):
             fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
     fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
@@ -538,7 +540,7 @@ def converted(tmp_path_factory):
     )
     model.save_pretrained(root / "hf")
     demo.build_tokenizer(root / "hf")
-    convert.from_hf(root / "hf", root / "ours")
+    huggingface.from_hf(root / "hf", root / "ours")
     return model.eval(), root / "ours"
 
 
@@ -581,7 +583,7 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path):
     assert abs(losses[0] - expected) < 1e-4
     assert np.mean(losses[-5:]) < 0.8 * losses[0]
 
-    convert.to_hf(tmp_path / "run", tmp_path / "back")
+    huggingface.to_hf(tmp_path / "run", tmp_path / "back")
     back, report = T5ForConditionalGeneration.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert back(input_ids=tensor(sources, 0), attention_mask=mask, labels=tensor(labels, -100)).loss.item() < expected

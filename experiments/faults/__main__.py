@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from experiments.faults.runs import Commands
-from pipejax import cli
-from pipejax.errors import UserError
-from pipejax.files import write_text
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.files import write_text
 
 LEFT_OUT = ("ok", "failures", "by_kind", "lines", "seconds", "skipped")
 

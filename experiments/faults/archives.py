@@ -13,7 +13,7 @@ from experiments.faults.refusals import Kind
 from experiments.faults.runs import Commands
 from pipejax.data import PUBLISHED
 from pipejax.data.manual import Manual
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 LINE = '{"id": "%d", "title": "honey", "abstract": "maps", "keyword": "honey"}\n'
 LINES = "".join(LINE % number for number in range(50)).encode()

@@ -10,12 +10,13 @@ from typing import Any
 from experiments.faults import runs
 from experiments.faults.runs import Commands
 from pipejax import config as config_lib
-from pipejax import generate, training
 from pipejax.checkpoint import Store
 from pipejax.data import demo
-from pipejax.errors import UserError
-from pipejax.run_directory import RunDirectory
-from pipejax.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference.generator import load
+from pipejax.system.errors import UserError
+from pipejax.training import loop
+from pipejax.training.run_directory import RunDirectory
 
 SETTINGS = ("train.steps=4", "data.dev=")
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     original, copy = scratch / "run/tokenizer", scratch / f"copy-{first}"
     files = sorted(file for file in original.iterdir() if file.is_file() and file.stat().st_size)
     ways: dict[str, Callable[[Path], Tokenizer | None]] = {
-        "decoding": lambda run: generate.load(run, log=_silence).tokenizer,
+        "decoding": lambda run: load(run, log=_silence).tokenizer,
         "training": lambda run: _resume(run, config),
     }
     texts = _texts()
@@ -80,7 +81,7 @@ def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
     """The tokenizer that training would go on with."""
     store = Store(run / "checkpoints")
     data = store.describe(store.steps()[0]).metadata["data"]
-    return training.begin(config, RunDirectory(run, _silence), store, data, _silence).tokenizer
+    return loop.begin(config, RunDirectory(run, _silence), store, data, _silence).tokenizer
 
 
 def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:

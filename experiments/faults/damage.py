@@ -16,7 +16,7 @@ from experiments.faults import runs
 from experiments.faults.runs import Commands
 from pipejax import config as config_lib
 from pipejax.checkpoint import Store
-from pipejax.trainer import Trainer
+from pipejax.training.step import Trainer
 
 Damage = Callable[[random.Random, Path], str]  # damages a directory of steps; says what it did
 

@@ -75,7 +75,9 @@ def read_only(commands: Commands, scratch: Path) -> dict[str, Any]:
             started = {
                 "a new run": commands.train(config, disk / "new"),
                 "going on": commands.train(config, disk / "run"),
-                "a conversion": commands.start("pipejax.convert", "to-hf", str(disk / "run"), str(disk / "hf")),
+                "a conversion": commands.start(
+                    "pipejax.convert.__main__", "to-hf", str(disk / "run"), str(disk / "hf")
+                ),
             }
             results = {}
             for name, command in started.items():

@@ -131,8 +131,8 @@ def order(commands: Commands, scratch: Path) -> dict[str, Any]:
     run = scratch / "training/run"
     traced = {
         "training": ("train", f"--config={config}", f"--workdir={run}", *(f"--set={s}" for s in SETTINGS)),
-        "to_hf": ("pipejax.convert", "to-hf", str(run), "{here}/hf"),
-        "from_hf": ("pipejax.convert", "from-hf", str(scratch / "to_hf/hf"), "{here}/converted"),
+        "to_hf": ("pipejax.convert.__main__", "to-hf", str(run), "{here}/hf"),
+        "from_hf": ("pipejax.convert.__main__", "from-hf", str(scratch / "to_hf/hf"), "{here}/converted"),
         "decode": ("decode", f"--checkpoint={run}", f"--input={scratch}/in.jsonl", "--output={here}/out.jsonl"),
     }
     counts, failures = {}, []

@@ -89,5 +89,7 @@ def _refused(here: Path, scratch: Path, settings: Mapping[str, str], words: str)
 def _program(here: Path, name: str, settings: Mapping[str, str], text: str, words: str) -> dict[str, Any]:
     code, said = _run(["-c", text, str(here / "run")], settings)
     last = said[-1] if said else ""
-    good = code == 0 if not words else code == 1 and last.startswith("pipejax.errors.UserError") and words in last
+    good = (
+        code == 0 if not words else code == 1 and last.startswith("pipejax.system.errors.UserError") and words in last
+    )
     return {"program": name, "code": code, "said": last[:600], "ok": good}

@@ -59,11 +59,11 @@ def _tensors(name: str, change: Callable[[dict[str, Any]], Any], *words: str) ->
         change(tensors)
         save_file(tensors, here / "hf/model.safetensors", metadata={"format": "pt"})
 
-    return Kind(f"HF: {name}", words, "pipejax.convert", FROM_HF, spoil)
+    return Kind(f"HF: {name}", words, "pipejax.convert.__main__", FROM_HF, spoil)
 
 
 def _hf(name: str, spoil: Callable[[Path], Any], *words: str) -> Kind:
-    return Kind(f"HF: {name}", words, "pipejax.convert", FROM_HF, lambda here: spoil(here / "hf"))
+    return Kind(f"HF: {name}", words, "pipejax.convert.__main__", FROM_HF, lambda here: spoil(here / "hf"))
 
 
 def _fact(name: str, *words: str, **facts: Any) -> Kind:
@@ -327,23 +327,54 @@ KINDS: tuple[Kind, ...] = (
     _flags("the hub's name for a checkpoint", "decode", ("--checkpoint=google/t5",), "from-hf"),
     _flags("a step for a checkpoint", "decode", ("--checkpoint={here}/run/checkpoints/4",), "it is a part of"),
     _flags("decoding a model of another grid", "decode", ("--set=grid.delay=0",), "grid.delay: found 0"),
-    _flags("--limit of none", "pipejax.evaluate", ("--checkpoint={here}/run", "--limit=0"), "--limit", "found 0"),
-    _flags("a split without a file", "pipejax.evaluate", ("--checkpoint={here}/run",), "data.test: found no file"),
-    _flags("memory of less than nothing", "pipejax.plan", ("--config={here}/config.py", "--memory=-1"), "--memory"),
-    _flags("devices for nobody", "pipejax.plan", ("--config={here}/config.py", f"--devices={10**30}"), "--devices"),
-    _flags("an unknown size", "pipejax.plan", ("--config={here}/config.py", "--model=huge"), "model: found 'huge'"),
-    _flags("an unknown command", "pipejax.convert", ("nonsense", "a", "b"), "'nonsense'"),
-    _flags("no place to write to", "pipejax.convert", ("to-hf", "{here}/run"), "OUT"),
-    _flags("a place that is taken", "pipejax.convert", ("to-hf", "{here}/run", "{here}/hf"), "found something there"),
+    _flags(
+        "--limit of none",
+        "pipejax.inference.evaluation",
+        ("--checkpoint={here}/run", "--limit=0"),
+        "--limit",
+        "found 0",
+    ),
+    _flags(
+        "a split without a file",
+        "pipejax.inference.evaluation",
+        ("--checkpoint={here}/run",),
+        "data.test: found no file",
+    ),
+    _flags(
+        "memory of less than nothing", "pipejax.training.plan", ("--config={here}/config.py", "--memory=-1"), "--memory"
+    ),
+    _flags(
+        "devices for nobody", "pipejax.training.plan", ("--config={here}/config.py", f"--devices={10**30}"), "--devices"
+    ),
+    _flags(
+        "an unknown size", "pipejax.training.plan", ("--config={here}/config.py", "--model=huge"), "model: found 'huge'"
+    ),
+    _flags("an unknown command", "pipejax.convert.__main__", ("nonsense", "a", "b"), "'nonsense'"),
+    _flags("no place to write to", "pipejax.convert.__main__", ("to-hf", "{here}/run"), "OUT"),
+    _flags(
+        "a place that is taken",
+        "pipejax.convert.__main__",
+        ("to-hf", "{here}/run", "{here}/hf"),
+        "found something there",
+    ),
     _flags("nothing to verify", "pipejax.checkpoint.__main__", ("verify", "{here}/hf"), "found no checkpoints/"),
     _flags("nowhere to verify", "pipejax.checkpoint.__main__", ("verify", "{here}/no"), "no such directory"),
     _flags("an unknown data set", "pipejax.data.__main__", ("prepare", "nonsense"), "'nonsense'"),
     _flags("data that is not there", "pipejax.data.__main__", ("stats", "msqa", "--data-dir={here}"), "found no msqa"),
     _flags("an unknown family of scores", "pipejax.metrics.__main__", ("bleu", "{here}/in.jsonl"), "'bleu'"),
     _flags("no predictions", "pipejax.metrics.__main__", ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
-    _flags("a picture of no record", "pipejax.picture", ("{here}/in.jsonl", "--output={here}/x.svg"), "row_ids"),
-    _flags("a picture of another kind", "pipejax.picture", ("{here}/in.jsonl", "--output={here}/x.png"), ".svg"),
-    _flags("a delay for nobody", "pipejax.picture", (f"--delay={10**30}", "x", "--output={here}/x.svg"), "--delay"),
+    _flags(
+        "a picture of no record", "pipejax.inference.picture", ("{here}/in.jsonl", "--output={here}/x.svg"), "row_ids"
+    ),
+    _flags(
+        "a picture of another kind", "pipejax.inference.picture", ("{here}/in.jsonl", "--output={here}/x.png"), ".svg"
+    ),
+    _flags(
+        "a delay for nobody",
+        "pipejax.inference.picture",
+        (f"--delay={10**30}", "x", "--output={here}/x.svg"),
+        "--delay",
+    ),
     # Sources to decode.
     _source("not JSON", b'{"source": "x"', "not JSON"),
     _source("not UTF-8", b'{"source": "caf\xe9"}', "0xe9"),

@@ -15,13 +15,13 @@ import numpy as np
 from experiments.faults import runs
 from experiments.faults.runs import Commands
 from pipejax import config as config_lib
-from pipejax import sharding
 from pipejax.checkpoint import Store
 from pipejax.config import MeshConfig
 from pipejax.data import make_task
 from pipejax.data.core import TrainingBatches
-from pipejax.tokenizer import Tokenizer
-from pipejax.trainer import Trainer
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.model import sharding
+from pipejax.training.step import Trainer
 
 MESHES = ((1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 4), (4, 1, 2))  # data, fsdp, tensor
 STEPS = 6

@@ -69,9 +69,10 @@ class Warm:
 
 def _serve(pipe: Connection) -> None:
     import train
-    from pipejax import cli, training
+    from pipejax.system import cli
+    from pipejax.training import loop
 
-    vars(training)["Trainer"] = functools.cache(vars(training)["Trainer"])  # what is compiled stays
+    vars(loop)["Trainer"] = functools.cache(vars(loop)["Trainer"])  # what is compiled stays
     with contextlib.suppress(EOFError):
         while True:
             config, workdir, settings, said = pipe.recv()

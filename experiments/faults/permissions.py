@@ -8,8 +8,8 @@ from experiments.faults.refusals import DECODE, FROM_HF, RESUME, TRAIN, Kind
 from experiments.faults.runs import Commands
 
 DENIED = "denied"  # a directory of each trial; what lies in it is that of the good run
-CONVERT, VERIFY = "pipejax.convert", "pipejax.checkpoint.__main__"
-METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.picture", "pipejax.data.__main__"
+CONVERT, VERIFY = "pipejax.convert.__main__", "pipejax.checkpoint.__main__"
+METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.inference.picture", "pipejax.data.__main__"
 PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cannot be reached
     ("train.py --config", "train", ("--config={place}", "--workdir={{here}}/new")),
     ("train.py --workdir", "train", ("--config={{here}}/config.py", "--workdir={place}")),
@@ -20,15 +20,15 @@ PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cann
     ("decode.py --checkpoint", "decode", ("--checkpoint={place}", *DECODE[1:])),
     ("decode.py --input", "decode", (DECODE[0], "--input={place}", DECODE[2])),
     ("decode.py --output", "decode", (*DECODE[:2], "--output={place}")),
-    ("evaluate --checkpoint", "pipejax.evaluate", ("--checkpoint={place}",)),
-    ("evaluate --json", "pipejax.evaluate", ("--checkpoint={{here}}/run", "--json={place}")),
-    ("evaluate --predictions", "pipejax.evaluate", ("--checkpoint={{here}}/run", "--predictions={place}")),
+    ("evaluate --checkpoint", "pipejax.inference.evaluation", ("--checkpoint={place}",)),
+    ("evaluate --json", "pipejax.inference.evaluation", ("--checkpoint={{here}}/run", "--json={place}")),
+    ("evaluate --predictions", "pipejax.inference.evaluation", ("--checkpoint={{here}}/run", "--predictions={place}")),
     ("from-hf SRC", CONVERT, ("from-hf", "{place}", "{{here}}/converted")),
     ("from-hf OUT", CONVERT, ("from-hf", "{{here}}/hf", "{place}")),
     ("to-hf CHECKPOINT", CONVERT, ("to-hf", "{place}", "{{here}}/converted")),
     ("to-hf OUT", CONVERT, ("to-hf", "{{here}}/run", "{place}")),
     ("verify DIR", VERIFY, ("verify", "{place}")),
-    ("plan --config", "pipejax.plan", ("--config={place}",)),
+    ("plan --config", "pipejax.training.plan", ("--config={place}",)),
     ("metrics FILE", METRICS, ("spans", "{place}")),
     ("picture RECORDS", PICTURE, ("{place}", "--output={{here}}/x.svg")),
     ("prepare --manual-dir", DATA, ("prepare", "msqa", "--manual-dir={place}", "--data-dir={{here}}/data")),

@@ -111,8 +111,8 @@ def _outputs(commands: Commands, run: Path, disk: Path, copies: Path) -> list[di
     copies.mkdir()
     (copies / "in.jsonl").write_text('{"id": 1, "source": "honey maps"}\n' * 4)
     made: list[tuple[str, tuple[str, ...]]] = [
-        ("hf", ("pipejax.convert", "to-hf", str(run), str(disk / "hf"))),
-        ("converted", ("pipejax.convert", "from-hf", str(disk / "hf"), str(disk / "converted"))),
+        ("hf", ("pipejax.convert.__main__", "to-hf", str(run), str(disk / "hf"))),
+        ("converted", ("pipejax.convert.__main__", "from-hf", str(disk / "hf"), str(disk / "converted"))),
         ("out.jsonl", ("decode", f"--checkpoint={run}", f"--input={copies}/in.jsonl", f"--output={disk}/out.jsonl")),
     ]
     results = []

@@ -49,6 +49,6 @@ def _calls(scratch: Path, run: Path) -> Iterator[tuple[str, str, tuple[str, ...]
         yield verify
         yield "decode", "decode", decode
         yield verify
-        yield "to_hf", "pipejax.convert", ("to-hf", str(run), str(scratch / f"hf-{number}"))
+        yield "to_hf", "pipejax.convert.__main__", ("to-hf", str(run), str(scratch / f"hf-{number}"))
         yield verify
         yield "decode_best", "decode", (*decode, "--best")

@@ -33,7 +33,7 @@ def template(commands: Commands, place: Path) -> Path:
     """A tiny run, its Hugging Face directory, an input and an older output, which each trial gets a copy of."""
     config = runs.prepare(place)
     assert commands.train(config, place / "run", "train.steps=4").end() == 0
-    assert commands.start("pipejax.convert", "to-hf", str(place / "run"), str(place / "hf")).end() == 0
+    assert commands.start("pipejax.convert.__main__", "to-hf", str(place / "run"), str(place / "hf")).end() == 0
     (place / "in.jsonl").write_text('{"source": "honey maps"}\n')
     (place / "out.jsonl").write_text("precious\n")
     return place

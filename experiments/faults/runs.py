@@ -112,7 +112,7 @@ class Commands:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         self.context = multiprocessing.get_context("forkserver")
-        needed = ["pipejax.training", "pipejax.convert", "experiments.faults.runs", "train", "decode"]
+        needed = ["pipejax.training.loop", "pipejax.convert.huggingface", "experiments.faults.runs", "train", "decode"]
         needed += ["transformers.models.auto.tokenization_auto", "sentencepiece"]
         self.context.set_forkserver_preload(needed)
         self.library: Path | None = None
@@ -138,7 +138,7 @@ class Commands:
         """Starts the `main` of a module with these arguments.
 
         Args:
-          name: `train`, `decode`, `pipejax.convert` or another that has one.
+          name: `train`, `decode`, `pipejax.convert.__main__` or another that has one.
           argv: its arguments.
           devices: fake CPU devices.
           cold: compile everything, instead of taking it from the runs before.
@@ -222,7 +222,7 @@ def _child(
 
     import jax
 
-    from pipejax import cli
+    from pipejax.system import cli
 
     jax.config.update("jax_num_cpu_devices", devices)
     os.environ["NPROC"] = str(2 * devices)  # XLA's threads: with one a device, devices that wait for each other starve
@@ -265,8 +265,8 @@ def committed(workdir: Path, kind: str = "checkpoints") -> list[int]:
 
 def state_word(workdir: Path, step: int, kind: str = "checkpoints") -> str:
     """One word for the arrays of a step, the optimizer's too if it holds them, read and verified now."""
+    from pipejax.checkpoint.fingerprint import digest
     from pipejax.checkpoint.store import Store
-    from pipejax.fingerprint import digest
 
     store = Store(workdir / kind)
     store.verify(step)

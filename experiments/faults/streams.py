@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 FULL = "/dev/full"
 TRAIN = "train.py --config={here}/config.py --workdir={here}/new --set=train.steps=6 --set=train.log_every=1"
 DECODE = "decode.py --checkpoint={here}/run --input={here}/in.jsonl"
-TO_HF = "-m pipejax.convert to-hf {here}/run {here}/new"
-VERIFY = "-m pipejax.checkpoint verify {here}/run"
-STATS = "-m pipejax.data stats demo"
+TO_HF = "-m pipejax convert to-hf {here}/run {here}/new"
+VERIFY = "-m pipejax checkpoint verify {here}/run"
+STATS = "-m pipejax data stats demo"
 
 
 class Case(NamedTuple):

@@ -4,7 +4,7 @@
     python -m experiments.tables --output DIR                  # collects what is finished in --workdir
 
 --run trains and evaluates what is missing: each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, made by train.py
-from configs/, and evaluated by `python -m pipejax.evaluate` at batch 1, so runs made elsewhere can be put there too.
+from configs/, and evaluated by `python -m pipejax evaluate` at batch 1, so runs made elsewhere can be put there too.
 The same command goes on after an interruption. Writes DIR/tables.md, figure_4.png, figure_5.png and results.json. The
 size "scratch" is a small T5 pretrained by `python -m experiments.pretraining`, for those without a GPU: the comparison
 is the same, the scores are not comparable with the paper's.
@@ -18,13 +18,14 @@ from typing import Any
 
 from experiments.tables import paper, report
 from experiments.tables.cells import SIZES, Cell, Scores, Way, gap, grid_of, make, read
-from pipejax import cli, metrics
+from pipejax import metrics
 from pipejax.config import STRATEGIES
 from pipejax.data import make_task
 from pipejax.data.statistics import measure
-from pipejax.errors import UserError
-from pipejax.files import write_text
-from pipejax.progress import Progress
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.files import write_text
+from pipejax.system.progress import Progress
 
 
 def main(argv: Sequence[str]) -> int:

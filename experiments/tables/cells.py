@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from pipejax import metrics
 from pipejax.checkpoint import Store
+from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import STRATEGIES, Config, load
 from pipejax.data.lines import read_file
-from pipejax.errors import UserError
-from pipejax.fingerprint import digest
+from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("base", "large", "scratch")
-Scores = dict[str, Any]  # what `python -m pipejax.evaluate` writes
+Scores = dict[str, Any]  # what `python -m pipejax evaluate` writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def make(
             flags += ["--limit", str(limit)] if limit else []
             log(f"--- {cell.name}, {way.name} on {split}")
             code = _run(
-                *("-m", "pipejax.evaluate", *flags, "--json", str(path)),
+                *("-m", "pipejax", "evaluate", *flags, "--json", str(path)),
                 *("--predictions", str(path.with_suffix(".jsonl"))),
             )
     return code
@@ -122,7 +122,7 @@ def _load(path: Path) -> Scores:
         if not {"metric", "steps", "by_rows", "examples", "strategy", "params_fp", "limit"} <= found.keys():
             raise ValueError("keys are missing")
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not what `python -m pipejax.evaluate --json` writes ({error})") from error
+        raise UserError(f"{path}: not what `python -m pipejax evaluate --json` writes ({error})") from error
     return found
 
 

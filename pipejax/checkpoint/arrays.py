@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 # Orbax and TensorStore look for patterns in the path, take "\\" for "/", and read some names as a URL's scheme.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")

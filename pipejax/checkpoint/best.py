@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pipejax import processes
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.store import Store
 from pipejax.config import Config
+from pipejax.system import distributed
 
 
 class Best:
@@ -35,7 +35,7 @@ class Best:
             self._waiting = None  # two would take twice the memory
             if self._save(step, score, params):
                 return
-            if not processes.several():  # else no process has all of it
+            if not distributed.several():  # else no process has all of it
                 self._waiting = (step, score, jax.tree.map(np.array, params))  # training goes on in these buffers
         else:
             self.settle()

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 
 from pipejax import config as config_lib
-from pipejax import environment, parameters
+from pipejax.checkpoint.fingerprint import Fingerprints, difference, shapes_of
 from pipejax.config import Config
 from pipejax.data.shapes import Shapes
-from pipejax.errors import UserError
-from pipejax.fingerprint import Fingerprints, difference, shapes_of
+from pipejax.model import parameters
+from pipejax.system import environment
+from pipejax.system.errors import UserError
 
 FORMAT = 1
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from pipejax import config as config_lib
-from pipejax import lora
 from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
-from pipejax.errors import UserError
-from pipejax.files import look, new_directory, write_text
+from pipejax.model import lora
+from pipejax.system.errors import UserError
+from pipejax.system.files import look, new_directory, write_text
 
 
 def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
@@ -28,12 +28,12 @@ def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], 
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
     if look(directory) != "directory":
-        hub = "" if directory.parent.is_dir() else "; the hub's are fetched with python -m pipejax.convert from-hf"
+        hub = "" if directory.parent.is_dir() else "; the hub's are fetched with python -m pipejax convert from-hf"
         raise UserError(f"{directory}: no such checkpoint directory{hub}")
     if look(directory / kind) != "directory":
         if best and (directory / "checkpoints").is_dir():
             raise UserError(f"{directory}: found no best/; expected a run that was evaluated at least once")
-        hint = "; convert it first: python -m pipejax.convert from-hf" if (directory / "config.json").is_file() else ""
+        hint = "; convert it first: python -m pipejax convert from-hf" if (directory / "config.json").is_file() else ""
         for above in directory.absolute().parents[:2]:
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
                 hint = f"; it is a part of {above}: give that, and --best for its best step"

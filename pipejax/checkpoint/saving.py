@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable, Iterable
 
-from pipejax import processes
 from pipejax.checkpoint.arrays import Writes
+from pipejax.system import distributed
 
 
 class Saving(threading.Thread):
@@ -20,7 +20,7 @@ class Saving(threading.Thread):
     def run(self) -> None:
         """Commits where all that is written is this process's; of several the first one does when all are through."""
         self.error = wait_for(self._writes)
-        if not (self.error or processes.several()):
+        if not (self.error or distributed.several()):
             try:
                 self.commit()
             except Exception as error:

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from pipejax.files import free_name, sweep, sync, sync_tree
+from pipejax.system.files import free_name, sweep, sync, sync_tree
 
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 STAGING = ".orbax-checkpoint-tmp"  # after a step's number: a save that is not committed

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipejax import environment, processes
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.arrays import Writes
+from pipejax.checkpoint.fingerprint import Fingerprints, difference, fingerprints, shapes_of
 from pipejax.checkpoint.manifest import Damaged, Manifest
 from pipejax.checkpoint.saving import Saving, wait_for
 from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
-from pipejax.errors import UserError
-from pipejax.files import look, make_directories
-from pipejax.fingerprint import Fingerprints, difference, fingerprints, shapes_of
-from pipejax.tokenizer import check_digests, digests
+from pipejax.data.tokenizer import check_digests, digests
+from pipejax.system import distributed, environment
+from pipejax.system.errors import UserError
+from pipejax.system.files import look, make_directories
 
 LOOKS = 20  # at steps that are replaced while they are read
 
@@ -91,9 +91,9 @@ class Store:
         environment.allow_files()
         if not writable:
             return
-        with processes.together(UserError):
+        with distributed.together(UserError):
             try:
-                if processes.first():
+                if distributed.first():
                     make_directories(self.directory)
                     if not os.access(self.directory, os.W_OK | os.X_OK):
                         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -138,13 +138,13 @@ class Store:
         seal = functools.partial(manifest_lib.make, step, arrays, config, about)
         staging, writes = self._steps.staging(step), list[Writes]()
         try:
-            with processes.together(Exception):
-                if processes.first():
+            with distributed.together(Exception):
+                if distributed.first():
                     about |= self._tokenizer
                     self._steps.sweep()
                     for name in items:
                         arrays_lib.make_place(staging / name)
-            with processes.together(Exception):
+            with distributed.together(Exception):
                 for name, tree in items.items():
                     writes += arrays_lib.begin(staging / name, tree)
         except Exception as error:  # what Orbax may raise is not documented; all of it means: not saved
@@ -172,11 +172,11 @@ class Store:
             return True
         saving.join()
         try:
-            with processes.together(Exception):
+            with distributed.together(Exception):
                 if saving.error:
                     raise saving.error
-            with processes.together(Exception):
-                if processes.several() and processes.first():
+            with distributed.together(Exception):
+                if distributed.several() and distributed.first():
                     saving.commit()
         except Exception as error:
             self._failed(saving.step, error)
@@ -197,7 +197,7 @@ class Store:
           Damaged: anything is absent, unreadable or does not match the manifest.
           UserError: it cannot be read just now, or holds something else than what is expected.
         """
-        with processes.together(UserError, Damaged):
+        with distributed.together(UserError, Damaged):
             place = self.place(step)
             manifest = self._manifest(step)
             config = manifest_lib.config_of(manifest, place)
@@ -241,7 +241,7 @@ class Store:
 
         def read(step: int) -> Restored:
             try:
-                if processes.first():
+                if distributed.first():
                     self.verify(step)
             except UserError as trouble:  # no damage; these arrays are not needed to go on
                 log(f"warning: {trouble}")
@@ -254,15 +254,15 @@ class Store:
 
     def retire(self, newest: int) -> None:
         """Removes what is not to be kept beside the newest step: a kill may have come between its save and that."""
-        with processes.together(UserError):  # nobody lists the steps before they are gone
-            if processes.first():
+        with distributed.together(UserError):  # nobody lists the steps before they are gone
+            if distributed.first():
                 self._steps.retire(newest)
         self._tell()
 
     def close(self) -> bool:
         """Waits for the save under way. False if it failed."""
         done = self.settle()
-        if self._writable and processes.first():
+        if self._writable and distributed.first():
             self._steps.sweep()
         return done
 
@@ -294,10 +294,10 @@ class Store:
         self, read: Callable[[int], Restored], log: Callable[[str], None], *, set_aside: bool
     ) -> Restored | None:
         damaged = 0
-        for step in processes.same(self.steps()[:100]):
+        for step in distributed.same(self.steps()[:100]):
             path = self.place(step)
             try:
-                with processes.together(UserError, Damaged, Replaced):
+                with distributed.together(UserError, Damaged, Replaced):
                     found = self.look(step, read)
             except Damaged as damage:
                 damaged += 1
@@ -310,9 +310,9 @@ class Store:
 
     def _set_aside(self, step: int) -> str:
         name = ""
-        with processes.together(UserError):
+        with distributed.together(UserError):
             try:
-                if processes.first():
+                if distributed.first():
                     name = self._steps.set_aside(step)
             except OSError as error:
                 raise UserError(f"{self.place(step)}: damaged, and cannot be renamed ({error.strerror})") from error
@@ -348,8 +348,8 @@ class Store:
         if self._proven:
             return
         self._proven = True
-        with processes.together(UserError):
-            if processes.first():
+        with distributed.together(UserError):
+            if distributed.first():
                 try:
                     manifest = self._manifest(step)
                     for name in manifest["arrays"]:
@@ -367,7 +367,7 @@ class Store:
     def _failed(self, step: int, error: Exception) -> None:
         reason = reason_of(error)
         self.log(f"{self.directory / str(step)}: not saved ({reason}); earlier checkpoints are as they were")
-        if processes.first():
+        if distributed.first():
             self._steps.sweep()
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.errors import UserError, out_of_memory
+from pipejax.system.errors import UserError, out_of_memory
 
 # What reading damaged files ends in: files that are missing or are none, bytes that are not what they should be; and,
 # in the code that parses them, JSON that is another than was written.

@@ -6,7 +6,7 @@ from pipejax.data.core import Task
 from pipejax.data.demo import DemoTask
 from pipejax.data.jsonl import FilesTask
 from pipejax.data.published import PublishedTask
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 # In the order of the paper's Table 1; the last two are not in it.
 PUBLISHED = {

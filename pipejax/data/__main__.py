@@ -1,7 +1,7 @@
 """Prepares published data sets, and says what a task's data is like.
 
-    python -m pipejax.data prepare TASK --manual-dir DIR [--data-dir DIR]
-    python -m pipejax.data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
+    python -m pipejax data prepare TASK --manual-dir DIR [--data-dir DIR]
+    python -m pipejax data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
 
 `prepare` reads what the publisher gives (DIR) and writes what training reads (--data-dir, by itself that of TFDS:
 ~/tensorflow_datasets). A TASK without its files says which ones it needs. `stats` takes the bounds of the task, or
@@ -13,21 +13,21 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from pipejax import cli
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig
 from pipejax.data import PUBLISHED, TASKS, make_task
 from pipejax.data.statistics import measure, table
-from pipejax.errors import UserError
-from pipejax.progress import Progress
-from pipejax.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
 
 SPLITS = ("train", "dev", "test")
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = cli.Parser(prog="python -m pipejax.data", description=__doc__)
+    parser = cli.Parser(prog="python -m pipejax data", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=cli.Parser)
     prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")
     prepare.add_argument("task", metavar="TASK", help=", ".join(PUBLISHED))

@@ -18,9 +18,9 @@ from tensorflow_datasets.summarization.wikihow import Wikihow
 from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
 from pipejax.data.manual import Manual
 from pipejax.data.published import Published, Record, Records, data_root
-from pipejax.errors import UserError
-from pipejax.files import look
-from pipejax.progress import Progress
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
+from pipejax.system.progress import Progress
 
 _FEATURES: dict[Any, Any] = {str: tfds.features.Text, list: lambda: tfds.features.Sequence(tfds.features.Text())}
 _VERSION = tfds.core.Version("1.0.0")

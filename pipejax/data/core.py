@@ -18,7 +18,7 @@ import numpy as np
 from pipejax import grid
 from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data.shapes import Pair, Shapes, choose, round_up
-from pipejax.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer
 
 SAMPLE, CHARACTERS = 4000, 4_000_000  # examples whose lengths the shapes are chosen by, and their text, at the most
 

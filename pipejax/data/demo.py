@@ -17,7 +17,7 @@ import numpy as np
 
 from pipejax.data.core import Example
 from pipejax.data.lines import text_of
-from pipejax.tokenizer import Tokenizer, import_transformers
+from pipejax.data.tokenizer import Tokenizer, import_transformers
 
 T = TypeVar("T")
 

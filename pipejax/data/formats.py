@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.data.lines import Placed, read_file
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 PARQUET = (".parquet", ".pq")
 EXPECTED = "JSON lines, Parquet, or a directory that the library datasets has saved"

@@ -8,8 +8,8 @@ from pipejax.data.core import Example
 from pipejax.data.formats import read_records
 from pipejax.data.lines import Placed, check_text, id_of, open_file, read_table, text_of, texts_of, unpacked, value_of
 from pipejax.data.text import Template, sentences, split
-from pipejax.errors import UserError
-from pipejax.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system.errors import UserError
 
 
 class FilesTask:

@@ -12,7 +12,7 @@ from pipejax.data.lines import check_text, decode_lines, kind, read_objects, tex
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Record, Records
 from pipejax.data.text import keyphrases, split
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 _PRESENT_END = "<peos>"  # stands between present and absent phrases
 

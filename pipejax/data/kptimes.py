@@ -12,7 +12,7 @@ from pipejax.data import kp20k
 from pipejax.data.lines import read_array, read_objects, text_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Record, Records
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:

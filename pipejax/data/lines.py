@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from pipejax.errors import UserError
-from pipejax.files import look
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
 
 Line = TypeVar("Line", str, bytes)
 Placed = tuple[str, dict[str, Any]]  # ("FILE:LINE", record)

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from pipejax.data.lines import open_file
-from pipejax.errors import UserError
-from pipejax.files import look
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
 
 WHOLE = 2**31  # bytes of a file that is read as a whole; what is longer is none of the known ones
 # What zipfile raises for a member that is damaged, encrypted, or packed in a way that it does not know.

@@ -12,7 +12,7 @@ from pipejax.config import GridConfig
 from pipejax.data.lines import check_text, kind, read_array, text_of, texts_of, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Record, Records
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 _DEV_SHARE = 8
 

@@ -11,9 +11,9 @@ from pipejax.data.core import Example
 from pipejax.data.lines import text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import plain
-from pipejax.errors import UserError
-from pipejax.files import look
-from pipejax.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
 
 Record = dict[str, Any]  # of texts and lists of texts
 Records = Iterator[tuple[str, str, Record]]  # ("FILE:LINE", key, record)
@@ -47,7 +47,7 @@ def data_root(data_dir: str) -> Path:
 
 
 class PublishedTask:
-    """Reads a data set that `python -m pipejax.data prepare` wrote, each example only when it is asked for."""
+    """Reads a data set that `python -m pipejax data prepare` wrote, each example only when it is asked for."""
 
     def __init__(self, published: Published, config: DataConfig) -> None:
         """Files are opened only when a split is asked for."""
@@ -81,7 +81,7 @@ class PublishedTask:
         if look(directory / "dataset_info.json", "data.data_dir:") != "file":
             raise UserError(
                 f"data.data_dir: found no {self.published.directory} in {root}; expected what "
-                f"`python -m pipejax.data prepare {self.published.name}` writes"
+                f"`python -m pipejax data prepare {self.published.name}` writes"
             )
         builder = tfds.builder_from_directory(str(directory))
         form = builder.info.file_format

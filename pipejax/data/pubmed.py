@@ -11,7 +11,7 @@ from pipejax.data.lines import kind, read_objects, text_of, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Record, Records
 from pipejax.data.text import lines
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:

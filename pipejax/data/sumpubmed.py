@@ -12,7 +12,7 @@ from pipejax.data.lines import decode_lines
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.text import lines
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 _SHARES = 20
 

@@ -3,7 +3,7 @@
 import string
 from collections.abc import Mapping, Sequence
 
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 # The backtick is not among T5's pieces; these are the quotation marks of treebank tokenizers.
 _QUOTES = (("``", '"'), ("''", '"'), ("`", "'"))

@@ -11,7 +11,7 @@ from pipejax.data.lines import check_text, decode_lines
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.text import sentences
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:

@@ -18,7 +18,7 @@ from pipejax.decoding.core import (
 )
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
-from pipejax.errors import UserError
+from pipejax.system.errors import UserError
 
 __all__ = [
     "STRATEGIES",

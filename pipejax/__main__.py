@@ -1,0 +1,59 @@
+"""All commands behind one name: `pipejax COMMAND ...`, or `python -m pipejax COMMAND ...`."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+
+# What each does, and the module whose `main` it is; that is imported only when it is asked for.
+COMMANDS = {
+    "train": ("train a T5, or go on with a run", "pipejax.training.command"),
+    "decode": ("decode a file of sources", "pipejax.inference.command"),
+    "evaluate": ("decode a split of a task and score it", "pipejax.inference.evaluation"),
+    "convert": ("weights from and to Hugging Face", "pipejax.convert.__main__"),
+    "plan": ("what a training will need of each device's memory", "pipejax.training.plan"),
+    "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
+    "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
+    "checkpoint": ("list and verify the steps of a run", "pipejax.checkpoint.__main__"),
+    "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
+    "picture": ("draw a record's grid as SVG, or as a page that plays it", "pipejax.inference.picture"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command that is named first.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    name = argv[0] if argv else "--help"
+    if name in ("--help", "-h"):
+        print(usage())
+        return 0
+    if name == "--version":
+        from pipejax import __version__
+
+        print(f"pipejax {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"pipejax: found {name!r}; expected one of {', '.join(COMMANDS)}")
+    code: int = importlib.import_module(COMMANDS[name][1]).main(argv[1:])
+    return code
+
+
+def usage() -> str:
+    """The list of commands."""
+    lines = ["usage: pipejax COMMAND ...   (pipejax COMMAND --help says more of each)", ""]
+    return "\n".join([*lines, *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items())])
+
+
+def script() -> None:
+    """The console script `pipejax`."""
+    cli.run(main)
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "pipejax"
+    script()

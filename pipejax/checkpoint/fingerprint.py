@@ -1,0 +1,87 @@
+"""Exact integer fingerprints of arrays: equal bits give equal numbers on any mesh; a changed bit does not go unseen."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pipejax.model.sharding import path_of
+from pipejax.system.hashing import GOLDEN, mix, places
+
+Array = jax.Array
+Fingerprints = dict[str, list[Any]]  # path -> [dtype, shape, number, number]
+
+
+def _words(x: Array) -> Array:
+    """The bits of x as uint32, a word an element."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    width = x.dtype.itemsize * 8
+    if width not in (8, 16, 32):
+        raise ValueError(f"fingerprint: found dtype {x.dtype}; expected at most 32 bits an element")
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+
+
+def _numbers(x: Array) -> Array:
+    """Two sums mod 2^32, independent of order and therefore of the mesh: u32 [2].
+
+    The first weights each word by an odd number of its position, so a single changed bit always changes it; the second
+    mixes word and position, so that changes which cancel in the first do not cancel here.
+    """
+    position, words = places(x.shape), _words(x)
+    mixed = mix(words ^ (position * jnp.uint32(GOLDEN)))
+    return jnp.stack([(words * (2 * position + 1)).sum(dtype=jnp.uint32), mixed.sum(dtype=jnp.uint32)])
+
+
+@functools.cache
+def _compiled(mesh: Mesh | None) -> Callable[[Array], Array]:
+    """With a mesh, the numbers come out on all of its devices, so that every process has them."""
+    return jax.jit(_numbers, out_shardings=NamedSharding(mesh, P())) if mesh else jax.jit(_numbers)
+
+
+def _mesh_of(x: Any) -> Mesh | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+def fingerprints(tree: Any) -> Fingerprints:
+    """The fingerprint of every array of a tree, by path."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    numbers = [_compiled(_mesh_of(x))(x) for _, x in leaves]  # dispatched first, fetched after
+    return {
+        path_of(keys): [str(x.dtype), list(x.shape), *(int(n) for n in np.asarray(pair))]
+        for (keys, x), pair in zip(leaves, numbers, strict=True)
+    }
+
+
+def shapes_of(tree: Any) -> Fingerprints:
+    """The dtype and the shape of every array of a tree, by path: the first half of a fingerprint."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {path_of(keys): [str(x.dtype), list(x.shape)] for keys, x in leaves}
+
+
+def digest(prints: Fingerprints) -> str:
+    """One word for a whole tree, 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def difference(found: Fingerprints, expected: Fingerprints) -> str | None:
+    """What differs first, in words; None if nothing does."""
+    for path in sorted(found.keys() | expected.keys()):
+        if path not in found:
+            return f"array {path} is missing"
+        if path not in expected:
+            return f"array {path} is not in the manifest"
+        if found[path] != expected[path]:
+            if found[path][:2] != expected[path][:2]:
+                was, now = (f"{p[path][0]} {p[path][1]}" for p in (expected, found))
+                return f"array {path}: found {now}; expected {was}"
+            return f"array {path} does not match its fingerprint"
+    return None

@@ -1,0 +1,162 @@
+"""Configs as files and on the command line: loading, overriding, JSON. Standard library only.
+
+A config file is a short Python file that assigns `config = Config(...)`.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import runpy
+import traceback
+import typing
+from pathlib import Path
+from typing import Any
+
+from pipejax.config.schema import Config, T5Config, check
+from pipejax.system.errors import UserError
+from pipejax.system.fields import alternatives, parse, types_of
+from pipejax.system.files import look
+
+SPACED = ("data.delimiter", "data.separator", "data.source_template")  # spaces at the ends of these count
+
+
+def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
+    """Runs a config file and applies `key=value` overrides.
+
+    Raises:
+      UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
+    """
+    path = Path(path)
+    if (found := look(path)) != "file":
+        raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected a config file")
+    try:
+        namespace = runpy.run_path(str(path))
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = error.msg if isinstance(error, SyntaxError) else _first_line(error)
+        keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)  # newer Pythons give a hint themselves
+        hint = _suggestion(keyword[1]) if keyword else ""
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
+    config = namespace.get("config")
+    if not isinstance(config, Config):
+        raise UserError(f"{path}: found no `config = Config(...)`; expected one")
+    check(config, where=str(path))
+    return override(config, overrides)
+
+
+def override(config: Config, assignments: typing.Iterable[str], *, flag: str = "--set") -> Config:
+    """Applies assignments of the form `section.key=value`, left to right, and checks the result."""
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
+        if key not in SPACED:
+            text = text.strip()
+        elif key == "data.delimiter" and text in (r"\n", r"\t"):
+            raise UserError(f"{flag} {assignment}: found two characters; expected one: $'\\t' is a tab in bash")
+        if not (key and equals):
+            raise UserError(f"{flag} {assignment}: found no {'key' if equals else repr('=')}; expected key=value")
+        config = _assign(config, key.split("."), text, key)
+    check(config, where=flag)
+    return config
+
+
+def to_json(config: Config) -> str:
+    """The resolved config as JSON text."""
+    return json.dumps(dataclasses.asdict(config), indent=2, ensure_ascii=False) + "\n"
+
+
+def from_json(text: str, *, where: str) -> Config:
+    """Reads what `to_json` wrote; `where` names the file in errors."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({_first_line(error)})") from error
+    config = _build(Config, values, "", where)
+    check(config, where=where)
+    return config
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """All leaves by dotted key, in order."""
+    leaves: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        key = prefix + field.name
+        leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
+    return leaves
+
+
+def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
+    names = [field.name for field in dataclasses.fields(node)]
+    if keys[0] not in names:
+        raise UserError(f"{full}: unknown key{_suggestion(full)}")
+    value = getattr(node, keys[0])
+    kind = types_of(type(node))[keys[0]]
+    if len(keys) > 1:
+        if value is None:
+            raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
+        if not dataclasses.is_dataclass(value):
+            parent = full.removesuffix("." + ".".join(keys[1:]))
+            raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
+        return dataclasses.replace(node, **{keys[0]: _assign(value, keys[1:], text, full)})
+    if dataclasses.is_dataclass(value) or kind not in (int, float, bool, str):
+        raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, value)}")
+    return dataclasses.replace(node, **{keys[0]: parse(text, kind, full)})
+
+
+def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
+    kinds = types_of(cls)
+    for key in values:
+        if key not in kinds:
+            raise UserError(f"{where}: {prefix}{key}: unknown key{_suggestion(prefix + key)}")
+    built = {}
+    for key, value in values.items():
+        section = next(
+            (k for k in alternatives(kinds[key]) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
+        )
+        built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
+    try:
+        return cls(**built)
+    except TypeError as error:
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
+        raise UserError(f"{where}: {prefix}{missing[0] if missing else ''}: missing") from error
+
+
+def _suggestion(key: str) -> str:
+    every = [*flat(Config()), *(f"model.{f.name}" for f in dataclasses.fields(T5Config))]
+    section, _, name = key.rpartition(".")
+    names = [k.rpartition(".")[2] for k in every]
+    close = [name] if name in names else difflib.get_close_matches(name, names, n=1)
+    if close:  # of several keys with that name the one whose section is the most alike
+        candidates = [k for k, known in zip(every, names, strict=True) if known == close[0]]
+        return f" (did you mean {difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]}?)"
+    siblings = [k.removeprefix(f"{section}.") for k in every if k.startswith(f"{section}.")]
+    if siblings:
+        return f"; the keys of {section} are {', '.join(siblings)}"
+    return f"; the sections are {', '.join(types_of(Config))}"
+
+
+def _example(key: str, value: Any) -> str:
+    section = value if dataclasses.is_dataclass(value) else T5Config
+    return f"{key}.{dataclasses.fields(section)[0].name}"
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """FILE:LINE: the line of the config file that raised the error, or any file's that is no Python."""
+    if isinstance(error, SyntaxError):
+        file = error.filename or str(path)
+        return f"{file}:{error.lineno}" if error.lineno else file
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,184 @@
+"""The schema of an experiment: frozen dataclasses, and the checks that need no files. Standard library only."""
+
+import dataclasses
+
+from pipejax.system.errors import UserError
+from pipejax.system.fields import check_fields, setting
+
+STRATEGIES = ("pipelined", "sequential")
+OBJECTIVES = (*STRATEGIES, "none")
+STOPS = ("empty_row", "literal")
+FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
+SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "adafactor")
+REMATS = ("none", "dots", "layers")
+FREEZES = ("none", "encoder")
+DTYPES = ("auto", "float32", "bfloat16")
+ROWS = ("list", "delimiter", "sentences")
+METRICS = ("spans", "keyphrases", "rouge")
+GRID = 2**15  # at the most: places on the grid are counted in 32 bits
+PLACES = 2**24  # of a grid at the most: beyond that no device holds what decoding keeps of each
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """The architecture of a T5 (names as in Hugging Face's config.json where one exists)."""
+
+    vocab_size: int = setting(least=2, most=2**24)
+    d_model: int = setting(least=1, most=2**16)
+    d_kv: int = setting(least=1, most=2**12)
+    d_ff: int = setting(least=1, most=2**18)
+    num_heads: int = setting(least=1, most=2**10)
+    num_layers: int = setting(least=1, most=2**10)
+    num_decoder_layers: int = setting(least=1, most=2**10)
+    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)
+    relative_attention_max_distance: int = setting(128, least=4)
+    dropout_rate: float = setting(0.1, least=0.0, below=1.0)
+    layer_norm_epsilon: float = setting(1e-6, above=0.0)
+    feed_forward: str = setting("relu", choices=FEED_FORWARDS)
+    tied_head: bool = setting(True)  # the head is the embedding table (v1.0); False: lm_head/kernel (v1.1, mT5)
+    scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
+    pad_token_id: int = setting(0, least=0)
+    eos_token_id: int = setting(1, least=0)
+    decoder_start_token_id: int = setting(0, least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GridConfig:
+    """The pipelined decoder's grid (paper section 3.4; times and rows are counts)."""
+
+    delay: int = setting(1, least=1, most=GRID)  # Δt: a new row starts every `delay` time-steps
+    time_max: int = setting(50, least=1, most=GRID)  # time-steps at the most
+    sub_max: int = setting(20, least=1, most=GRID)  # rows at the most
+    stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where examples come from, and how long they may be (in tokens)."""
+
+    task: str = setting("jsonl")
+    train: str = setting("")  # paths of the tasks `jsonl` and `csv`; "" = none
+    dev: str = setting("")
+    test: str = setting("")
+    source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
+    targets: str = setting("targets")  # `jsonl`, `csv`: the field that holds the rows
+    rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
+    delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
+    metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
+    data_dir: str = setting("")  # where `python -m pipejax data prepare` wrote; "" = TFDS's own directory
+    tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
+    max_source: int = setting(2048, least=2, most=2**20)  # longer sources are cut here, eos kept
+    max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)
+    separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
+
+    objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
+    steps: int = setting(1000, least=1)
+    batch_size: int = setting(24, least=1, most=2**20)
+    accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
+    pack: int = setting(0, least=0)  # examples whose targets share a row of slots, against padding; 0: see data.core
+    length_group: int = setting(
+        16, least=1, most=2**16
+    )  # batches drawn together and parted by length, against padding; 1: none
+    remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
+    shapes: int = setting(22, least=1)  # padded shapes of batches, at the most but for rare lengths: each compiles once
+    optimizer: str = setting("adamw", choices=OPTIMIZERS)
+    freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
+    lora_rank: int = setting(
+        0, least=0, most=2**16
+    )  # of low-rank factors, which alone are trained; 0: none, all is trained
+    learning_rate: float = setting(1e-4, above=0.0)
+    schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
+    warmup_steps: int = setting(100, least=0)
+    weight_decay: float = setting(0.0, least=0.0)
+    beta1: float = setting(0.9, least=0.0, below=1.0)  # beta1, beta2 and epsilon are AdamW's
+    beta2: float = setting(0.999, least=0.0, below=1.0)
+    epsilon: float = setting(1e-8, above=0.0)
+    clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
+    dropout: float = setting(0.1, least=0.0, below=1.0)
+    dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
+    seed: int = setting(0, least=0, most=2**31 - 1)
+    max_bad_steps: int = setting(10, least=1)  # steps in a row whose loss or gradient is not finite; then training ends
+    init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
+    log_every: int = setting(50, least=1)
+    evaluate_every: int = setting(500, least=1)
+    evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
+    patience: int = setting(0, least=0)  # evaluations in a row without a better one; then training ends; 0: never
+    checkpoint_every: int = setting(500, least=1)
+    keep_checkpoints: int = setting(3, least=1)  # the newest that stay on disk
+    keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
+    tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
+    wandb: str = setting("")  # a project of Weights & Biases, too; needs wandb
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Decoding settings that are not the grid's."""
+
+    max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
+    beams: int = setting(1, least=1)  # of the sequential decoder: 1 is greedy, more is beam search
+    length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**this
+    batch_size: int = setting(8, least=1, most=2**16)
+    dtype: str = setting("auto", choices=DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; data = -1 takes all that the other two leave."""
+
+    data: int = setting(-1, least=-1)
+    fsdp: int = setting(1, least=1)
+    tensor: int = setting(1, least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One experiment. `model` is None when the weights come from `train.init_from`."""
+
+    name: str = setting("experiment")
+    model: T5Config | None = setting(None)
+    grid: GridConfig = dataclasses.field(default_factory=GridConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+
+def check(config: Config, *, where: str) -> None:
+    """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
+    check_fields(config, "", where)
+    model = config.model
+    if model is not None:
+        for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+            if getattr(model, key) >= model.vocab_size:
+                raise UserError(
+                    f"{where}: model.{key}: found {getattr(model, key)}; expected an id below "
+                    f"model.vocab_size = {model.vocab_size}"
+                )
+        if model.relative_attention_max_distance <= model.relative_attention_num_buckets // 2:
+            raise UserError(
+                f"{where}: model.relative_attention_max_distance: found "
+                f"{model.relative_attention_max_distance}; expected more than half of the "
+                f"{model.relative_attention_num_buckets} buckets"
+            )
+        if 2 * config.decode.beams > model.vocab_size:
+            raise UserError(
+                f"{where}: decode.beams: found {config.decode.beams}; expected at most half of model.vocab_size = "
+                f"{model.vocab_size}"
+            )
+    if (places := config.grid.time_max * config.grid.sub_max) > PLACES:
+        raise UserError(
+            f"{where}: grid: found {places} places, time_max {config.grid.time_max} x sub_max {config.grid.sub_max}; "
+            f"expected at most {PLACES}"
+        )
+    if config.mesh.data == 0:
+        raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
+    if config.data.rows == "delimiter" and not config.data.delimiter:
+        raise UserError(f"{where}: data.delimiter: found nothing; expected at least one character")
+    if config.train.objective == "sequential" and not config.data.separator:
+        raise UserError(f"{where}: data.separator: found nothing; expected at least one character")

@@ -1,0 +1,289 @@
+"""Hugging Face T5 checkpoints into ours and back, strict both ways, without torch.
+
+Every tensor is used, every parameter filled, every shape follows from config.json; anything else is an error.
+The file decides where config.json misleads: the head is `lm_head.weight` or, without one, the shared table.
+Known are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. `pipejax.model.parameters` has the names and shapes.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from pipejax.checkpoint import check_place, open_run, require_free, save_params
+from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
+from pipejax.convert.tensor_files import Stored, check_finite, first_line, open_tensors, read_json
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.model.parameters import SHARED, check_shape, mapping
+from pipejax.system.cli import note
+from pipejax.system.errors import UserError
+from pipejax.system.files import look, new_directory
+
+Params = dict[str, Any]  # nested; the leaves are float32 arrays
+
+UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # only in very old files
+
+ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
+REQUIRED = ("model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers")
+NULLABLE = ("num_decoder_layers", "tie_word_embeddings", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+TOKENIZER_FILES = (
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
+    """Reads a Hugging Face T5 directory, tensor by tensor, into float32 parameters.
+
+    Raises:
+      UserError: a file, a key or a tensor is missing, damaged, superfluous or at odds with another.
+    """
+    directory = Path(directory)
+    model = _read_architecture(directory)
+    weights, tensors = open_tensors(directory)
+    if tensors.pop(UNUSED, None):
+        note(f"{weights}: dropped {UNUSED}, which T5 does not use")
+    _merge_shared(tensors)
+    model = replace(model, tied_head="lm_head.weight" not in tensors)
+    if model.tied_head and not model.scale_head:
+        note(f"{weights}: no lm_head.weight; the head is the shared table, unscaled, as in transformers")
+    _check_names(directory / "config.json", model, weights, tensors)
+    table = mapping(model)
+    for path, (name, axes) in table.items():  # all of them before the first is read
+        axes = axes[::-1] if path.endswith("kernel") else axes
+        check_shape(f"{tensors[name].file}: {name}", tensors[name].shape, axes, model)
+    flat = {}
+    for path, (name, _) in table.items():
+        array = tensors.pop(name).read()  # nothing is kept twice
+        flat[path] = np.array(array.T if path.endswith("kernel") else array, dtype=np.float32, order="C")
+    if not model.tied_head and np.array_equal(flat["lm_head/kernel"].T, flat["shared/embedding"]):
+        del flat["lm_head/kernel"]  # a copy of the table: transformers ties the two as well
+        model = replace(model, tied_head=True)
+    return model, unflatten_dict(flat, sep="/")
+
+
+def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: str | Path | None) -> None:
+    """Writes a directory that transformers loads as T5ForConditionalGeneration, whole or not at all.
+
+    Raises:
+      UserError: `out` is not free or cannot be written; `params` are not those of `config`, or not finite.
+    """
+    out = Path(out).absolute()
+    require_free(out)
+    tensors = _to_tensors(config, params)
+    special = {key: value for key, value in asdict(config).items() if key.endswith("_token_id")}
+    try:
+        with new_directory(out) as staging:
+            for name, values in (("config.json", _hf_config(config)), ("generation_config.json", special)):
+                (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+            save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers wants it
+            shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets 0600
+            if tokenizer_dir is not None:
+                _copy_tokenizer(Path(tokenizer_dir), staging)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
+
+
+def from_hf(source: str | Path, out: str | Path) -> None:
+    """Converts a Hugging Face directory, or a model of the hub, to a checkpoint of ours at step 0.
+
+    Raises:
+      UserError: as `read_hf`; `out` is not free; the tokenizer does not load or has more ids than the model.
+    """
+    require_free(Path(out))
+    check_place(Path(out))
+    directory = _locate(str(source))
+    vocabulary = _read_architecture(directory).vocab_size
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = _copy_tokenizer(directory, Path(scratch) / "tokenizer")
+        if tokenizer is None:
+            note(f"{directory}: no tokenizer files, so the checkpoint carries no tokenizer")
+        elif (size := Tokenizer.load(tokenizer).size) > vocabulary:
+            raise UserError(
+                f"{directory}: found a tokenizer of {size} ids; expected at most {vocabulary}, config.json's vocab_size"
+            )
+        model, params = read_hf(directory)
+        config = Config(
+            name=Path(source).resolve().name,
+            model=model,
+            data=DataConfig(task="none", separator=" "),  # without a task, rows are joined by one space
+            train=TrainConfig(objective="none"),
+        )
+        try:
+            save_params(out, config, params, tokenizer_source=tokenizer)
+        except (OSError, ValueError) as error:  # ValueError: the storage layer's, for a full disk too
+            raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
+    _report(out, params)
+
+
+def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
+    """Converts a checkpoint of ours, its newest good step or its best, to a Hugging Face directory.
+
+    Raises:
+      UserError: there is no good step; otherwise as `write_hf`.
+    """
+    require_free(Path(out))
+    restored = open_run(checkpoint, best=best, log=note)
+    assert restored.config.model is not None  # `open_run` saw to it
+    write_hf(restored.config.model, restored.items["params"], out, restored.tokenizer_files())
+    _report(out, restored.items["params"])
+
+
+def _read_architecture(directory: Path) -> T5Config:
+    """The architecture by config.json; whether the head is tied, the weights decide."""
+    file = directory / "config.json"
+    facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
+    for key in REQUIRED:
+        if key not in facts:
+            raise UserError(f"{file}: {key}: missing; expected it, as in every T5's config.json")
+    kind = facts["model_type"]
+    if kind not in ("t5", "mt5"):
+        raise UserError(f"{file}: model_type: found {kind!r}; expected t5 or mt5")
+    values = {key: facts[key] for key in T5Config.__dataclass_fields__ if key in facts}
+    # transformers 5 says it by scale_decoder_outputs; before, an untied head was the sign of v1.1, which does
+    # not scale. mT5 never scales, whatever its config.json says.
+    scaled = facts.get("scale_decoder_outputs", facts.get("tie_word_embeddings", True))
+    values["scale_head"] = scaled if kind == "t5" else False
+    values["feed_forward"] = facts.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
+    values.setdefault("num_decoder_layers", facts["num_layers"])
+    generation = directory / "generation_config.json"
+    start = read_json(generation).get("decoder_start_token_id") if look(generation) == "file" else None
+    values.setdefault("decoder_start_token_id", values.get("pad_token_id", 0) if start is None else start)
+    if isinstance(values.get("eos_token_id"), list) and len(values["eos_token_id"]) == 1:
+        values["eos_token_id"] = values["eos_token_id"][0]
+    model = T5Config(**values)
+    try:
+        check(Config(model=model), where="")
+    except UserError as error:
+        problem = str(error).replace("model.", "").replace("feed_forward:", "feed_forward_proj:")
+        problem = problem.replace("scale_head:", "scale_decoder_outputs or tie_word_embeddings:")
+        raise UserError(f"{file}{problem}") from error
+    activation, gated = ACTIVATIONS[model.feed_forward], model.feed_forward != "relu"
+    for key, expected in (("dense_act_fn", activation), ("is_gated_act", gated)):
+        if facts.get(key, expected) != expected:  # in transformers it would override feed_forward_proj
+            raise UserError(
+                f"{file}: {key}: found {facts[key]!r}; expected {expected!r}, as "
+                f"feed_forward_proj is {model.feed_forward}"
+            )
+    return model
+
+
+def _merge_shared(tensors: dict[str, Stored]) -> None:
+    """Leaves one of the embedding's three names, if all that are present hold the same numbers."""
+    present = [name for name in SHARED if name in tensors]
+    for name in present[1:]:
+        alias = tensors.pop(name)
+        if not np.array_equal(alias.read(), tensors[present[0]].read()):
+            raise UserError(f"{alias.file}: {name}: differs from {present[0]}; expected one table")
+    if present:
+        tensors[SHARED[0]] = tensors.pop(present[0])
+
+
+def _check_names(file: Path, model: T5Config, weights: Path, tensors: dict[str, Stored]) -> None:
+    """Raises a UserError unless the tensors are exactly those of the architecture in config.json."""
+    if not any(name.startswith("decoder.") for name in tensors):
+        raise UserError(
+            f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "
+            "expected an encoder and a decoder"
+        )
+    dense = min((name for name in tensors if ".DenseReluDense.wi" in name), default=None)
+    if dense and (".wi." in dense) != (model.feed_forward == "relu"):
+        raise UserError(
+            f"{file}: feed_forward_proj: found {model.feed_forward}; expected "
+            f"{'relu' if '.wi.' in dense else 'gated-gelu'}, as {weights.name} holds {dense}"
+        )
+    for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
+        blocks = {name.split(".")[2] for name in tensors if name.startswith(f"{stack}.block.")}
+        if len(blocks) != getattr(model, key):
+            raise UserError(
+                f"{file}: {key}: found {getattr(model, key)}; expected {len(blocks)}, the number "
+                f"of {stack} blocks in {weights.name}"
+            )
+    names = {name for name, _ in mapping(model).values()}
+    for name in sorted(names - tensors.keys()):
+        raise UserError(f"{weights}: {name}: missing; expected {len(names)} tensors, found {len(tensors)}")
+    for name in sorted(tensors.keys() - names):
+        raise UserError(
+            f"{tensors[name].file}: {name}: found a tensor without a place; expected the "
+            f"{len(names)} that follow from config.json"
+        )
+
+
+def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:
+    """Our parameters by torch's names, in its layout."""
+    flat, table = flatten_dict(params, sep="/"), mapping(model)
+    for path in sorted(flat.keys() ^ table.keys()):
+        problem = "missing" if path in table else "found one too many"
+        raise UserError(f"parameters: {path}: {problem}; expected the {len(table)} that the config implies")
+    tensors = {}
+    for path, (name, axes) in table.items():
+        array = np.asarray(flat[path], dtype=np.float32)
+        check_shape(f"parameters: {path}", array.shape, axes, model)
+        check_finite(f"parameters: {path}", array)
+        tensors[name] = np.ascontiguousarray(array.T if path.endswith("kernel") else array)
+    return tensors
+
+
+def _hf_config(model: T5Config) -> dict[str, Any]:
+    """config.json. mT5 becomes an unscaled t5: only t5 has a key that says whether to scale."""
+    facts = asdict(model)
+    kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
+    return facts | {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "feed_forward_proj": kind,
+        "dense_act_fn": ACTIVATIONS[kind],
+        "is_gated_act": kind != "relu",
+        "tie_word_embeddings": tied,
+        "scale_decoder_outputs": scaled,
+    }
+
+
+def _locate(source: str) -> Path:
+    """The directory itself, or that of a hub model's download."""
+    if (found := look(source)) == "directory":
+        return Path(source)
+    if found:
+        raise UserError(f"{source}: found a file; expected a directory with config.json and weights")
+    reason = "no such path"
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
+        patterns = ["*.json", *TOKENIZER_FILES, "model*.safetensors"]
+        try:
+            from huggingface_hub import snapshot_download
+
+            directory = Path(snapshot_download(source, allow_patterns=patterns))
+            if not any(directory.glob("model*.safetensors")):
+                snapshot_download(source, allow_patterns="flax_model.msgpack")
+            return directory
+        except Exception as error:  # of the hub client and of the HTTP libraries beneath it
+            reason = first_line(error)
+    raise UserError(f"{source}: found neither a directory nor a reachable hub id ({reason}); expected either")
+
+
+def _copy_tokenizer(source: Path, target: Path) -> Path | None:
+    """Copies the tokenizer files byte for byte; None if there are none."""
+    files = [source / name for name in TOKENIZER_FILES if look(source / name) == "file"]
+    target.mkdir(exist_ok=True)
+    for file in files:
+        try:
+            shutil.copyfile(file, target / file.name)
+        except OSError as error:
+            raise UserError(f"{file}: cannot be copied ({first_line(error)})") from error
+    return target if files else None
+
+
+def _report(out: str | Path, params: Params) -> None:
+    arrays = flatten_dict(params).values()
+    print(f"{out}: {sum(x.size for x in arrays) / 1e6:.3f} million parameters in {len(arrays)} tensors")

@@ -1,0 +1,159 @@
+"""Files of named tensors, opened strictly and read one by one: safetensors and flax's msgpack.
+
+Nothing here knows what the tensors are for, and no pickle is read.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import numpy as np
+from flax.traverse_util import flatten_dict
+from safetensors import SafetensorError, safe_open
+
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, not read yet; name, shape and content as torch has them."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors calls it
+    fetch: Callable[[], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """The content; raises a UserError if it cannot be read or is not finite."""
+        try:
+            array = self.fetch()
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.file, self.name, error) from error
+        check_finite(f"{self.file}: {self.name}", array)
+        return array
+
+
+def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
+    """The file that describes a directory's weights, and its tensors by name.
+
+    Raises:
+      UserError: no weights; a file that is damaged or at odds with its index; a dtype not in DTYPES.
+    """
+    openers = {
+        "model.safetensors": _open_safetensors,
+        "model.safetensors.index.json": _open_index,
+        "flax_model.msgpack": _open_msgpack,
+    }
+    for file, opener in ((directory / name, opener) for name, opener in openers.items()):
+        if look(file) == "file":
+            tensors = opener(file)
+            for name, stored in tensors.items():
+                if stored.dtype not in DTYPES:
+                    raise UserError(
+                        f"{stored.file}: {name}: found dtype {stored.dtype}; expected one of {', '.join(DTYPES)}"
+                    )
+            return file, tensors
+    pickles = sorted(file.name for file in directory.glob("*.bin"))
+    found = f"only {pickles[0]} (save it as safetensors first)" if pickles else "no weights"
+    raise UserError(f"{directory}: found {found}; expected one of {', '.join(openers)}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; raises a UserError for anything else."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); expected a JSON object") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: found no JSON ({first_line(error)}); expected a JSON object") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: found {values!r:.40}; expected a JSON object")
+    return values
+
+
+def check_finite(where: str, array: np.ndarray) -> None:
+    """Raises a UserError if any value is NaN or infinite."""
+    if wrong := array.size - np.count_nonzero(np.isfinite(array)):
+        raise UserError(f"{where}: found {wrong} values that are NaN or infinite; expected finite numbers")
+
+
+def damaged(file: Path, expected: str, error: Exception) -> UserError:
+    """The error for a file that does not hold what it should."""
+    return UserError(f"{file}: found a damaged file ({first_line(error)}); expected {expected}")
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _open_safetensors(file: Path) -> dict[str, Stored]:
+    try:
+        file.open("rb").close()  # safetensors says of all that cannot be opened that it is not there
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
+    try:
+        handle = safe_open(file, framework="numpy")
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no dict)
+    except (SafetensorError, OSError) as error:
+        raise damaged(file, "safetensors", error) from error
+    return {
+        name: Stored(file, name, tuple(part.get_shape()), part.get_dtype(), partial(handle.get_tensor, name))
+        for name, part in slices.items()
+    }
+
+
+def _open_index(index: Path) -> dict[str, Stored]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise UserError(f"{index}: weight_map: found {places!r:.60}; expected the file name of every tensor")
+    tensors: dict[str, Stored] = {}
+    for shard in dict.fromkeys(places.values()):
+        if shard in ("", ".", "..") or os.path.basename(shard) != shard:
+            raise UserError(f"{index}: weight_map: found {shard!r}; expected a file name, beside the index")
+        file = index.with_name(shard)
+        listed = {name for name, place in places.items() if place == shard}
+        if look(file) != "file":
+            raise UserError(
+                f"{index}: weight_map: found {shard}, which does not exist; expected it to hold "
+                f"{min(listed)} ({len(listed)} tensors in all)"
+            )
+        stored = _open_safetensors(file)
+        for name in sorted(stored.keys() ^ listed):
+            problem = "found, but not" if name in stored else "missing; expected it, as it is"
+            raise UserError(f"{file}: {name}: {problem} listed for this file in {index.name}")
+        tensors |= stored
+    return tensors
+
+
+def _open_msgpack(file: Path) -> dict[str, Stored]:
+    """Flax's parameters by torch's names: a kernel, [in, out], is a transposed weight."""
+    try:
+        with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            tree = flax.serialization.msgpack_restore(content)  # type: ignore[arg-type]  # any buffer will do
+        leaves = flatten_dict(tree["params"] if tree.keys() == {"params"} else tree, sep=".")
+    except (ValueError, TypeError, AttributeError, KeyError, AssertionError, OSError) as error:
+        raise damaged(file, "flax parameters", error) from error
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    tensors = {}
+    for path, array in leaves.items():
+        stem, _, kind = path.rpartition(".")
+        if not isinstance(array, np.ndarray) or kind not in ("kernel", "embedding", "weight"):
+            raise UserError(
+                f"{file}: {path}: found {type(array).__name__}; expected an array whose name "
+                "ends in kernel, embedding or weight"
+            )
+        array = array.T if kind == "kernel" else array
+        name, dtype = f"{stem}.weight", codes.get(str(array.dtype), str(array.dtype))
+        tensors[name] = Stored(file, name, array.shape, dtype, partial(np.asarray, array))
+    return tensors

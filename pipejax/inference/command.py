@@ -1,0 +1,60 @@
+"""Decodes a file of sources with a trained or converted checkpoint.
+
+    python decode.py --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
+
+Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task makes its source of, such as
+"question" and "context"; "-" is standard input or output. Compiled programs are kept in the user's cache directory, or
+in $PIPEJAX_CACHE if that is set ("off": nowhere).
+"""
+
+from collections.abc import Sequence
+
+from pipejax.system import cli
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; all logic is in `pipejax.inference.records` and `pipejax.inference.generator`."""
+    from pipejax.config import STRATEGIES
+
+    parser = cli.Parser(prog="decode.py", description=__doc__)
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of train.py"
+    )
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="JSON lines (gzip, too), Parquet, a saved data set; - for standard input",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or - for standard output")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+    parser.add_argument(
+        "--batch-size",
+        type=cli.whole(1, 2**16),
+        metavar="N",
+        help="default: decode.batch_size; 1 from standard input; a CPU takes 8 at most",
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
+    parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
+    flags = parser.parse_args(argv)
+
+    from pipejax.inference import records
+
+    records.check_paths(flags.input, flags.output, resume=flags.resume)
+
+    from pipejax.inference.generator import (
+        load,  # starts JAX: after the flags and the input's place are known to be good
+    )
+
+    generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, log=cli.note)
+    records.decode_file(
+        generator,
+        flags.input,
+        flags.output,
+        strategy=flags.strategy,
+        batch_size=flags.batch_size,
+        log=cli.note,
+        resume=flags.resume,
+    )
+    return 0

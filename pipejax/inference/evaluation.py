@@ -1,0 +1,215 @@
+"""Decodes examples and scores them; the command does it for a split of a task.
+
+    python -m pipejax evaluate --checkpoint DIR --task msqa --split test --json OUT [--predictions FILE.jsonl]
+
+One document at a time by default, as throughput is reported in the paper; --batch-size for speed. The JSON object
+holds the scores, steps, what was cut, examples a second (generate and detokenise, compilation and tokenisation left
+out), peak memory, and score, steps and seconds by the number of rows in the data.
+"""
+
+import json
+import resource
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from pipejax import config as config_lib
+from pipejax import metrics
+from pipejax.data import make_task
+from pipejax.data.core import Example
+from pipejax.data.text import sentences
+from pipejax.inference.generator import Generator, Record, load
+from pipejax.inference.report import Report
+from pipejax.inference.sources import Source
+from pipejax.system import cli, distributed
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
+
+
+def evaluate(
+    generator: Generator,
+    examples: Sequence[Example],
+    *,
+    strategy: str | None = None,
+    metric: str | None = None,
+    batch_size: int = 8,
+    tick: Callable[[int], None] = lambda count: None,
+) -> tuple[dict[str, Any], list[Record]]:
+    """Decodes the examples and compares rows with targets.
+
+    Args:
+      generator: holds the weights and the settings.
+      examples: not empty.
+      strategy: None: the generator's default.
+      metric: one of `metrics.HEADLINES`; None: that of the generator's config.
+      batch_size: examples decoded together.
+      tick: called with the number of examples done since the last call.
+
+    Returns:
+      metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's are the
+      ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation left
+      out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch size
+      is 1. With the metric "rouge" and a blank separator "rows" are the sentences of the text, of either strategy.
+    """
+    name = strategy or generator.default_strategy
+    records, report = _decode(generator, examples, name, batch_size, tick)
+    data = generator.config.data
+    metric = metric or data.metric or make_task(data).metric
+    if metric == "rouge" and not data.separator.strip():
+        # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
+        for record in records:
+            record["rows"] = sentences(record["text"])
+    gold, predicted = [e.targets for e in examples], [record["rows"] for record in records]
+    scores = metrics.score(metric, [e.source for e in examples], gold, predicted)
+    result = {
+        "strategy": name,
+        "examples": len(examples),
+        "metric": metric,
+        **scores,
+        **report.summary(name),
+    }
+    return result, records
+
+
+def _decode(
+    generator: Generator, examples: Sequence[Example], strategy: str, batch_size: int, tick: Callable[[int], None]
+) -> tuple[list[Record], Report]:
+    """Each process decodes a share of the examples; all have the records of all.
+
+    `tick` may be an exchange of its own, so it is called as often in each: what does not divide, all decode.
+    """
+
+    def decoded(part: Sequence[Example], report: Report) -> list[Record]:
+        sources = [Source(e.id, e.source) for e in part]
+        decode = partial(generator.stream, strategy=strategy, batch_size=batch_size, report=report, tick=tick)
+        if batch_size > 1:
+            return list(decode(sources))
+        records = []
+        for source in sources:  # one by one they can be timed
+            before = report.seconds
+            records += [record | {"seconds": report.seconds - before} for record in decode([source])]
+        return records
+
+    index, count = jax.process_index(), jax.process_count()
+    even, report = len(examples) // count * count, Report()
+    records = decoded(examples[index:even:count], report)
+    rest = decoded(examples[even:], report if index == 0 else Report())
+    if count == 1:
+        return records, report
+    shares = [json.loads(text) for text in distributed.gather(json.dumps([records, vars(report)]))]
+    all_records = [shares[i % count][0][i // count] for i in range(even)]
+    return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
+
+
+def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, Any]]:
+    """The chief score, steps and, if known, seconds of the documents with 0, 1, ... rows (paper, Figures 4 and 5)."""
+    groups: dict[int, list[int]] = {}
+    for i, example in enumerate(examples):
+        groups.setdefault(len(example.targets), []).append(i)
+    table = []
+    for rows, members in sorted(groups.items()):
+        part = [examples[i] for i in members]
+        scores = metrics.score(
+            metric, [e.source for e in part], [e.targets for e in part], [records[i]["rows"] for i in members]
+        )
+        headline = metrics.HEADLINES[metric]
+        line = {"rows": rows, "documents": len(members), headline: scores[headline]}
+        for key in ("steps", "seconds"):
+            if key in records[members[0]]:
+                line[key] = sum(records[i][key] for i in members) / len(members)
+        table.append(line)
+    return table
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes since the start: of the fullest device, where devices tell, else of the process.
+
+    Loading is part of it, but needs no more of a device than the weights in the compute dtype and a layer in float32.
+    """
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    if known := [peak for peak in peaks if peak]:
+        return {"peak_device_bytes": max(known)}
+    return {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m pipejax evaluate", description=__doc__)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR")
+    parser.add_argument("--task", help="default: the one that it was trained on")
+    parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
+    parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+    parser.add_argument(
+        "--batch-size", type=cli.whole(1, 2**16), default=1, metavar="N", help="documents decoded together (1)"
+    )
+    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many documents")
+    parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
+    parser.add_argument(
+        "--predictions", metavar="FILE", help="keep what was decoded: lines id, source, gold, pred, ..."
+    )
+    parser.add_overrides("override a setting of grid, decode or data (repeatable)")
+    flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
+    cli.check_output("--predictions", flags.predictions)
+    ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
+    others = [a for a in flags.overrides if a not in ours]
+
+    generator = load(flags.checkpoint, best=flags.best, overrides=others, log=cli.note)
+    if generator.tokenizer is None:
+        raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
+    if flags.task:
+        ours.insert(0, f"data.task={flags.task}")
+    generator.config = config_lib.override(generator.config, ours)
+    data = generator.config.data
+    if data.task in ("jsonl", "csv") and not getattr(data, flags.split):
+        raise UserError(
+            f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
+        )
+    task = make_task(data)
+    examples = task.examples(flags.split)[: flags.limit]
+    if not len(examples):
+        raise UserError(f"--split {flags.split}: found no examples in it; expected some")
+    strategy = flags.strategy or generator.default_strategy
+    progress = Progress("evaluating", len(examples), unit="example")
+    generator.programs.log = progress.line
+    size = generator.together(min(flags.batch_size, len(examples)))
+    result, records = evaluate(generator, examples, strategy=strategy, batch_size=size, tick=progress.add)
+    progress.close()
+    found = {
+        "checkpoint": str(flags.checkpoint),
+        "task": generator.config.data.task,
+        "split": flags.split,
+        "limit": flags.limit,
+        **generator.origin,
+        "batch_size": size,
+        "beams": generator.config.decode.beams,
+        "length_penalty": generator.config.decode.length_penalty,
+        **result,
+        **peak_memory(),
+        "by_rows": by_rows(examples, records, result["metric"]),
+    }
+    try:
+        if flags.predictions:
+            cli.write_output("--predictions", flags.predictions, _predictions(examples, records))
+    finally:  # one that cannot be written does not cost the other
+        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+        if flags.json:
+            cli.write_output("--json", flags.json, text)
+            headline = metrics.HEADLINES[result["metric"]]
+            cli.note(f"{headline} {result[headline]:.2f}, {result['steps']:.1f} steps; written to {flags.json}")
+        else:
+            print(text, end="")
+    return 0
+
+
+def _predictions(examples: Sequence[Example], records: Sequence[Record]) -> str:
+    """JSON lines."""
+    lines = []
+    for example, record in zip(examples, records, strict=True):
+        line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
+        more = {key: record[key] for key in ("text", "row_ids", "steps", "truncated")}
+        lines.append(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
+    return "".join(lines)

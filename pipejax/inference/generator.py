@@ -1,0 +1,258 @@
+"""The Python API for decoding: from texts and records to records."""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pipejax import checkpoint, decoding, grid
+from pipejax import config as config_lib
+from pipejax.checkpoint.fingerprint import digest
+from pipejax.config import Config
+from pipejax.data.core import cut_source
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.decoding import TRUNCATIONS, Strategy
+from pipejax.inference import kernels, programs, sources
+from pipejax.inference.programs import Programs
+from pipejax.inference.report import Report
+from pipejax.inference.sources import Source
+from pipejax.system import compile_cache
+from pipejax.system.errors import UserError
+
+Record = dict[str, Any]
+# What `--set` may change when a checkpoint is decoded: sections and keys.
+DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
+WINDOW = 16  # batches that are read ahead and sorted by length
+
+
+def split_rows(text: str, separator: str) -> list[str]:
+    """The rows of a sequential text. Spaces alone separate nothing; at either end a separator may lack its spaces."""
+    if not separator.strip(" "):
+        return [text] if text else []
+    parts = re.split(separator_pattern(separator), text)
+    return [row for row in map(str.strip, parts) if row]
+
+
+def separator_pattern(separator: str) -> str:
+    """Matches the separator; tokenizers are free with the number of spaces around it, and with those at the ends."""
+    core = separator.strip(" ")
+    before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
+    after = r"(?:$| +)" if separator.endswith(" ") else ""
+    return before + re.escape(core) + after
+
+
+class Generator:
+    """Parameters, tokenizer and settings, ready to decode."""
+
+    def __init__(
+        self,
+        config: Config,
+        params: Any,
+        tokenizer: Tokenizer | None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        own_kernel: bool = False,
+    ) -> None:
+        """`config.model` must be set; `devices`: None is `programs.devices`; `own_kernel`: what `kernels.use` said."""
+        if config.model is None:
+            raise ValueError("config.model: found None; expected the architecture")
+        self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
+        dtype = programs.compute_dtype(config.decode.dtype)
+        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), own_kernel=own_kernel)
+        self.programs.set_params(params)
+        self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
+
+    @property
+    def default_strategy(self) -> str:
+        """The objective the weights were trained with; sequential for converted weights."""
+        objective = self.config.train.objective
+        return "sequential" if objective == "none" else objective
+
+    def decode(
+        self,
+        given: Iterable[str | Sequence[int] | Mapping[str, Any]],
+        *,
+        strategy: str | None = None,
+        batch_size: int | None = None,
+    ) -> list[Record]:
+        """Decodes texts, lists of token ids (eos included) or records as decode.py reads them; gives a record each.
+
+        Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position, unless one is
+        given. See the README.
+
+        Raises:
+          UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.
+        """
+        if isinstance(given, str | bytes | Mapping) or hasattr(given, "columns"):
+            raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
+        checked = [self.source(value, f"source {i}", i) for i, value in enumerate(given)]
+        size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
+        return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report()))
+
+    def warm_up(
+        self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None
+    ) -> Report:
+        """Compiles ahead what `decode` needs on one device for sources of so many tokens, in lists of so many.
+
+        Programs of other lengths are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48,
+        64, 96, ... Returns what it took.
+        """
+        chosen, report = self.strategy(strategy or self.default_strategy), Report()
+        for size in map(self.together, batch_sizes):
+            for length in (min(length, self.config.data.max_source) for length in lengths):
+                self.programs.warm_up(chosen, batch_size=size, length=length, report=report)
+        return report
+
+    def source(self, value: Any, place: str, name: str | int) -> Source:
+        """What is given, if it can be decoded; `name`: its id, if it has none.
+
+        Raises:
+          UserError: it cannot; `place` says where it is.
+        """
+        source = Source(name, value)
+        if isinstance(value, Mapping):
+            source = sources.of_record(value, place, name, self.config)
+            place += ': "source_ids"' if "source_ids" in value else ""
+        has_tokenizer = self.tokenizer is not None
+        return sources.check(source, place, vocabulary=self.architecture.vocab_size, has_tokenizer=has_tokenizer)
+
+    def stream(
+        self,
+        given: Iterable[Source],
+        *,
+        strategy: str | None,
+        batch_size: int,
+        report: Report,
+        window: int = WINDOW,
+        tick: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[Record]:
+        """Yields records in input order, reading `window` batches of checked sources ahead.
+
+        Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
+        """
+        name = strategy or self.default_strategy
+        chosen = self.strategy(name)
+        devices, wanted = self.programs.devices, batch_size
+        batch_size = self.together(wanted)
+        window *= -(-wanted // batch_size)
+        waiting, spread = iter(given), 0
+        while chunk := list(islice(waiting, batch_size * window)):
+            spread = spread or min(len(devices), -(-len(chunk) // batch_size))
+            encoded = [self._encode(source, report) for source in chunk]
+            order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
+            records: dict[int, Record] = {}
+            for first in range(0, len(order), spread * batch_size):
+                part = order[first : first + spread * batch_size]
+                ids = [encoded[i] for i in part]
+                found = self.programs.decode(ids, chosen, batch_size=batch_size, spread=spread, report=report)
+                begun = time.perf_counter()
+                for b, i in enumerate(part):
+                    rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]
+                    truncated = TRUNCATIONS[int(found.truncated[b])]
+                    records[i] = self._record(chunk[i].id, name, rows, int(found.steps[b]), truncated)
+                report.seconds += time.perf_counter() - begun
+                for i in part:
+                    self._count(records[i], name, report)
+                tick(len(part))
+            yield from (records[i] for i in range(len(chunk)))
+
+    def together(self, wanted: int) -> int:
+        """How many sources a device decodes at a time when so many are wanted: on a CPU a few at most."""
+        on_cpu = self.programs.devices[0].platform == "cpu"
+        return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
+
+    def strategy(self, name: str) -> Strategy:
+        """The strategy of that name with this config's settings."""
+        bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
+        return decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos)
+
+    def _encode(self, source: Source, report: Report) -> Sequence[int]:
+        given = source.content
+        if isinstance(given, str):
+            assert self.tokenizer is not None  # `check` saw to it
+            content = [*self.tokenizer.encode(given), self.architecture.eos_token_id]
+        else:
+            content = [int(i) for i in given]
+        cut = cut_source(content, self.config.data.max_source)
+        report.cut_sources += len(cut) < len(content)
+        return cut
+
+    def _record(
+        self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int, truncated: str | None
+    ) -> Record:
+        separator = self.config.data.separator
+        text: str | None = None
+        rows: list[str] | None = None
+        if strategy != "sequential":
+            row_ids = [row for row in row_ids if row]
+        if self.tokenizer is not None:
+            rows = [self.tokenizer.decode(row) for row in row_ids]
+            if strategy != "sequential":  # tokens may be no text, and a sequential text has no empty rows either
+                row_ids = [row for row, said in zip(row_ids, rows, strict=True) if said.strip()]
+                rows = [said for said in rows if said.strip()]
+            text = separator.join(rows)
+            if strategy == "sequential":
+                rows = split_rows(text, separator)
+        return {"id": name, "text": text, "rows": rows, "row_ids": row_ids, "steps": steps, "truncated": truncated}
+
+    def _count(self, record: Record, strategy: str, report: Report) -> None:
+        report.examples += 1
+        report.steps += record["steps"]
+        if record["truncated"]:
+            report.truncated[record["truncated"]] += 1
+        if report.other_steps is None:
+            return
+        parted = bool(self.config.data.separator.strip())
+        if strategy != "sequential":
+            lengths = [len(row) for row in record["row_ids"]]
+            report.other_steps += grid.sequential_steps(lengths, separator=parted)
+        elif self.tokenizer is None or not parted:  # where a row ends cannot be seen
+            report.other_steps = None
+        else:
+            lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
+            delay = self.config.grid.delay
+            report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
+
+
+def load(
+    path: str | Path, *, best: bool = False, overrides: Sequence[str] = (), log: Callable[[str], None] = print
+) -> Generator:
+    """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
+
+    Compiled programs are kept as the commands keep them (`program_cache`).
+
+    Args:
+      path: what `pipejax.convert.huggingface from-hf` or `train.py` wrote.
+      best: take the best evaluated step.
+      overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
+      log: called with each line worth saying.
+
+    Raises:
+      UserError: no such directory, no good step in it, or an override that does not fit.
+    """
+    for assignment in overrides:
+        key = assignment.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        if hasattr(Config(), section) and not {section, key} & {*DECODING_KEYS}:
+            raise UserError(
+                f"--set {assignment}: {key} cannot change when a checkpoint is decoded; expected one of "
+                f"{', '.join(DECODING_KEYS)}"
+            )
+    compile_cache.use(log=log)
+    restored = checkpoint.open_run(path, best=best, log=log)
+    config = config_lib.override(restored.config, overrides)
+    tokenizer_files = restored.tokenizer_files()
+    tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
+    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use(log=log))
+    generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    return generator
+
+
+def _kind(given: Any) -> str:
+    if isinstance(given, str | bytes):
+        return "a text"
+    return f"one record ({type(given).__name__})" if isinstance(given, Mapping) else f"a table ({type(given).__name__})"

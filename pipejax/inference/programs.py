@@ -1,0 +1,307 @@
+"""The only place where the T5 meets a decoding strategy: what runs on devices when texts are decoded.
+
+Shapes: B batch, L source length (a bucket), E devices.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pipejax import decoding
+from pipejax.config import T5Config
+from pipejax.data.core import bucket, pad
+from pipejax.decoding import Carry, Decoded, Part, Schedule, Strategy
+from pipejax.inference import step_decoder
+from pipejax.inference.report import Report
+from pipejax.model import lora
+from pipejax.model.t5 import T5, Memory, cast_params
+
+QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
+SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
+# More at a time take longer on a CPU: weights are read once for these as well, and what grows is what a batch wastes,
+# on the widest of its answers in attention and on the longest in steps.
+CPU_BATCH = 8
+
+
+def compute_dtype(name: str) -> jnp.dtype:
+    """The dtype of that name; "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Around the tracing of a model of that dtype: float32 means float32, of whatever is multiplied.
+
+    By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.
+    """
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
+
+
+def devices() -> list[jax.Device]:
+    """Those that decode by themselves: all of this process, but one of a CPU's, since they share its cores."""
+    here = jax.local_devices()
+    return here[:1] if here[0].platform == "cpu" else here
+
+
+@flax.struct.dataclass
+class Ready:
+    """A T5's parameters as decoding reads them."""
+
+    encoding: Any  # those of the encoder and of the cross-attention's keys and values
+    decoding: step_decoder.Weights
+
+
+def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return function(*arguments, **options)
+
+
+def prepare(model: T5, params: Any, *, in_panels: bool = False, compute: Callable[..., Any] = _call) -> Ready:
+    """Merges low-rank factors, casts to the model's dtype, lays the decoder's out (`step_decoder.lay_out`). Jit-able.
+
+    Args:
+      model: the T5.
+      params: of any dtype, with or without factors.
+      in_panels: for our own kernel.
+      compute: computes one of the functions below: a layer at a time, so float32 needs no more room than that.
+    """
+    encoder, decoder = dict(params["encoder"]), dict(params["decoder"])
+    layers, weights = {}, []
+    for i in range(model.config.num_layers):
+        name = f"layers_{i}"
+        layers[name] = compute(_cast, encoder.pop(name), model=model)
+    projections = {}
+    for i in range(model.config.num_decoder_layers):
+        name = f"layers_{i}"
+        projections[name], layer = compute(_decoder_layer, decoder.pop(name), model=model, in_panels=in_panels)
+        weights.append(layer)
+    rest = {**params, "encoder": encoder, "decoder": decoder}
+    encoding, whole = compute(_rest, rest, model=model, in_panels=in_panels)
+    encoding = {**encoding, "encoder": {**encoding["encoder"], **layers}, "decoder": projections}
+    return Ready(encoding, whole.replace(layers=tuple(weights)))
+
+
+def _cast(layer: Any, *, model: T5) -> Any:
+    return cast_params(lora.merge_factors(layer), model.dtype)
+
+
+def _decoder_layer(layer: Any, *, model: T5, in_panels: bool) -> tuple[Any, step_decoder.Layer]:
+    layer = _cast(layer, model=model)
+    projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
+    return projections, step_decoder.lay_out_layer(layer, model.dtype, in_panels=in_panels)
+
+
+def _rest(params: Any, *, model: T5, in_panels: bool) -> tuple[Any, step_decoder.Weights]:
+    params = cast_params(params, model.dtype)
+    weights = step_decoder.lay_out(model.config, params, model.dtype, in_panels=in_panels)
+    return {"shared": params["shared"], "encoder": params["encoder"]}, weights
+
+
+def schedule(strategy: Strategy, batch: int, platform: str = "") -> Schedule:
+    """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
+
+    On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
+    """
+    if (platform or jax.default_backend()) == "cpu":
+        return Schedule.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
+    return Schedule.fit(strategy, batch, slots=SLOTS[1:])
+
+
+def memory_length(length: int) -> int:
+    """The padded length of a memory: a power of two, so that fewer decoders compile than encoders."""
+    return max(1 << (length - 1).bit_length(), 64)
+
+
+def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array, *, in_panels: bool = False) -> Memory:
+    """Encodes one padded batch; `model` and `in_panels` are static under jit.
+
+    Args:
+      model: the T5.
+      params: those of `Ready.encoding`.
+      source: i32 [B, L].
+      length: i32 [B], real tokens of each source.
+      in_panels: as in `prepare`.
+
+    Returns:
+      a memory of `memory_length(L)`.
+    """
+    mask = jnp.arange(source.shape[1]) < length[:, None]
+    memory: Any = model.apply({"params": params}, source, mask, method="encode")
+    more = memory_length(source.shape[1]) - source.shape[1]
+    memory = Memory(
+        keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
+        values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
+        mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
+    )
+    return step_decoder.memory_in_panels(memory) if in_panels else memory
+
+
+def decode_batch(
+    model: T5,
+    strategy: Strategy,
+    weights: step_decoder.Weights,
+    memory: Memory,
+    carry: Carry | None,
+    *,
+    sizes: Schedule,
+    slots: int,
+) -> Part:
+    """A part of `decoding.run` for an encoded batch, the first if carry is None; all but arrays is static under jit."""
+    decoder = step_decoder.PackedDecoder(model.config, weights, memory, model.dtype)
+    carry = carry or decoding.begin(strategy, decoder, strategy.init(memory.mask.shape[0]), sizes)
+    return decoding.decode(strategy, decoder, carry, schedule=sizes, slots=slots)
+
+
+class Programs:
+    """A T5's encoder and decoders over batches of token ids, compiled as they are needed.
+
+    Several devices decode a batch each and know nothing of each other: all arrays but the weights have a first axis, of
+    the devices, and no computation crosses it.
+    """
+
+    def __init__(
+        self, config: T5Config, dtype: jnp.dtype, *, devices: Sequence[jax.Device], own_kernel: bool = False
+    ) -> None:
+        """`own_kernel`: what `kernels.use` said."""
+        self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
+        self._in_panels = own_kernel
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._copies: dict[jax.Device, Ready] = {}
+        self._placed: dict[int, Ready] = {}
+        self.log: Callable[[str], None] = lambda line: None  # is told what compiles
+
+    def set_params(self, params: Any) -> None:
+        """Other weights of the same architecture, of this process or laid over the devices of several."""
+        of_first = jax.tree.leaves(params)[0]
+        spread = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
+        everywhere = NamedSharding(of_first.sharding.mesh, P()) if spread else None
+
+        def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
+            jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
+            with precision(self.model.dtype):
+                return jax.block_until_ready(jitted(tree, **static))
+
+        self._ready = prepare(self.model, params, in_panels=self._in_panels, compute=compute)
+        self._forget_copies()
+
+    def forget_params(self) -> None:
+        """Gives their memory back, until `set_params`; what was compiled stays."""
+        del self._ready
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        self._copies.clear()
+        self._placed.clear()
+
+    def decode(
+        self, sources: Sequence[Sequence[int]], strategy: Strategy, *, batch_size: int, spread: int, report: Report
+    ) -> Decoded:
+        """Decodes at most `spread` x `batch_size` sources on as many devices; adds to the report's seconds.
+
+        Returns:
+          NumPy arrays [E * B, ...]; what lies beyond the sources is filled up with copies of the last one.
+        """
+        filled = [*sources, *[sources[-1]] * (spread * batch_size - len(sources))]
+        lengths = np.asarray([len(s) for s in filled], np.int32)
+        source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
+        source, lengths = source.reshape(spread, batch_size, -1), lengths.reshape(spread, batch_size)
+        begun, compiled = time.perf_counter(), report.compile_seconds
+        ready = self._on(spread)
+        memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
+        shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
+
+        def part(slots: int, carry: Carry | None) -> Part:
+            found: Part = self._run(strategy, slots, (ready.decoding, memory, carry), shape, report)
+            return found
+
+        decoded: Decoded = jax.device_get(decoding.run(part, sizes).decoded)
+        report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
+
+    def warm_up(self, strategy: Strategy, *, batch_size: int, length: int, report: Report) -> None:
+        """Compiles all that batches of that size may need with sources that pad to that length."""
+        shape = 1, batch_size, bucket(length)
+        ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
+        lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
+        memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
+        carry = None
+        for slots in schedule(strategy, batch_size).slots:
+            arguments = ready.decoding, memory, carry
+            carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
+
+    def _on(self, spread: int) -> Ready:
+        """The weights, whole on each of the first devices; those of all spreads share one copy a device."""
+        if spread not in self._placed:
+            for device in self.devices[:spread]:
+                if device not in self._copies:
+                    self._copies[device] = jax.tree.map(partial(_whole_on, device=device), self._ready)
+            copies = [self._copies[device] for device in self.devices[:spread]]
+            place = NamedSharding(self._mesh(spread), P())
+            self._placed[spread] = jax.tree.map(partial(_assembled, place=place), *copies)
+        return self._placed[spread]
+
+    def _mesh(self, spread: int) -> Mesh:
+        return Mesh(np.asarray(self.devices[:spread]), ("each",))
+
+    def _run(self, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report) -> Any:
+        return self._program(part, slots, arguments, shape, report)(*arguments)
+
+    def _program(
+        self,
+        part: Strategy | Literal["encoder"],
+        slots: int,
+        arguments: tuple[Any, ...],
+        shape: tuple[int, int, int],
+        report: Report,
+    ) -> Any:
+        """The compiled encoder, or decoder up to so many slots, for batches of that shape [E, B, L]."""
+        key = part, slots, shape
+        if key not in self._compiled:
+            jax.block_until_ready(arguments)  # what is still computed must not count as compilation
+            begun = time.perf_counter()
+            spread, batch, length = shape
+            function: Callable[..., Any] = partial(encode_batch, self.model, in_panels=self._in_panels)
+            name, more = "encoder", ""
+            if not isinstance(part, str):
+                sizes = schedule(part, batch)
+                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots)
+                name = f"{type(part).__name__.lower()} decoder"
+                more = "" if slots == sizes.slots[0] else ", for longer answers"
+            if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds
+                self.log(f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}")
+            mesh, specs = self._mesh(spread), (P(), *[P("each")] * (len(arguments) - 1))
+            own = partial(_by_itself, function)
+            each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
+            places = tuple(NamedSharding(mesh, spec) for spec in specs)
+            with precision(self.model.dtype):
+                lowered = jax.jit(each, in_shardings=places).lower(*arguments)
+            self._compiled[key] = lowered.compile()
+            report.compile_seconds += time.perf_counter() - begun
+            report.shapes += 1
+        return self._compiled[key]
+
+
+def _by_itself(function: Callable[..., Any], weights: Any, *arrays: Any) -> Any:
+    """What a device makes of its part of arrays whose first axis is of the devices."""
+    own = jax.tree.map(lambda x: x[0], arrays)
+    return jax.tree.map(lambda x: x[None], function(weights, *own))
+
+
+def _whole_on(x: jax.Array, *, device: jax.Device) -> jax.Array:
+    """An array that is whole on some device of this process, whole on that one."""
+    here = {shard.device: shard.data for shard in x.addressable_shards}
+    return here[device] if device in here else jax.device_put(next(iter(here.values())), device)
+
+
+def _assembled(*copies: jax.Array, place: NamedSharding) -> jax.Array:
+    """Copies of an array on the devices of a mesh as one array; nothing moves."""
+    return jax.make_array_from_single_device_arrays(copies[0].shape, place, list(copies))

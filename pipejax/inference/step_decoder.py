@@ -1,0 +1,248 @@
+"""The T5 decoder as decoding needs it: one step of packed queries, on weights laid out for it once.
+
+The same function of the same parameters as `t5.Decoder` without dropout, and tests hold the two together. What
+differs is the cost. A step reads every weight for a few tokens, so weights lie in rows as they are read, projections
+of the same input are one, and activations are columns: [D, N], a column a query. Whatever depends on positions alone
+is computed once a step and shared by the layers.
+
+Shapes as in `decoding.core`: B batch, N queries of a step, Q queries of one example, C cache slots, L source length,
+D width, H heads, K head width, I = H * K, F feed-forward width, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pipejax.config import T5Config
+from pipejax.decoding.core import Step
+from pipejax.inference import kernels
+from pipejax.model.t5 import MASKED, Memory, buckets
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Layer:
+    """Weights of a decoder layer, in the compute dtype; norm scales are float32.
+
+    A matrix is [outputs, inputs] or, for our own kernel, in panels [outputs / 16, inputs, 16].
+    """
+
+    self_norm: Array  # [D]
+    self_inwards: Array  # [3 I, D]: query, key, value
+    self_outwards: Array  # [D, I]
+    cross_norm: Array  # [D]
+    cross_query: Array  # [I, D]
+    cross_outwards: Array  # [D, I]
+    norm: Array  # [D]
+    inwards: Array  # [F, D], or gate and value [2 F, D]
+    outwards: Array  # [D, F]
+
+
+@flax.struct.dataclass
+class Weights:
+    """What a decoder step reads, except for the source."""
+
+    embedding: Array  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: Array  # [D]
+    head: Array  # [V, D], the embedding itself if tied
+    bias: Array  # f32 [H, distances], the last for all that is farther
+
+
+@flax.struct.dataclass
+class Cache:
+    """Keys and values of what was fed, a layer each, in the very shapes that the products of attention read.
+
+    In any other shape XLA may write a step's keys twice, reshaped and not, and copy the cache to do so.
+    """
+
+    keys: tuple[Array, ...]  # [B * H, K, C]
+    values: tuple[Array, ...]  # [B * H, C, K]
+
+
+def lay_out(config: T5Config, params: Any, dtype: DTypeLike, *, in_panels: bool) -> Weights:
+    """The decoder's weights from a T5's parameters but for its layers; `in_panels`: for our own kernel."""
+    embedding = params["shared"]["embedding"].astype(dtype)
+    head = embedding if config.tied_head else params["lm_head"]["kernel"].T.astype(dtype)
+    longest = config.relative_attention_max_distance
+    of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
+    decoder = params["decoder"]
+    return Weights(
+        embedding=embedding,
+        layers=(),
+        norm=decoder["norm"]["scale"],
+        head=_laid(head, in_panels=in_panels),
+        bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
+    )
+
+
+def lay_out_layer(layer: Any, dtype: DTypeLike, *, in_panels: bool) -> Layer:
+    """A layer of the decoder from its parameters."""
+    own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
+
+    def rows(*parts: Any) -> Array:
+        return _laid(jnp.concatenate([x["kernel"].T for x in parts]).astype(dtype), in_panels=in_panels)
+
+    return Layer(
+        self_norm=own["norm"]["scale"],
+        self_inwards=rows(own["query"], own["key"], own["value"]),
+        self_outwards=rows(own["output"]),
+        cross_norm=cross["norm"]["scale"],
+        cross_query=rows(cross["query"]),
+        cross_outwards=rows(cross["output"]),
+        norm=feed["norm"]["scale"],
+        inwards=rows(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed)),
+        outwards=rows(feed["wo"]),
+    )
+
+
+def _laid(matrix: Array, *, in_panels: bool) -> Array:
+    fits = in_panels and matrix.dtype == jnp.float32 and matrix.shape[0] % kernels.LANES == 0
+    return kernels.panels(matrix) if fits else matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedDecoder:
+    """A `decoding.Model`: the decoder over one batch of encoded sources."""
+
+    config: T5Config
+    weights: Weights
+    memory: Memory
+    dtype: DTypeLike
+
+    def cache(self, slots: int, old: Cache | None) -> Cache:
+        """See `Model`."""
+        c, heads = self.config, self.memory.mask.shape[0] * self.config.num_heads
+        if old is None:
+            keys, values = jnp.zeros((heads, c.d_kv, slots), self.dtype), jnp.zeros((heads, slots, c.d_kv), self.dtype)
+            return Cache((keys,) * c.num_decoder_layers, (values,) * c.num_decoder_layers)
+        more = (0, slots - old.keys[0].shape[2])
+        return Cache(
+            keys=tuple(jnp.pad(x, ((0, 0), (0, 0), more)) for x in old.keys),
+            values=tuple(jnp.pad(x, ((0, 0), more, (0, 0))) for x in old.values),
+        )
+
+    def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """See `Model`."""
+        w, memory = self.weights, self.memory
+        bias = self._bias(step)
+        memory_bias = jnp.where(memory.mask, 0.0, MASKED)
+        x = w.embedding[step.tokens].T
+        keys, values = [], []
+        for i, layer in enumerate(w.layers):
+            projected = self._at_places(self._inwards(layer.self_inwards, x, layer.self_norm), step)
+            query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
+            key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
+            k = jax.lax.dynamic_update_slice_in_dim(cache.keys[i], key, step.start, axis=2)
+            v = jax.lax.dynamic_update_slice_in_dim(cache.values[i], value.swapaxes(1, 2), step.start, axis=1)
+            keys.append(k)
+            values.append(v)
+            x = outwards(layer.self_outwards, self._packed(attend(query, k, v, bias), step), x)
+
+            query = self._at_places(self._inwards(layer.cross_query, x, layer.cross_norm), step)
+            if memory.keys[i].ndim == 5:
+                found = kernels.attend(memory.keys[i], memory.values[i], query, memory_bias)
+            else:
+                found = attend(query, memory.keys[i], memory.values[i], memory_bias[:, None, None])
+            x = outwards(layer.cross_outwards, self._packed(found, step), x)
+            x = outwards(layer.outwards, self._activated(x, layer), x)
+        logits = self._inwards(w.head, x, w.norm, factor=self._head_factor, dtype=jnp.float32)
+        return logits, Cache(tuple(keys), tuple(values))
+
+    @property
+    def _head_factor(self) -> float:
+        return self.config.d_model**-0.5 if self.config.scale_head else 1.0
+
+    def _inwards(
+        self,
+        matrix: Array,
+        x: Array,
+        scale: Array,
+        *,
+        factor: float = 1.0,
+        relu: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> Array:
+        """The matrix times the norm of x times a factor; then perhaps relu."""
+        if matrix.ndim == 3:
+            return kernels.normed(matrix, x, scale * factor, epsilon=self.config.layer_norm_epsilon, relu=relu)
+        hidden = self._normed(x, scale)
+        if factor != 1.0:
+            hidden = hidden * jnp.asarray(factor, hidden.dtype)
+        found = jnp.matmul(matrix, hidden, preferred_element_type=dtype)
+        return jax.nn.relu(found) if relu else found
+
+    def _normed(self, x: Array, scale: Array) -> Array:
+        """The root-mean-square norm of each column, in float32."""
+        wide = x.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
+        return (wide * factor * scale[:, None]).astype(self.dtype)
+
+    def _activated(self, x: Array, layer: Layer) -> Array:
+        if self.config.feed_forward == "relu":
+            return self._inwards(layer.inwards, x, layer.norm, relu=True)
+        gate, value = jnp.split(self._inwards(layer.inwards, x, layer.norm), 2)
+        activation = (
+            jax.nn.silu
+            if self.config.feed_forward == "gated-silu"
+            else functools.partial(jax.nn.gelu, approximate=True)
+        )
+        return activation(gate) * value
+
+    def _bias(self, step: Step) -> Array:
+        """f32 [B, H, Q, C] for self-attention."""
+        table = self.weights.bias
+        bias = jnp.take(table, jnp.clip(step.distance, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
+        return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
+
+    def _at_places(self, x: Array, step: Step) -> Array:
+        """[M I, N] -> [B, M H, K, Q]: the queries of each example side by side."""
+        heads = x.reshape(-1, self.config.d_kv, x.shape[1])
+        if step.places is None:
+            return heads[None]
+        found = jnp.take(heads, step.places, axis=2, mode="clip")  # fillers get any query
+        return jnp.moveaxis(found, 2, 0)
+
+    def _packed(self, found: Array, step: Step) -> Array:
+        """[B, H, K, Q] -> [I, N]."""
+        if step.home is None:
+            return found.reshape(-1, found.shape[3])
+        columns = found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
+        return jnp.take(columns, step.home, axis=1, mode="clip")
+
+
+def outwards(matrix: Array, columns: Array, residual: Array) -> Array:
+    """The residual [O, N] plus the matrix, [O, I] or in panels, times columns [I, N]."""
+    if matrix.ndim == 3:
+        return kernels.added(matrix, columns, residual)
+    return residual + jnp.matmul(matrix, columns)
+
+
+def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
+    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
+    batch, heads, width, queries = query.shape
+    rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
+    keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])
+    scores = jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores.reshape(batch, heads, queries, -1) + bias, axis=3).astype(query.dtype)
+    found = jnp.einsum("nqc,nck->nqk", weights.reshape(batch * heads, queries, -1), values)
+    return found.reshape(batch, heads, queries, width).swapaxes(2, 3)
+
+
+def memory_in_panels(memory: Memory) -> Memory:
+    """For `kernels.attend`, where the shapes allow it: keys [B, H, L / 16, K, 16], values [B, H, K / 16, L, 16]."""
+    length, width = memory.values[0].shape[2:]
+    if length % kernels.LANES or width % kernels.LANES or memory.values[0].dtype != jnp.float32:
+        return memory
+    return dataclasses.replace(
+        memory,
+        keys=tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.keys),
+        values=tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.values),
+    )

@@ -1,0 +1,127 @@
+"""Where arrays live: the device mesh and the one table from parameter path to PartitionSpec.
+
+Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor" splits heads, feed-forward and
+vocabulary.
+"""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pipejax.config import MeshConfig
+from pipejax.system.errors import UserError
+
+# First match wins; every parameter matches exactly one rule (a test holds it to that).
+RULES: tuple[tuple[str, P], ...] = (
+    (r"shared/embedding", P("tensor", "fsdp")),
+    (r"lm_head/kernel", P("fsdp", "tensor")),
+    (r".*/(query|key|value|wi|wi_0|wi_1)/kernel", P("fsdp", "tensor")),
+    (r".*/(output|wo)/kernel", P("tensor", "fsdp")),
+    (r".*/lora_[ab]", P()),
+    (r".*/relative_bias/embedding", P()),
+    (r".*norm/scale", P()),
+)
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The mesh (data, fsdp, tensor) over all devices, or over the first ones if the config names fewer.
+
+    Raises:
+      UserError: the mesh is larger than the devices, or data = -1 does not come out even.
+    """
+    devices, rest = jax.devices(), config.fsdp * config.tensor
+    data = config.data
+    if data == -1:
+        if len(devices) % rest:
+            raise UserError(f"mesh: found fsdp x tensor = {rest}; expected a divisor of the {len(devices)} devices")
+        data = len(devices) // rest
+    if data * rest > len(devices):
+        raise UserError(
+            f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
+            "of this machine"
+        )
+    if {device.process_index for device in devices[: data * rest]} != set(range(jax.process_count())):
+        raise UserError(
+            f"mesh: found data x fsdp x tensor = {data * rest}; expected devices of each of the {jax.process_count()} "
+            f"processes, {len(devices)} in all"
+        )
+    return jax.make_mesh(
+        (data, config.fsdp, config.tensor),
+        ("data", "fsdp", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
+        devices=devices[: data * rest],
+    )
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """A tree path as text, "encoder/norm/scale"."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The rule's spec, without the axes that the dimension does not divide by."""
+    for pattern, spec in RULES:
+        if re.fullmatch(pattern, path):
+            return P(
+                *(
+                    axis if axis and size % mesh.shape[axis] == 0 else None
+                    for size, axis in zip(shape, tuple(spec) + (None,) * len(shape), strict=False)
+                )
+            )
+    raise ValueError(f"no sharding rule for parameter {path}")
+
+
+def param_shardings(params: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every parameter of a tree of arrays or shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: NamedSharding(mesh, spec_of(path_of(keys), x.shape, mesh)), params
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, P())
+
+
+def gather_table(params: Any, mesh: Mesh) -> Any:
+    """Parameters with the embedding table split over "tensor" alone, as lookups need it: XLA would copy it whole."""
+    table = params["shared"]["embedding"]
+    spec = P(spec_of("shared/embedding", table.shape, mesh)[0], None)
+    table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, spec))
+    return {**params, "shared": {"embedding": table}}
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the arrays of a batch: split over data and fsdp by their first axis."""
+    return NamedSharding(mesh, P(("data", "fsdp")))
+
+
+def split_batch(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """An array within a computation, laid out as batches are."""
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
+def own_rows(mesh: Mesh, rows: int) -> frozenset[int]:
+    """Which of so many rows of a batch are on devices of this process."""
+    places = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
+    return frozenset(row for place in places if place for row in range(*place[0].indices(rows)))
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """A batch, split over data and fsdp: every process has arrays of its whole size, and each device takes its rows."""
+    sharding = batch_sharding(mesh)
+    return {key: jax.make_array_from_process_local_data(sharding, x, x.shape) for key, x in batch.items()}
+
+
+def put_tree(tree: Any, shardings: Any) -> Any:
+    """Arrays that every process holds whole, put where they belong: each device takes its part."""
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        whole = np.asarray(x)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda place: whole[place])
+
+    return jax.tree.map(put, tree, shardings)

@@ -1,0 +1,1 @@
+"""What has nothing to do with T5: commands, files, streams, processes, the shell's settings."""

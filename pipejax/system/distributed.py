@@ -1,0 +1,344 @@
+"""Several processes of one run, through JAX's own runtime: joining it, who is first, and what all agree on.
+
+With one process everything here costs nothing. Who starts the processes (srun, mpirun, Kubernetes, Ray, ssh) is none of
+our business: docs/clusters.md has a recipe for each.
+"""
+
+import collections
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import distributed  # whose client asks the coordinator
+from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # what jax.distributed.initialize() asks
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pipejax.system.errors import UserError
+
+HEARTBEAT = 60  # seconds without a sign of life after which a process counts as dead and the others end
+PATIENCE = 3_600_000  # milliseconds to wait for what another process says, as long as it gives signs of life
+# How launchers tell a process the number of processes, its own number, and its number on its machine.
+LAUNCHERS = (
+    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+TPU_CLUSTERS = (GkeTpuCluster, GceTpuCluster)
+_SHARED = "shared_by_all_processes"  # marks an exception
+
+
+def shared(error: BaseException) -> bool:
+    """Whether all processes raise it."""
+    return hasattr(error, _SHARED)
+
+
+def join(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat: int = HEARTBEAT,
+    patience: float = 300.0,
+    alone: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> bool:
+    """Joins the processes of this run, if it has several; before anything else uses a device.
+
+    Args:
+      coordinator: HOST:PORT of process 0, or None to have JAX find it (Slurm, Open MPI 4, JobSet, Cloud TPU).
+      processes: how many there are; None: as the launcher says.
+      process_id: which one this is, from 0; None: as the launcher says.
+      heartbeat: seconds of silence after which a process counts as dead; the others then end themselves.
+      patience: seconds to wait for process 0 to listen.
+      alone: do not look for others.
+      environment: where launchers leave their variables.
+
+    Returns:
+      Whether there are several.
+
+    Raises:
+      UserError: some of the three are missing or make no sense, or the coordinator does not answer.
+    """
+    if alone:
+        return False
+    coordinator = coordinator or environment.get("PIPEJAX_COORDINATOR") or None
+    told = _told(environment)
+    processes = _number("processes", processes, environment)
+    if processes is None:
+        processes = told[0] if told else None
+    elif not 1 <= processes < 2**20:
+        raise UserError(f"--processes: found {processes}; expected at least 1")
+    process_id = _number("process_id", process_id, environment)
+    if process_id is None and told:
+        process_id = told[1]
+    if coordinator is None and not (told or _detected(environment)):
+        if processes is None and process_id is None:
+            return False
+        raise UserError("--coordinator: found none; expected HOST:PORT of process 0, as for every process of the run")
+    if coordinator is not None:
+        if not re.fullmatch(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}", coordinator):
+            raise UserError(f"--coordinator: found {coordinator!r}; expected HOST:PORT, such as node0:8476")
+        if not 1 <= int(coordinator.rpartition(":")[2]) <= 65535:
+            raise UserError(f"--coordinator: found {coordinator!r}; expected a port from 1 to 65535")
+        if processes is None or process_id is None:
+            missing = "--processes" if processes is None else "--process-id"
+            raise UserError(f"{missing}: found none; expected it with --coordinator (no launcher says it)")
+        if not 0 <= process_id < processes:
+            raise UserError(f"--process-id: found {process_id}; expected 0 to {processes - 1}")
+    if processes == 1:
+        return False
+    if not 1 <= heartbeat <= 86400:
+        raise UserError(f"--heartbeat: found {heartbeat}; expected 1 second to a day of them")
+    if coordinator is not None and process_id != 0:
+        _await(coordinator, patience)
+    own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from us
+    try:
+        jax.distributed.initialize(coordinator, processes, process_id, own_device, heartbeat_timeout_seconds=heartbeat)
+    except (RuntimeError, ValueError, OSError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--coordinator {coordinator or '(found by JAX)'}: process {process_id} of {processes} could not join "
+            f"({said}); expected process 0 to listen there and every process to be started"
+        ) from error
+    return True
+
+
+def _await(coordinator: str, patience: float) -> None:
+    """JAX aborts the process, without an exception, when nobody listens there in time."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--coordinator {coordinator}: no answer in {patience:.0f} s ({error}); expected process 0 to "
+                    "listen there"
+                ) from error
+        time.sleep(0.2)
+
+
+def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
+    text = environment.get(f"PIPEJAX_{name.upper()}", "")
+    if value is not None or not text:
+        return value
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise UserError(f"PIPEJAX_{name.upper()}: found {text!r}; expected a whole number")
+    return int(text)
+
+
+def _told(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
+    """What srun or mpirun says, if it started more than one; a login shell in an allocation says nothing."""
+    for names in LAUNCHERS:
+        values = [environment.get(name, "") for name in names]
+        started = names[0] != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in environment
+        if started and all(value.isdigit() for value in values) and int(values[0]) > 1:
+            return int(values[0]), int(values[1]), int(values[2])
+    return None
+
+
+def _detected(environment: Mapping[str, str]) -> bool:
+    """Whether JAX finds out by itself: an indexed Kubernetes job with its client library, or Cloud TPU machines.
+
+    JAX asks the network only where the machine has a TPU.
+    """
+    job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
+    if job and importlib.util.find_spec("kubernetes") is not None:
+        return True
+    try:
+        return any(cluster.is_env_present() and cluster.get_process_count() > 1 for cluster in TPU_CLUSTERS)
+    except (OSError, RuntimeError, ValueError, LookupError) as error:  # of `requests`, and of what it found
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the metadata of this Cloud TPU machine: found no answer of use ({said}); expected the processes of its "
+            "run; --alone trains without others"
+        ) from error
+
+
+def lost(error: BaseException) -> bool:
+    """Whether it says that another process of the run is gone."""
+    words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe|deadline_exceeded"
+    return isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I)) and several()
+
+
+def several() -> bool:
+    """Whether this run has more than one process."""
+    return jax.process_count() > 1
+
+
+def first() -> bool:
+    """Whether this process is the one that writes the log, the config and all that is said."""
+    return jax.process_index() == 0
+
+
+def gather(text: str) -> list[str]:
+    """Each process's text, in their order; every process must call it."""
+    if not several():
+        return [text]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(encoded.size))
+    content = np.pad(encoded, (0, max(lengths.max(), 1) - encoded.size))
+    rows = multihost_utils.process_allgather(content)
+    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def check_same(text: str, what: str) -> None:
+    """All processes must have been given the same: they compute parts of one thing.
+
+    Raises:
+      UserError: one was given something else than process 0; in every process.
+    """
+    words = gather(hashlib.sha256(text.encode()).hexdigest())
+    for index, word in enumerate(words):
+        if word != words[0]:
+            error = UserError(f"{what}: process {index} found something else than process 0; expected the same for all")
+            setattr(error, _SHARED, True)
+            raise error
+
+
+@contextlib.contextmanager
+def together(*kinds: type[Exception]) -> Iterator[None]:
+    """A stretch that succeeds in all processes or in none.
+
+    An exception of one of the `kinds` in any process is raised in every one, so that none waits for another for ever.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except kinds as error:
+        if not several():
+            raise
+        problem = error
+    if not several():
+        return
+    number = next((i for i, kind in enumerate(kinds) if isinstance(problem, kind)), 0)
+    for index, text in enumerate(gather(f"{number} {problem}" if problem else "")):
+        if text and problem is None:
+            which, _, message = text.partition(" ")
+            problem = kinds[int(which)](f"{message} (process {index})")
+    if problem:
+        setattr(problem, _SHARED, True)
+        raise problem
+
+
+@contextlib.contextmanager
+def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[None]:
+    """Ends this process at once if it fails by itself: the others, which would wait for it, then notice and end, too.
+
+    `explain` says what went wrong and gives the exit code; `joined` is what `join` said: JAX may have no device to ask.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not joined or shared(error):
+            raise
+        code = explain(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def same(value: Any) -> Any:
+    """Process 0's value, in every process: anything that JSON can hold."""
+    return json.loads(gather(json.dumps(value))[0]) if several() else value
+
+
+_exchanges = itertools.count()
+
+
+class Exchange:
+    """What each process says, told to all by the coordinator: no device takes part, so that any one thread may call.
+
+    All processes must make their exchanges, and the calls of each, in the same order.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been said."""
+        self._name, self._calls = f"pipejax/exchange/{next(_exchanges)}", 0
+        self._lock, self._closed = threading.Lock(), False
+
+    def __call__(self, mine: bytes) -> list[bytes]:
+        """What each process says in its call of this number, by index; never nothing: that closes.
+
+        Raises:
+          RuntimeError: the exchange is closed, here or by another process, or another is gone (see `lost`).
+        """
+        if not several():
+            return [mine]
+        own, call = jax.process_index(), self._calls
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this exchange is closed")
+            self._say(mine)
+            self._calls += 1
+        said = list[bytes]()
+        for i in range(jax.process_count()):
+            said.append(mine if i == own else self._client.blocking_key_value_get_bytes(self._key(call, i), PATIENCE))
+            if not said[i]:
+                raise RuntimeError(f"coordination service: process {i} has closed the exchange")
+        if call:  # who has said this much has read all that was said before
+            self._client.key_value_delete(self._key(call - 1, own))
+        return said
+
+    def close(self) -> None:
+        """Ends the calls of other processes that would wait for this one, and refuses later ones."""
+        with self._lock:
+            if several() and not self._closed:
+                self._say(b"")
+            self._closed = True
+
+    def _say(self, mine: bytes) -> None:
+        self._client.key_value_set_bytes(self._key(self._calls, jax.process_index()), mine)
+
+    def _key(self, call: int, index: int) -> str:
+        return f"{self._name}/{call}/{index}"
+
+    @property
+    def _client(self) -> Any:
+        return distributed.global_state.client
+
+
+class Vote:
+    """The highest number that any process has said, known to all at the same call.
+
+    Calls must match across processes. A call starts the exchange and takes the result of the one `delay` calls ago, so
+    that no device waits for a host: what is said becomes known that many calls later.
+    """
+
+    def __init__(self, delay: int = 2) -> None:
+        """Nothing has been said."""
+        self.delay = delay
+        self._under_way: collections.deque[jax.Array] = collections.deque()
+
+    def __call__(self, mine: int) -> int:
+        """Says a number; returns what is known by now."""
+        if not several():
+            return mine
+        said = np.full(jax.local_device_count(), mine, np.int32)
+        numbers = jax.make_array_from_process_local_data(NamedSharding(self._mesh, P("all")), said)
+        self._under_way.append(jax.jit(jnp.max, out_shardings=NamedSharding(self._mesh, P()))(numbers))
+        if len(self._under_way) <= self.delay:
+            return 0
+        return int(self._under_way.popleft())
+
+    @functools.cached_property
+    def _mesh(self) -> jax.sharding.Mesh:
+        return jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))

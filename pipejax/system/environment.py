@@ -1,0 +1,114 @@
+"""What somebody's shell says to JAX: pinned where the meaning of a run depends on it, refused where nothing would run.
+
+Standard library only, so that it can be said before JAX is imported.
+"""
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+from pipejax.system.errors import UserError
+
+# The settings of JAX that decide what a program computes, as this package needs them: JAX's own defaults.
+PINNED: dict[str, Any] = {
+    "jax_enable_x64": False,
+    "jax_disable_jit": False,
+    "jax_debug_nans": False,  # a step that is not finite is left out, not raised
+    "jax_threefry_partitionable": True,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_random_seed_offset": 0,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+}
+_WORDS = {False: ("0", "false", "f", "no", "n", "off"), True: ("1", "true", "t", "yes", "y", "on")}  # as JAX reads them
+FILES = 256  # that must be allowed to be open at once: a save opens some for each array, and Orbax hangs without
+_FLAGS = "XLA_FLAGS"
+_PROBE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options"
+
+
+def pin() -> list[str]:
+    """Takes back what the environment says about pinned settings; the variables that said otherwise.
+
+    This is for the JAX that is imported from now on, here and in processes that are started from here. Commands say it
+    in a line, `pipejax.load` in a warning.
+    """
+    found = []
+    for name, value in PINNED.items():
+        variable, same = name.upper(), _WORDS[value] if isinstance(value, bool) else (str(value),)
+        if os.environ.get(variable, "").lower() not in ("", *same):
+            found.append(f"{variable}={os.environ[variable]}")
+            os.environ[variable] = same[0]
+    return found
+
+
+IGNORED = pin()
+
+
+def allow_files() -> None:
+    """Raises the number of files that may be open to what a command needs, or a UserError if that is forbidden."""
+    import resource  # Windows has none
+
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY or allowed >= FILES:
+        return
+    if most == resource.RLIM_INFINITY or most >= FILES:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, most))
+            return
+    raise UserError(f"ulimit -n: found {allowed} files that may be open at once; expected at least {FILES}")
+
+
+def check() -> None:
+    """What `pin` could not reach, asked before JAX computes anything.
+
+    Raises:
+      UserError: a program of the user's set a pinned setting of JAX otherwise, XLA does not know one of its flags, or
+        this machine has no device of the kind that is asked for.
+    """
+    for name, value in settings().items():
+        if name in PINNED and value != PINNED[name]:
+            raise UserError(
+                f"{name}: found {value!r}, from jax.config or from {name.upper()} before pipejax was imported; "
+                f"expected {PINNED[name]!r}, as what is computed depends on it"
+            )
+    check_flags()
+    if "jax" in sys.modules:
+        try:
+            sys.modules["jax"].devices()
+        except (RuntimeError, AssertionError) as error:  # the latter for CUDA without its plugin, in JAX 0.10
+            wanted = os.environ.get("JAX_PLATFORMS", "")
+            reason = str(error).partition("\n")[0] or "JAX has no plugin for it, or there is no such device"
+            raise UserError(
+                f"JAX_PLATFORMS: found {wanted!r} ({reason}); expected a platform of this machine"
+            ) from error
+
+
+def settings() -> dict[str, Any]:
+    """The pinned settings and the precision of products, as JAX has them; empty as long as JAX is not imported."""
+    if "jax" not in sys.modules:
+        return {}
+    values = sys.modules["jax"].config.values
+    return {name: _plain(values[name]) for name in (*PINNED, "jax_default_matmul_precision") if name in values}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int) else str(getattr(value, "value", value))
+
+
+def check_flags() -> None:
+    """Raises a UserError if XLA does not know a flag in XLA_FLAGS: it would abort the process."""
+    if flags := os.environ.get(_FLAGS, "").strip():
+        _try_flags(flags)
+
+
+@functools.cache
+def _try_flags(flags: str) -> None:
+    """Another process asks XLA first."""
+    ended = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    said = ended.stderr.decode(errors="replace").splitlines()
+    reason = next((line.partition("] ")[2] for line in said if ".cc:" in line), "")
+    if ended.returncode and reason:
+        raise UserError(f"{_FLAGS}: found {flags!r} ({reason}); expected flags that this XLA knows")

@@ -1,0 +1,97 @@
+"""Dataclasses of settings, whatever they set: legal ranges, checks of type and range, values from text.
+
+Standard library only.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from typing import Any
+
+from pipejax.system.errors import UserError
+
+WHOLE = 2**31 - 1  # no whole number is larger: arrays count in 32 bits
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field with its legal range: `least`/`most` are inclusive, `above`/`below` are not.
+
+    Sizes end where no machine could follow: an error is better than an allocation that ends the process.
+    """
+    bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices}
+    return dataclasses.field(default=default, metadata=bounds)
+
+
+def check_fields(node: Any, prefix: str, where: str) -> None:
+    """Raises a UserError naming `where` and the key, which begins with `prefix`, for a wrong type or range."""
+    kinds = types_of(type(node))
+    for field in dataclasses.fields(node):
+        key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
+        if dataclasses.is_dataclass(value) and type(value) in alternatives(kind):
+            check_fields(value, f"{key}.", where)
+            continue
+        # bool is an int and an int is a float in Python; a config key takes the first for neither.
+        fits = type(value) in alternatives(kind) or (kind is float and type(value) is int)
+        if type(value) is int and abs(value) > 10**30:  # no float, and beyond some length no text either
+            raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
+        if not fits or (kind is float and not math.isfinite(value)):
+            raise UserError(f"{where}: {key}: found {value!r}; expected {noun(kind)}")
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            raise UserError(f"{where}: {key}: found {value!r}; expected valid Unicode")
+        rule = field.metadata
+        if rule.get("choices") and value not in rule["choices"]:
+            guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
+            raise UserError(
+                f"{where}: {key}: found {value!r}; expected one of {', '.join(filter(None, rule['choices']))}"
+                + (f" (did you mean {guess[0]}?)" if guess else "")
+            )
+        for name, words, broken in (
+            ("least", "at least", lambda v, b: v < b),
+            ("most", "at most", lambda v, b: v > b),
+            ("above", "more than", lambda v, b: v <= b),
+            ("below", "less than", lambda v, b: v >= b),
+        ):
+            bound = rule.get(name)
+            if name == "most" and bound is None and kind is int:
+                bound = WHOLE
+            if bound is not None and broken(value, bound):
+                raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
+
+
+def types_of(cls: type) -> dict[str, Any]:
+    """The type of each field."""
+    return typing.get_type_hints(cls)
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types of a union; of any other type itself."""
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def noun(kind: Any) -> str:
+    """A type in words."""
+    nouns = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
+
+
+def parse(text: str, kind: type, key: str) -> Any:
+    """A value from the command line; raises a UserError naming the key."""
+    if kind is str:
+        return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise UserError(f"{key}: found {text!r}; expected {noun(kind)}")

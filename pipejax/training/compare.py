@@ -1,0 +1,70 @@
+"""Training runs side by side, from their logs: what each reached, and what it cost.
+
+python -m pipejax compare RUN RUN ...
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipejax.metrics import HEADLINES
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.training import run_log
+from pipejax.training.run_log import score_of
+
+COLUMNS = ("run", "step", "epoch", "loss", "best at", "dev loss", "metric", "best", "last", "steps", "minutes")
+
+
+def read(run: str) -> list[dict[str, Any]]:
+    """The lines of a run's log that can be read.
+
+    Raises:
+      UserError: there is no log, or no line in it.
+    """
+    path = Path(run) / "metrics.jsonl"
+    try:
+        lines = [values for _, values in run_log.read(path)]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected the log of a run") from error
+    if not lines:
+        raise UserError(f"{path}: found no line of a log; expected some")
+    return lines
+
+
+def summary(run: str, lines: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """A run in one line, by `COLUMNS`; "steps" are the decoder's at the best evaluation."""
+    trained = [line for line in lines if line["event"] == "train"]
+    evaluations = [line for line in lines if line["event"] == "evaluation" and line.get("metric") in HEADLINES]
+    found = {"run": run, "step": str(max(line["step"] for line in lines))}
+    if trained:
+        last = trained[-1]
+        found["epoch"] = f"{last['epoch']:.1f}" if "epoch" in last else "-"
+        found["loss"] = f"{last['loss']:.4f}" if last["loss"] is not None else "none"
+        found["minutes"] = f"{sum(sum(line['seconds'].values()) for line in trained) / 60:.1f}"
+    if evaluations:
+        best = max(evaluations, key=score_of)
+        found |= {"best at": str(best["step"]), "dev loss": f"{best['dev_loss']:.4f}", "steps": f"{best['steps']:.1f}"}
+        found |= {"metric": HEADLINES[best["metric"]], "best": f"{score_of(best)[0]:.2f}"}
+        found["last"] = f"{score_of(evaluations[-1])[0]:.2f}"
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m pipejax compare", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a --workdir of train.py")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    flags = parser.parse_args(argv)
+    rows = [summary(run, read(run)) for run in flags.runs]
+    if flags.json:
+        print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+        return 0
+    table = [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]
+    widths = {name: max(len(row.get(name, "-")) for row in table) for name in COLUMNS}
+    for row in table:
+        cells = (row.get(name, "-") for name in COLUMNS[1:])
+        aligned = [cell.rjust(widths[name]) for name, cell in zip(COLUMNS[1:], cells, strict=True)]
+        print("  ".join([row["run"].ljust(widths["run"]), *aligned]))
+    return 0

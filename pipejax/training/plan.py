@@ -1,0 +1,266 @@
+"""How much memory a training step needs on each device, before anything is bought or started.
+
+    python -m pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--compile | --measure]
+
+An estimate by arithmetic for the longest batch that the config allows: every source and target as long as it may be.
+With --compile, beside it, what XLA sets aside for the step compiled for this machine's CPU (as many devices as the mesh
+wants are pretended); it counts bfloat16 as float32. With --measure, one real step on this machine's accelerators, and
+the peak that they report.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipejax import config as config_lib
+from pipejax.config import Config
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
+
+GIB = 2**30
+
+
+def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int) -> Any:
+    """Bytes on each device by term; `shapes` are one device's share of one part of a batch.
+
+    Args:
+      config: resolved.
+      shapes: of the arrays of a batch, [B, L] of "source" and [G, N] of "inputs" are looked at.
+      state: bytes of parameters and moments on a device.
+      gradients: bytes of the gradient on a device, float32.
+      layers: parameters on a device that belong to layers, counted.
+    """
+    model, train = config.model, config.train
+    assert model is not None
+    (batch, length), (groups, slots) = shapes["source"], shapes["inputs"]
+    wide = 2 if train.dtype == "bfloat16" else 4
+    heads = math.ceil(model.num_heads / config.mesh.tensor)
+    inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
+    gates = 1 if model.feed_forward == "relu" else 2
+    dropped = wide if train.dropout else 0  # what dropout leaves of an array lies beside it; its mask is nowhere
+
+    def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
+        scores = rows * heads * queries * keys
+        return {
+            "dots": rows * queries * (inner + model.d_model) * wide,
+            "rest": scores * wide,
+            "passing": scores * (4 - wide + dropped),  # the gradient of the scores is float32
+        }
+
+    def stream(tokens: int) -> float:
+        return tokens * model.d_model * wide
+
+    def feed_forward(tokens: int) -> dict[str, float]:
+        return {
+            "dots": tokens * (gates * hidden + model.d_model) * wide,
+            "rest": tokens * (hidden * wide + model.d_model * (wide + 4)),
+            "passing": tokens * (hidden + model.d_model) * dropped,
+        }
+
+    tokens, flat = batch * length, groups * slots
+    memory = tokens // groups
+    encoder = [attention(length, length, batch), feed_forward(tokens)]
+    encoder[0]["dots"] += 2 * tokens * inner * wide
+    decoder = [attention(slots, slots, groups), attention(slots, memory, groups), feed_forward(flat)]
+    decoder[0]["dots"] += 2 * flat * inner * wide
+    decoder[1]["dots"] += 2 * tokens * inner * wide
+    if train.lora_rank and train.remat == "dots":  # x W and x A B are both results of matrices
+        for cost in (*encoder, *decoder):
+            cost["dots"] *= 2
+    terms: dict[str, float] = {"parameters and moments": state, "gradient": gradients}
+    if train.accumulate > 1:
+        terms["sum of the parts' gradients"] = gradients
+    if train.remat != "none":
+        terms["stacked layers and their gradient"] = (1 if train.lora_rank else 2) * layers * wide
+    layered = ((encoder, model.num_layers, tokens, "encoder"), (decoder, model.num_decoder_layers, flat, "decoder"))
+    for costs, depth, count, name in layered:
+        dots, rest = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest"))
+        kept = {"none": dots + rest, "dots": dots, "layers": 0.0}[train.remat]
+        terms[f"kept of {depth} {name} layers"] = depth * (kept + stream(count))
+        # In the backward pass of a layer everything is there, and the gradient of one of its parts.
+        gradient = max(sum(cost.values()) for cost in costs)
+        terms[f"one {name} layer at work"] = dots + rest - kept + gradient
+    # Without a scan the gradient of the encoder's is held for each example.
+    copies = 1 + (batch if train.remat == "none" else 1)
+    terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)
+    parts = max(-(-flat * model.vocab_size // 2**25), 1)
+    terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
+    terms["encoded source and its gradient"] = 2 * stream(tokens)
+    table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
+    if not train.lora_rank:
+        terms["gradients of the table, by use"] = 2 * 4 * table  # both lookups and the head, until they are added up
+    # The two stacks are at work one after the other.
+    smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
+    del terms[smaller]
+    return terms
+
+
+def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the arrays of a batch whose sources and targets are all as long as they may be."""
+    from pipejax.data.core import abstract_batch, longest
+
+    return abstract_batch(config.train, longest(config))
+
+
+def plan(config: Config) -> tuple[Any, dict[str, float]]:
+    """The trainer, which has compiled nothing yet, and the estimate in bytes by term."""
+    import jax
+
+    from pipejax.training.step import Trainer
+
+    trainer = Trainer(config)
+
+    def held(tree: Any, shardings: Any) -> int:
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+        return sum(math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize for x, where in pairs)
+
+    shards = trainer.mesh.shape["data"] * trainer.mesh.shape["fsdp"] * config.train.accumulate
+    part = {name: (shape[0] // shards, *shape[1:]) for name, shape in longest_batch(config).items()}
+    params, where = trainer.abstract.params, trainer.shardings.params
+    stacks = [{name: tree[name] for name in ("encoder", "decoder")} for tree in (params, where)]
+    trained = [trainer.trained(tree) for tree in (params, where)]
+    terms = estimate(
+        config,
+        part,
+        state=held(trainer.abstract, trainer.shardings),
+        gradients=held(*trained),
+        layers=held(*stacks) // 4,
+    )
+    return trainer, terms
+
+
+def compiled_bytes(trainer: Any, config: Config) -> float:
+    """What XLA sets aside on each device for the compiled step, everything included."""
+    analysis = trainer.program(longest_batch(config)).memory_analysis()
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+
+
+def measured_bytes(trainer: Any, config: Config, *, steps: int = 3) -> tuple[float | None, float]:
+    """The peak on the fullest device after a few real steps on random tokens, and the seconds of the last one."""
+    import jax
+
+    from pipejax.model.sharding import put_batch
+
+    assert config.model is not None
+    rng, shapes = np.random.default_rng(0), longest_batch(config)
+    arrays = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+    for name in ("source", "inputs", "targets"):
+        arrays[name] = rng.integers(2, config.model.vocab_size, shapes[name], dtype=np.int32)
+    arrays["source_length"][:] = shapes["source"][1]
+    arrays["slots"][:] = shapes["inputs"][1]
+    arrays["time"][:] = np.arange(shapes["inputs"][1])
+    arrays["weights"] = np.ones(shapes["weights"], np.float32)
+    state, batch = trainer.fresh(), put_batch(arrays, trainer.mesh)
+    program, seconds = trainer.program(shapes), 0.0
+    for step in range(1, steps + 1):
+        begun = time.perf_counter()
+        state, values = program(state, batch, trainer.dropout_key(step))
+        jax.block_until_ready((state, values))
+        seconds = time.perf_counter() - begun
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in trainer.mesh.devices.flat]
+    return (max(p for p in peaks if p) if all(peaks) else None), seconds
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m pipejax plan", description=__doc__)
+    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
+    parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
+    parser.add_argument(
+        "--devices", type=cli.whole(1, 2**12), metavar="N", help="devices to plan for (default: what the mesh names)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="does it fit in this much on each device? (exit code 1: no)",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the step for the CPU and show XLA's figure")
+    parser.add_argument("--measure", action="store_true", help="make real steps on this machine's accelerators")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_overrides("override a setting of the config (repeatable)")
+    flags = parser.parse_args(argv)
+    if flags.memory is not None and not 0 <= flags.memory < math.inf:
+        raise UserError(f"--memory: found {flags.memory:g}; expected at least 0")
+    config = config_lib.load(flags.config, flags.overrides)
+
+    import jax
+
+    mesh = config.mesh
+    if flags.measure and jax.default_backend() == "cpu":
+        raise UserError("--measure: found no GPU or TPU here; expected one (--compile needs none)")
+    if not flags.measure:  # plan for any machine on any machine
+        devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
+    config = _resolve(config, flags.model)
+    if config.train.dtype == "auto":  # what it would be on a GPU or TPU
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
+    trainer, terms = plan(config)
+    total = sum(terms.values())
+    found: dict[str, Any] = {
+        "devices": trainer.mesh.size,
+        "dtype": config.train.dtype,
+        "estimate_bytes": {name: int(size) for name, size in terms.items()},
+        "estimate_total_bytes": int(total),
+    }
+    if flags.compile:
+        cli.note("compiling for the CPU (a minute or more for the larger models)")
+        found["compiled_total_bytes"] = int(compiled_bytes(trainer, config))
+    if flags.measure:
+        peak, seconds = measured_bytes(trainer, config)
+        tokens = math.prod(longest_batch(config)["source"]) + math.prod(longest_batch(config)["inputs"])
+        found |= {"measured_peak_bytes": peak, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
+    if flags.memory is not None:
+        found["fits"] = total <= flags.memory * GIB
+    print(json.dumps(found) if flags.json else "\n".join(_lines(found, flags.memory)))
+    return 0 if found.get("fits", True) else 1
+
+
+def _resolve(config: Config, name: str | None) -> Config:
+    from pipejax.model.architectures import architecture
+
+    if name is not None:
+        return dataclasses.replace(config, model=architecture(name))
+    if config.model is None and config.train.init_from:
+        path = Path(config.train.init_from) / "config.json"
+        if look(path, "train.init_from:") == "file":
+            found = config_lib.from_json(path.read_text(encoding="utf-8"), where=str(path))
+            return dataclasses.replace(config, model=found.model)
+        raise UserError(f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint")
+    if config.model is None:
+        raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
+    return config
+
+
+def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
+    unit, size_of = ("GiB", GIB) if found["estimate_total_bytes"] >= GIB else ("MiB", GIB / 1024)
+
+    def line(name: str, size: float) -> str:
+        return f"  {name:<40}{size / size_of:8.2f} {unit}"
+
+    where = f"each of {found['devices']} devices" if found["devices"] > 1 else "one device"
+    lines = [f"on {where}, {found['dtype']}, by arithmetic:"]
+    lines += [line(name, size) for name, size in found["estimate_bytes"].items()]
+    lines += [line("in all (estimated)", found["estimate_total_bytes"])]
+    if "compiled_total_bytes" in found:
+        lines += [line("in all (XLA for the CPU, bfloat16 as float32)", found["compiled_total_bytes"])]
+    if "step_seconds" in found:
+        peak = found["measured_peak_bytes"]
+        lines += [line("peak (measured)", peak) if peak else "  peak: the device reports none"]
+        lines += [f"  {found['step_seconds']:.2f} s a step, {found['tokens_per_second']:.0f} tokens/s"]
+    if memory is not None:
+        lines += [f"the estimate {'fits' if found['fits'] else 'does not fit'} in {memory:g} GiB"]
+    return lines

@@ -1,0 +1,278 @@
+"""A training run on disk, apart from its checkpoints: lock, config, tokenizer, log; and what may change on resume.
+
+Where a run has several processes, only the first one writes here.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from pipejax import config as config_lib
+from pipejax.checkpoint import Damaged, Store, check_place
+from pipejax.config import Config
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system import distributed
+from pipejax.system.errors import UserError
+from pipejax.system.files import (
+    free_name,
+    make_directories,
+    new_directory,
+    remove_empty,
+    sweep,
+    sweep_partial,
+    sweep_text,
+    sync,
+    write_text,
+)
+from pipejax.training import run_log
+
+# Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
+# says where a run is computed: neither the data order nor the saved state depends on it. Copies of the log are copies.
+CHANGEABLE = (
+    "train.steps",
+    "train.shapes",  # those that a run began with are in its checkpoints
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.evaluate_every",
+    "train.evaluate_examples",
+    "train.patience",
+    "train.keep_checkpoints",
+    "train.keep_every",
+    "train.tensorboard",
+    "train.wandb",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+)
+
+
+class RunDirectory:
+    """WORKDIR, held by one trainer at a time. Use it as a context manager."""
+
+    def __init__(self, path: str | Path, log: Callable[[str], None] = print) -> None:
+        """Nothing is created or touched yet.
+
+        Raises:
+          UserError: the path is taken by a file, cannot be used, or holds something that is no run.
+        """
+        self.path, self.log, self.writes = Path(path).absolute(), log, distributed.first()
+        self._waiting: list[str] = []  # lines of the log that the disk did not take
+        self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
+        self._lock: IO[str] | None = None
+        with distributed.together(UserError):
+            if self.writes:
+                self._check(path)
+
+    def _check(self, path: str | Path) -> None:
+        check_place(self.path)
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{path}: found a file; expected a directory to work in")
+        if self.path.is_dir() and any(self.path.iterdir()) and not self.is_run:
+            raise UserError(
+                f"{path}: found a directory with other things in it; expected a new, an empty or a run directory"
+            )
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a trainer has been here."""
+        return (self.path / ".lock").is_file()
+
+    def __enter__(self) -> Self:
+        """Creates the directory and locks it; the lock goes with the process, however that ends."""
+        with distributed.together(UserError):
+            if self.writes:
+                self._take()
+        return self
+
+    def _take(self) -> None:
+        with _written(self.path):
+            made, new = make_directories(self.path), not self.is_run
+            self._lock = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise UserError(
+                f"{self.path}: another trainer is at work here; expected a directory of one's own"
+            ) from error
+        self._made = made if new else None
+        with _written(self.path):  # what killed ones have left
+            for name in ("config.json", "metrics.jsonl"):
+                sweep_text(self.path / name)
+            sweep_partial(self.path / "tokenizer")
+            sweep(self.path, ".gone-*")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Lets go; what never began leaves nothing."""
+        if self._lock is None:
+            return
+        if self._made is not None:
+            remove_empty([self.path / "checkpoints"])
+            if [path.name for path in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()
+            remove_empty(self._made)
+        self._lock.close()
+
+    def begin(self, config: Config, tokenizer: Tokenizer, step: int, log: Callable[[str], None] = print) -> None:
+        """Brings config.json, the tokenizer and the log to where training goes on from `step`.
+
+        From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
+
+        Raises:
+          UserError: they cannot be written.
+        """
+        with distributed.together(UserError):
+            if self.writes:
+                self._made = None
+                with _written(self.path):
+                    # For people; the one that counts is in each checkpoint's manifest.
+                    write_text(self.path / "config.json", config_lib.to_json(config))
+                    if step == 0:
+                        self._remove(self.path / "tokenizer")
+                    self._keep_tokenizer(tokenizer)
+                    if step == 0:
+                        self._set_aside_best(config, log)
+                    self._cut_metrics(step)
+
+    def _set_aside_best(self, config: Config, log: Callable[[str], None]) -> None:
+        """Unless it is of this very run, which then was killed before its first checkpoint and passes there again."""
+        best = self.path / "best"
+        if _same_run(best, config):
+            return
+        target = free_name(self.path / "best-before")
+        best.rename(target)
+        log(f"{best}: of a run that is lost; kept aside as {target.name}")
+
+    def _remove(self, directory: Path) -> None:
+        if directory.is_dir():  # renamed first: a kill leaves no half of it
+            gone = free_name(directory.with_name(f".gone-{directory.name}"))
+            directory.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Saves the tokenizer with the run, once, whole or not at all."""
+        target = self.path / "tokenizer"
+        if target.is_dir():
+            return
+        with new_directory(target) as partial:
+            try:
+                tokenizer.save(partial)
+            except Exception as error:  # what tokenizers raises when the disk is full is no OSError
+                raise UserError(f"{target}: cannot be written ({error})") from error
+
+    def _cut_metrics(self, step: int) -> None:
+        """Drops lines of later steps than the one that training resumes at, those of ends, and one torn by a crash."""
+        if (self.path / "metrics.jsonl").is_file():
+            kept = (
+                line
+                for line, values in self._logged()
+                if values["step"] <= step and values["event"] not in ("stopped", "end")
+            )
+            write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
+
+    def _logged(self) -> list[tuple[str, dict[str, Any]]]:
+        """What `run_log.read` finds; nothing if there is no log yet."""
+        path = self.path / "metrics.jsonl"
+        return run_log.read(path) if path.is_file() else []
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The lines of that event; in processes that do not write none."""
+        return [values for _, values in self._logged() if values["event"] == event] if self.writes else []
+
+    def has(self, event: str, step: int) -> bool:
+        """Whether the log has such a line of that step; all processes are told what the first one finds."""
+        found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._logged())
+        return distributed.same(found)
+
+    def finish(self, last: dict[str, Any]) -> None:
+        """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""
+        if not self.has(last["event"], last["step"]) and self.writes:
+            self._cut_metrics(last["step"])
+            self.log_metrics(last)
+
+    def log_metrics(self, values: dict[str, Any]) -> None:
+        """Appends one object to metrics.jsonl, now or, if the disk does not take it, before the next one."""
+        if not self.writes:
+            return
+        self._waiting.append(json.dumps(values) + "\n")  # ASCII: an id may hold what is no UTF-8
+        path = self.path / "metrics.jsonl"
+        text = "".join(self._waiting).encode()
+        try:
+            with path.open("ab", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                try:
+                    if file.write(text) < len(text):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                    if end == 0:
+                        sync(self.path)  # its name
+                except OSError:
+                    file.truncate(end)  # no half line
+                    raise
+        except OSError as error:
+            if len(self._waiting) == 1:
+                self.log(f"{path}: cannot be written ({error.strerror}); its lines wait for room")
+            return
+        self._waiting.clear()
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def _same_run(best: Path, config: Config) -> bool:
+    """Whether each step there is good to read and of a run of this config, but for what may change, and tokenizer."""
+    store = Store(best)
+    try:
+        for step in store.steps():
+            found = store.describe(step)
+            check_resume(found.config, config, best)
+            found.tokenizer_files()
+    except (Damaged, UserError):
+        return False
+    return True
+
+
+def check_resume(old: Config, new: Config, where: Path) -> None:
+    """Raises a UserError with `old -> new` for the first key that must not change when a run is resumed."""
+    before, after = config_lib.flat(old), config_lib.flat(new)
+    for key in [*before, *(k for k in after if k not in before)]:
+        was, now = before.get(key), after.get(key)
+        if was != now and key not in CHANGEABLE:
+            raise UserError(
+                f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume (may change: "
+                f"{', '.join(CHANGEABLE)}); to go on from its weights, take another --workdir and "
+                f"--set train.init_from={where}"
+            )
+
+
+def resolve_model(config: Config, other: Config) -> Config:
+    """The config with the architecture of the checkpoint it starts from.
+
+    Raises:
+      UserError: the config sets another one itself, or something else that does not go with it.
+    """
+    if config.model is not None and config.model != other.model:
+        a, b = config_lib.flat(config.model), config_lib.flat(other.model) if other.model else {}
+        key = next(key for key in a if a[key] != b.get(key))
+        raise UserError(
+            f"model.{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
+            "(leave `model` out to take its architecture)"
+        )
+    config = dataclasses.replace(config, model=other.model)
+    config_lib.check(config, where=config.train.init_from)
+    return config

@@ -1,0 +1,310 @@
+"""One training step, compiled and sharded: loss, gradient, update. No files, no loop.
+
+Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from pipejax import grid
+from pipejax.config import Config, T5Config
+from pipejax.data.core import abstract_batch, pack_size
+from pipejax.data.shapes import Pair
+from pipejax.inference.programs import compute_dtype, precision
+from pipejax.model import lora, sharding
+from pipejax.model.t5 import T5, init_params
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.training import losses
+from pipejax.training.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
+
+Array = jax.Array
+Batch = dict[str, Array]
+Shapes = Mapping[str, tuple[int, ...]]  # of a batch's arrays
+SOURCES = ("source", "source_length")  # arrays of a batch with a row for each example; the others have G rows
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that training changes. RNG and data position follow from seed and step."""
+
+    params: Any
+    optimizer: optax.OptState
+
+
+def batch_loss(model: T5, params: Any, batch: Batch, dropout: Array | None) -> tuple[Array, Array]:
+    """Summed loss and target tokens of a batch of flat slots (paper section 3.3); without a key no dropout."""
+    source, example = batch["source"], batch["example"]
+    source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
+    real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
+    row, time_ = batch["row"], batch["time"]
+    pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
+    together = example[:, :, None] == example[:, None, :]
+    mask = grid.visible(*pairs) & together & real[:, None, :]
+    owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])  # of a group's source tokens
+    variables = {"params": params}
+    hidden: Any = model.apply(
+        variables,
+        source,
+        source_mask,
+        batch["inputs"],
+        mask,
+        grid.distance(*pairs),
+        example[:, :, None] == owner,
+        deterministic=dropout is None,
+        rngs=None if dropout is None else {"dropout": dropout},
+        method="hidden",
+    )
+
+    def logits(hidden: Array) -> Array:
+        answer: Any = model.apply(variables, hidden, method="logits")
+        return answer
+
+    return losses.cross_entropy_in_parts(
+        logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size
+    )
+
+
+def take_apart(batch: Batch, parts: int) -> Batch:
+    """[A, B / A, ...] and [A, G / A, ...]: every A-th row of slots, with its sources, makes a part.
+
+    Every A-th, not the next G / A: so each device already holds its share of every part.
+    """
+    groups = batch["inputs"].shape[0]
+
+    def apart(name: str, x: Array) -> Array:
+        pack = x.shape[0] // groups if name in SOURCES else 1
+        rows = x.reshape(groups // parts, parts, pack, *x.shape[1:]).swapaxes(0, 1)
+        return rows.reshape(parts, -1, *x.shape[1:])
+
+    return {name: apart(name, x) for name, x in batch.items()}
+
+
+def train_step(
+    model: T5,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    batch: Batch,
+    key: Array,
+    *,
+    accumulate: int = 1,
+    clip_norm: float = 1.0,
+    is_trained: Callable[[str], bool] = lambda path: True,
+    place: Callable[[Any], Any] = lambda params: params,
+    rate: optax.Schedule = lambda count: 0.0,
+) -> tuple[TrainState, dict[str, Array]]:
+    """One update with the mean loss over the real target tokens of the global batch.
+
+    The batch is computed in `accumulate` parts. Their loss sums and gradients of sums are added up and divided once,
+    by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
+    finite, the state stays as it was, to the bit. `is_trained` says it of a parameter's path; `place` says where
+    parameters lie when they are used; `rate` is only told in the metrics.
+    """
+    trained, fixed = split(state.params, is_trained)
+
+    def summed(trained: Any, part: Batch, key: Array) -> tuple[Array, Array]:
+        return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None)
+
+    gradient_of = jax.value_and_grad(summed, has_aux=True)
+    if accumulate == 1:
+        (total, count), gradient = gradient_of(trained, batch, key)
+    else:
+
+        def add(sums: Any, numbered: tuple[Array, Batch]) -> tuple[Any, None]:
+            number, part = numbered
+            own = gradient_of(trained, part, jax.random.fold_in(key, number))
+            return jax.tree.map(jnp.add, sums, own), None
+
+        zero = (jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, trained)
+        parts = jnp.arange(accumulate), take_apart(batch, accumulate)
+        ((total, count), gradient), _ = jax.lax.scan(add, zero, parts)
+    divisor = jnp.maximum(count, 1)
+    norm = optax.tree.norm(gradient) / divisor
+    good = jnp.isfinite(total) & jnp.isfinite(norm)
+    # Mean and clipping by global norm in one factor, and the whole update in a branch: so XLA works in the donated
+    # buffers, where a division before and a choice of each array after it would each be a pass over all parameters.
+    factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
+
+    def update(state: TrainState) -> TrainState:
+        trained, fixed = split(state.params, is_trained)
+        scaled = jax.tree.map(lambda x: x * factor, gradient)
+        updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
+        return TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
+
+    new = jax.lax.cond(good, update, lambda state: state, state)
+    metrics = {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
+    return new, metrics | {"learning_rate": jnp.float32(rate(updates_made(state.optimizer)))}
+
+
+class Trainer:
+    """The compiled step, the shardings, and the state's birth, for one resolved config on one mesh."""
+
+    def __init__(self, config: Config) -> None:
+        """Compiles nothing yet; checks that the batch divides over the mesh.
+
+        Raises:
+          UserError: the batch does not come out even.
+        """
+        assert config.model is not None
+        self.config, self.mesh = config, sharding.make_mesh(config.mesh)
+        train = config.train
+        _check_batch(config, self.mesh)
+        dtype = compute_dtype(train.dtype)
+        pin = partial(sharding.split_batch, mesh=self.mesh)
+        self.model = T5(config.model, dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin)
+        self.optimizer = make_optimizer(train)
+        self._is_trained = trained_paths(train)
+        self.key = jax.random.key(train.seed)
+        self.abstract = jax.eval_shape(partial(self._birth, config.model), self.key)
+        self.shardings = self._shardings()
+        replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
+        options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
+        options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
+        self._step = jax.jit(
+            partial(train_step, self.model, self.optimizer, **options),
+            donate_argnums=0,
+            in_shardings=(self.shardings, None, replicated),
+            out_shardings=(self.shardings, replicated),
+        )
+        self._programs: dict[tuple[Any, ...], Future[Any]] = {}
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
+        loss = partial(batch_loss, T5(config.model, dtype=dtype, remat=train.remat, pin=pin), dropout=None)
+        self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
+
+    def _birth(self, model: T5Config, key: Array) -> TrainState:
+        return self._newborn(init_params(model, jax.random.fold_in(key, 0)))
+
+    def _newborn(self, params: Any) -> TrainState:
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
+        params = lora.add(params, self.config.train.lora_rank, key, self._is_trained)
+        return TrainState(params, self.optimizer.init(self.trained(params)))
+
+    def trained(self, params: Any) -> Any:
+        """The part of a tree of parameters that is trained."""
+        return split(params, self._is_trained)[0]
+
+    def _shardings(self) -> TrainState:
+        params = sharding.param_shardings(self.abstract.params, self.mesh)
+        replicated = sharding.replicated(self.mesh)
+        optimizer = optax.tree.map_params(
+            self.optimizer,
+            # What Adafactor keeps of a matrix is a row and a column.
+            lambda own, param, where: where if own.shape == param.shape else replicated,
+            self.abstract.optimizer,
+            self.trained(self.abstract.params),
+            self.trained(params),
+            transform_non_params=lambda _: replicated,
+        )
+        return TrainState(params, optimizer)
+
+    def fresh(self, params: Any | None = None) -> TrainState:
+        """A state from the seed, or from given parameters."""
+        if params is None:
+            assert self.config.model is not None
+            birth = partial(self._birth, self.config.model)
+            return jax.jit(birth, out_shardings=self.shardings)(self.key)
+        params = sharding.put_tree(params, sharding.param_shardings(params, self.mesh))
+        return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
+
+    def templates(self) -> dict[str, Any]:
+        """What `checkpoint.Store.restore` needs to put a saved state on this mesh."""
+        placed = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
+        )
+        return {"params": placed.params, "state": placed.optimizer}
+
+    def step(self, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, dict[str, Array]]:
+        """Makes one update with a placed batch; the given state is used up."""
+        return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
+
+    def program(self, batch: Shapes) -> Any:
+        """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
+        key = _key(batch)
+        known = self._programs.get(key)
+        # What waits behind another one is quicker compiled here; what failed beside the work may do alone.
+        if known is None or known.cancel() or known.exception():
+            known = self._programs[key] = Future()
+            known.set_result(self._compile(batch))
+        return known.result()
+
+    def is_ready(self, batch: Shapes) -> bool:
+        """Whether `program` would give it at once."""
+        known = self._programs.get(_key(batch))
+        return known is not None and known.done() and not known.cancelled() and not known.exception()
+
+    def prepare(self, pairs: Iterable[Pair]) -> None:
+        """Compiles programs for batches of these shapes beside the work, one after the other."""
+        for pair in pairs:
+            batch = abstract_batch(self.config.train, pair)
+            if _key(batch) not in self._programs:
+                self._programs[_key(batch)] = self._compiler.submit(self._compile_ahead, batch)
+
+    def close(self) -> None:
+        """Begins no other program; for one that is being compiled no command waits."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def _compile_ahead(self, batch: Shapes) -> Any:
+        with cli.unneeded():
+            return self._compile(batch)
+
+    def _compile(self, batch: Shapes) -> Any:
+        return self.lower(batch).compile()
+
+    def lower(self, batch: Shapes) -> Any:
+        """The step for such batches, as JAX hands it to the compiler."""
+        arrays = {
+            name: jax.ShapeDtypeStruct(
+                shape, jnp.float32 if name == "weights" else jnp.int32, sharding=self.batch_sharding
+            )
+            for name, shape in batch.items()
+        }
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
+        )
+        with precision(self.model.dtype):
+            return self._step.lower(state, arrays, self.dropout_key(1))
+
+    def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
+        """Summed loss and token count of a host batch, without dropout."""
+        with precision(self.model.dtype):
+            return self._loss(params, sharding.put_batch(arrays, self.mesh))
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of every array of a batch."""
+        return sharding.batch_sharding(self.mesh)
+
+    def dropout_key(self, step: int) -> Array:
+        """The key of a step (1-based)."""
+        return jax.random.fold_in(self.key, step)
+
+
+def _key(batch: Shapes) -> tuple[Any, ...]:
+    return batch["source"], batch["inputs"]
+
+
+def _check_batch(config: Config, mesh: Mesh) -> None:
+    """Every part of a batch, and every device's share of it, holds whole rows of slots."""
+    train = config.train
+    shards, pack = mesh.shape["data"] * mesh.shape["fsdp"], pack_size(train)
+    if train.batch_size % (shards * train.accumulate):
+        raise UserError(
+            f"train.batch_size: found {train.batch_size}; expected a multiple of {shards * train.accumulate} "
+            f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']} x train.accumulate {train.accumulate})"
+        )
+    if train.batch_size % (shards * train.accumulate * pack):
+        share = train.batch_size // (shards * train.accumulate)
+        raise UserError(
+            f"train.pack: found {pack}{'' if train.pack else ' (chosen for the batch size)'}; expected a divisor of "
+            f"{share}, the examples that a device gets of a part of the batch, such as "
+            f"{next(size for size in (4, 3, 2, 1) if share % size == 0)}"
+        )

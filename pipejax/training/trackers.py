@@ -1,0 +1,100 @@
+"""Copies of the log's numbers where people look at curves; metrics.jsonl stays the truth."""
+
+import hashlib
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipejax.config import TrainConfig
+from pipejax.system import distributed
+from pipejax.system.errors import UserError
+
+Write = Callable[[int, dict[str, float]], None]
+
+
+class Boards:
+    """What the config asks for, in the first process alone. A board that fails is dropped; training goes on."""
+
+    def __init__(self, config: TrainConfig, directory: Path, step: int, log: Callable[[str], None]) -> None:
+        """Opens them; curves go on after `step`.
+
+        Raises:
+          UserError: a library is not installed, or refuses to begin.
+        """
+        self._log, self._writers, self._ends = log, dict[str, Write](), dict[str, Callable[[], None]]()
+        if not distributed.first():
+            return
+        if config.tensorboard:
+            name = "TensorBoard"
+            self._writers[name], self._ends[name] = _tensorboard(directory / "tensorboard", step)
+        if config.wandb:
+            self._writers["W&B"], self._ends["W&B"] = _wandb(config.wandb, directory)
+
+    def write(self, values: dict[str, Any]) -> None:
+        """The numbers of one line of the log."""
+        numbers = {
+            f"{values['event']}/{name}": float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and name != "step"
+        }
+        for name, write in list(self._writers.items()) if numbers else ():
+            try:
+                write(values["step"], numbers)
+            except Exception as error:  # whatever a library may raise: it is only a copy
+                del self._writers[name]
+                self._log(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; goes on without it")
+
+    def close(self) -> None:
+        """Ends them; once is enough."""
+        for name, end in self._ends.items():
+            try:
+                end()
+            except Exception as error:  # as above
+                self._log(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        self._ends.clear()
+
+
+def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]:
+    """Writes events itself: the library's own writer has a thread, and who waits for that on a full disk waits long."""
+    files = _import("tensorboardX.event_file_writer", "train.tensorboard")
+    events = _import("tensorboardX.proto.event_pb2", "train.tensorboard")
+    summary = _import("tensorboardX.summary", "train.tensorboard")
+    try:
+        directory.mkdir(exist_ok=True)
+        writer = files.EventsWriter(str(directory / "events"))
+        started = events.SessionLog(status=events.SessionLog.START)  # hides what a lost stretch left behind
+        writer.write_event(events.Event(wall_time=time.time(), step=step + 1, session_log=started))
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written ({error.strerror})") from error
+
+    def write(step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            writer.write_event(events.Event(wall_time=time.time(), step=step, summary=summary.scalar(name, value)))
+        writer.flush()
+
+    return write, writer.close
+
+
+def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
+    wandb = _import("wandb", "train.wandb")
+    # The same for the same directory, so that a resumed run goes on in its own curve.
+    name = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+    try:
+        run = wandb.init(project=project, name=directory.name, dir=str(directory), id=name, resume="allow")
+        # Not by W&B's own count of steps: behind that nothing can be logged, and a resumed run goes on behind it.
+        for event in ("train", "evaluation"):
+            run.define_metric(f"{event}/*", step_metric="step")
+    except Exception as error:  # no key, no network, ...
+        raise UserError(f"train.wandb: {' '.join(str(error).split())[:200]}; expected W&B to be ready") from error
+    return lambda step, values: run.log({"step": step} | values), run.finish
+
+
+def _import(module: str, key: str) -> Any:
+    library = module.partition(".")[0]
+    try:
+        importlib.import_module(library)
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{key}: found no {library}; expected it installed (pip install {library})") from error
