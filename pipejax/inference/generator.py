@@ -218,9 +218,7 @@ class Generator:
             report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
 
 
-def load(
-    path: str | Path, *, best: bool = False, overrides: Sequence[str] = (), log: Callable[[str], None] = print
-) -> Generator:
+def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> Generator:
     """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
 
     Compiled programs are kept as the commands keep them (`program_cache`).
@@ -229,7 +227,6 @@ def load(
       path: what `pipejax.convert.huggingface from-hf` or `train.py` wrote.
       best: take the best evaluated step.
       overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
-      log: called with each line worth saying.
 
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
@@ -242,12 +239,12 @@ def load(
                 f"--set {assignment}: {key} cannot change when a checkpoint is decoded; expected one of "
                 f"{', '.join(DECODING_KEYS)}"
             )
-    compile_cache.use(log=log)
-    restored = checkpoint.open_run(path, best=best, log=log)
+    compile_cache.use()
+    restored = checkpoint.open_run(path, best=best)
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use(log=log))
+    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use())
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 

@@ -1,9 +1,9 @@
 """Fine-tuning and training from scratch, with the pipelined or the sequential objective. Read it top to bottom."""
 
 import dataclasses
+import logging
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,8 @@ from pipejax.training.run_directory import RunDirectory, check_resume, resolve_m
 from pipejax.training.step import Trainer, TrainState
 from pipejax.training.trackers import Boards
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass
 class Start:
@@ -42,7 +44,7 @@ class Start:
     shapes: Shapes | None = None  # that its batches had so far
 
 
-def begin(config: Config, directory: RunDirectory, store: Store, data: str, log: Callable[[str], None]) -> Start:
+def begin(config: Config, directory: RunDirectory, store: Store, data: str) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which.
 
     `data` stands for the training examples: they must be those that the run began with.
@@ -54,17 +56,19 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
         wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
         check_resume(saved, wanted, directory.path)
         if saved.train.evaluate_examples != wanted.train.evaluate_examples and trainer is None:
-            log("train.evaluate_examples: found another number than before; best/ goes by the scores of both alike")
+            logger.info(
+                "train.evaluate_examples: found another number than before; best/ goes by the scores of both alike"
+            )
         if saved.train.steps != wanted.train.steps and wanted.train.schedule != "constant" and trainer is None:
             schedule = f"the {wanted.train.schedule} schedule now ends there"
-            log(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; {schedule}")
+            logger.info(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; {schedule}")
         trainer = trainer or Trainer(wanted)
         return trainer.templates()
 
     had_steps = distributed.same(bool(store.steps()))
-    own = store.newest(expect, log=log, set_aside=True)
+    own = store.newest(expect, set_aside=True)
     if had_steps and own is None:
-        log(f"{store.directory}: found no good step; training starts again from its beginning")
+        logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
         with distributed.together(UserError):
             if own.metadata.get("data", data) != data:
@@ -72,16 +76,16 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
                     f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
                     "the same on resume; take another --workdir for another experiment"
                 )
-        log(f"resuming at step {own.step} ({own.path})")
+        logger.info(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
         with distributed.together(UserError):
             tokenizer = Tokenizer.load(own.tokenizer_files() or directory.path / "tokenizer")
         shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
         return Start(trainer, state, own.step, tokenizer, own.config, shapes)
     with distributed.together(UserError):
-        trainer, tokenizer, origin = _prepare(config, log)
+        trainer, tokenizer, origin = _prepare(config)
     state = trainer.fresh(origin.items["params"] if origin else None)
-    log(
+    logger.info(
         f"starting from {config.train.init_from} (its step {origin.step})"
         if origin
         else f"starting from random weights (seed {config.train.seed})"
@@ -89,10 +93,10 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str, log:
     return Start(trainer, state, 0, tokenizer)
 
 
-def _prepare(config: Config, log: Callable[[str], None]) -> tuple[Trainer, Tokenizer, Restored | None]:
+def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
     origin: Restored | None = None
     if config.train.init_from:
-        origin = checkpoint.open_run(config.train.init_from, log=log)
+        origin = checkpoint.open_run(config.train.init_from)
         config = resolve_model(config, origin.config)
     elif config.train.lora_rank:
         raise UserError(
@@ -169,14 +173,13 @@ class Stop:
             signal.signal(number, handler)
 
 
-def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[[str], None] = print) -> int:
+def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
     """Trains until `train.steps`, from wherever the run in `workdir` stands.
 
     Args:
       config: the experiment.
       workdir: the run's directory.
       profile: traces that many steps, from the third of this call on, into WORKDIR/profile.
-      log: called with each line worth saying.
 
     Returns:
       0; 1 if the last checkpoint could not be written; or 128 + the signal that stopped it, between two steps or in an
@@ -189,8 +192,6 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
     environment.check()
     decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
-    if not distributed.first():
-        log = _silence
     with distributed.together(UserError):
         task = make_task(config.data)
         train, dev = task.examples("train"), task.examples("dev")
@@ -203,14 +204,10 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
     distributed.check_same(dev_data, "data.dev")
     stop = Stop()
     try:
-        with RunDirectory(workdir, log) as directory:
-            return _fit(config, directory, train, dev, data, stop, log, profile)
+        with RunDirectory(workdir) as directory:
+            return _fit(config, directory, train, dev, data, stop, profile)
     finally:
         stop.restore()
-
-
-def _silence(line: str) -> None:
-    pass
 
 
 def _fit(
@@ -220,12 +217,11 @@ def _fit(
     dev: Any,
     data: str,
     stop: Stop,
-    log: Callable[[str], None],
     profile: int,
 ) -> int:
     clock, keep, keep_every = Clock(), config.train.keep_checkpoints, config.train.keep_every
-    store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
-    start = begin(config, directory, store, data, log)
+    store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True)
+    start = begin(config, directory, store, data)
     trainer, state, config = start.trainer, start.state, start.trainer.config
     if start.step:
         store.retire(start.step)
@@ -233,10 +229,10 @@ def _fit(
     if start.step >= config.train.steps and not owed:
         store.close()
         directory.finish(_last_line("end", start.step, state, {}))
-        log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
+        logger.info(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
         return 0
-    directory.begin(config, start.tokenizer, start.step, log)
-    boards = Boards(config.train, directory.path, start.step, log)
+    directory.begin(config, start.tokenizer, start.step)
+    boards = Boards(config.train, directory.path, start.step)
 
     def write(values: dict[str, Any]) -> None:
         directory.log_metrics(values)
@@ -245,7 +241,7 @@ def _fit(
     assert config.model is not None
     with clock("data"):
         shapes = start.shapes or _same_shapes(choose_shapes(train, start.tokenizer, config, config.model))
-    examiner = Examiner(config, trainer.dev_loss, shapes, dev, start.tokenizer, directory, log, write)
+    examiner = Examiner(config, trainer.dev_loss, shapes, dev, start.tokenizer, directory, write)
     exchange = distributed.Exchange()
     rows = sharding.own_rows(trainer.mesh, config.train.batch_size // pack_size(config.train))
     part = Part(jax.process_index(), jax.process_count(), rows, exchange)
@@ -253,14 +249,16 @@ def _fit(
     size, own = (sum(x.size for x in jax.tree.leaves(t)) / 1e6 for t in (state.params, trainer.trained(state.params)))
     trains = f" ({own:.2f} M are trained)" if own < size else ""
     if start.step == 0 and config.train.warmup_steps >= config.train.steps:
-        log(
-            f"warning: train.warmup_steps = {config.train.warmup_steps}: found no fewer than train.steps = "
+        logger.warning(
+            f"train.warmup_steps = {config.train.warmup_steps}: found no fewer than train.steps = "
             f"{config.train.steps}; the full learning rate comes last or never"
         )
     where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
-    log(f"{size:.1f} M parameters{trains}, {len(train)} training examples, {trainer.model.dtype} on {where}")
+    logger.info(f"{size:.1f} M parameters{trains}, {len(train)} training examples, {trainer.model.dtype} on {where}")
     most = len(shapes.in_use(config.train.steps))
-    log(f"batches are padded to {most} shapes; each one compiles once, the first {len(shapes.in_use(0))} at the start")
+    logger.info(
+        f"batches are padded to {most} shapes; each one compiles once, the first {len(shapes.in_use(0))} at the start"
+    )
     progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=distributed.first())
     window = Window(config, len(train), write, progress, list(trainer.mesh.devices.flat), clock)
     trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
@@ -335,19 +333,23 @@ def _fit(
     boards.close()
     progress.close()
     if not done:
-        log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")
+        logger.error(f"step {step} is not on disk; the same command goes on from the checkpoint before")
         return 1
     if not best:
-        log("error: the best step so far is not in best/; it was not on disk before the run ended")
+        logger.error("the best step so far is not in best/; it was not on disk before the run ended")
         return 1
-    log("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items()))
+    logger.info("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items()))
     if stop.agreed and not ended:
-        log(f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there")
+        logger.info(
+            f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there"
+        )
         return 128 + stop.agreed
     if step < steps:
-        log(f"no better evaluation in train.patience = {config.train.patience}: training ends before train.steps")
+        logger.info(
+            f"no better evaluation in train.patience = {config.train.patience}: training ends before train.steps"
+        )
     reached = f" ({progress.note})" if progress.note else ""
-    log(f"trained for {step} steps{reached}; checkpoints in {directory.path / 'checkpoints'}")
+    logger.info(f"trained for {step} steps{reached}; checkpoints in {directory.path / 'checkpoints'}")
     return 0
 
 
