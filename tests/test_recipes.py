@@ -20,7 +20,7 @@ from pipejax.data import PUBLISHED
 from pipejax.data.builders import prepare
 from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
-from pipejax.training import loop
+from pipejax.training import loop, start
 from pipejax.training.recipes import paper
 from pipejax.training.step import Trainer
 
@@ -101,7 +101,7 @@ def trainers():
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Trainer", make)
+        patch.setattr(start, "Trainer", make)
         yield known
 
 

@@ -15,7 +15,7 @@ from pipejax.data import demo
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.generator import load
 from pipejax.system.errors import UserError
-from pipejax.training import loop
+from pipejax.training import start
 from pipejax.training.run_directory import RunDirectory
 
 SETTINGS = ("train.steps=4", "data.dev=")
@@ -81,7 +81,7 @@ def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
     """The tokenizer that training would go on with."""
     store = Store(run / "checkpoints")
     data = store.describe(store.steps()[0]).metadata["data"]
-    return loop.begin(config, RunDirectory(run), store, data).tokenizer
+    return start.begin(config, RunDirectory(run), store, data).tokenizer
 
 
 def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:

@@ -1,6 +1,5 @@
 """The Python API for decoding: from texts and records to records."""
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -14,6 +13,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data.core import cut_source
+from pipejax.data.text import split_rows
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
 from pipejax.inference import kernels, programs, sources
@@ -27,22 +27,6 @@ Record = dict[str, Any]
 # What `--set` may change when a checkpoint is decoded: sections and keys.
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
-
-
-def split_rows(text: str, separator: str) -> list[str]:
-    """The rows of a sequential text. Spaces alone separate nothing; at either end a separator may lack its spaces."""
-    if not separator.strip(" "):
-        return [text] if text else []
-    parts = re.split(separator_pattern(separator), text)
-    return [row for row in map(str.strip, parts) if row]
-
-
-def separator_pattern(separator: str) -> str:
-    """Matches the separator; tokenizers are free with the number of spaces around it, and with those at the ends."""
-    core = separator.strip(" ")
-    before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
-    after = r"(?:$| +)" if separator.endswith(" ") else ""
-    return before + re.escape(core) + after
 
 
 class Generator:
