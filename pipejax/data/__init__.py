@@ -13,15 +13,15 @@ PUBLISHED = {
     module.TASK.name: module.TASK
     for module in (msqa, kp20k, kptimes, wikihowqa, cnn_dailymail, pubmed, sumpubmed, wikihow)
 }
-TASKS = ("demo", "jsonl", "csv", *PUBLISHED)
+TASKS = ("demo", "demo_long", "jsonl", "csv", *PUBLISHED)
 
 
 def make_task(config: DataConfig) -> Task:
     """The task that the config names."""
     if config.task in ("jsonl", "csv"):
         return FilesTask(config)
-    if config.task == "demo":
-        return DemoTask()
+    if config.task in ("demo", "demo_long"):
+        return DemoTask(long=config.task == "demo_long")
     if config.task in PUBLISHED:
         return PublishedTask(PUBLISHED[config.task], config)
     raise UserError(f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}")

@@ -1,8 +1,11 @@
-"""The embedded task: short delivery notes, made up from a seed, and the things they ask to deliver.
+"""The embedded tasks: delivery notes, made up from a seed, and the things that they ask to deliver.
 
-A note is a shuffled run of clauses. The words after "deliver" are an answer: 0-2 adjectives (size, age, colour)
-and a noun. These words occur in answers alone, and none in two answers of one note, so that a small model learns
-the task from scratch in minutes. The answers of a note stand in its order.
+A note is a run of clauses. The words after "deliver" are an answer: adjectives, in a fixed order of their kinds, and a
+noun. These words occur in answers alone, and none in two answers of one note, so that a small model learns the task
+from scratch in minutes. The answers of a note stand in its order.
+
+The task "demo" has 1-6 answers of 1-3 words, and is small enough for tests. The task "demo_long" has 5-7 answers of 6-9
+words: with as many words as this, the pipelined decoder saves about three quarters of the steps.
 """
 
 import functools
@@ -25,9 +28,11 @@ SIZES = {"train": 20_000, "dev": 256, "test": 512}
 MAX_ROWS = 6  # answers of a note
 MAX_ROW_WORDS = 3
 MAX_SOURCE_WORDS = 30  # full stops included
+LONG_ROWS = (5, 7)  # of the task "demo_long": the fewest and the most answers
+LONG_ROW_WORDS = (6, 9)
 SEPARATOR = ";"
 
-_LEAST_WORDS = 24
+_LEAST_WORDS, _LEAST_LONG_WORDS = 24, 60
 CUE = "deliver"
 ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
 NOUNS = (
@@ -55,13 +60,29 @@ PREPOSITIONS = ("near", "behind", "past", "beside", "by")
 # The kinds of adjective that a thing has, so chosen that it has 1, 2 or 3 words equally often.
 _KINDS: tuple[tuple[int, ...], ...] = ((), (), (), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
 WORDS = (".", "the", CUE, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACES, *VERBS, *PREPOSITIONS)
+LONG_ADJECTIVES = (
+    ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "twelve"),
+    ("lovely", "famous", "simple", "elegant", "strange", "pretty", "modest", "splendid", "rustic", "curious"),
+    (*ADJECTIVES[0], "big", "little", "huge", "short", "long", "light"),
+    (*ADJECTIVES[1], "ancient", "modern", "fresh", "used", "early", "late"),
+    ("round", "square", "flat", "curved", "oval", "narrow", "wide", "hollow", "pointed", "twisted"),
+    (*ADJECTIVES[2], "yellow", "black", "brown", "grey", "pink", "purple"),
+    ("french", "dutch", "danish", "greek", "polish", "swiss", "irish", "welsh", "italian", "spanish"),
+    ("wooden", "golden", "silver", "woollen", "cotton", "paper", "leather", "copper", "marble", "glass"),
+)
+LONG_WORDS = tuple(dict.fromkeys([*WORDS, *itertools.chain(*LONG_ADJECTIVES)]))
 
 # A note belongs to one split for ever, by its own words: no split has a note of another, whatever the seeds.
 _SHARES = {"train": (2, 3, 4, 5, 6, 7), "dev": (0,), "test": (1,)}
 
 
-def examples(split: str, seed: int = 0) -> Sequence[Example]:
+def examples(split: str, seed: int = 0, *, long: bool = False) -> Sequence[Example]:
     """The examples of a split, each made when first asked for, from the split, its index and the seed alone.
+
+    Args:
+      split: "train", "dev" or "test".
+      seed: other notes for another seed.
+      long: those of "demo_long".
 
     Raises:
       ValueError: the split is not "train", "dev" or "test", or the seed is negative.
@@ -70,7 +91,7 @@ def examples(split: str, seed: int = 0) -> Sequence[Example]:
         raise ValueError(f"split: expected one of {', '.join(SIZES)}; got {split!r}")
     if seed < 0:
         raise ValueError(f"seed: expected at least 0; got {seed}")
-    return _Split(split, seed)
+    return _Split(split, seed, long)
 
 
 def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
@@ -92,13 +113,17 @@ def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
 
 
 class DemoTask:
-    """The embedded task as the trainer sees it: always the same notes, and a tokenizer of its own."""
+    """An embedded task as the trainer sees it: always the same notes, and a tokenizer of its own."""
 
     metric = "spans"
 
+    def __init__(self, *, long: bool = False) -> None:
+        """`long`: "demo_long"."""
+        self._long = long
+
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of "train", "dev" or "test"."""
-        return examples(split)
+        return examples(split, long=self._long)
 
     def source(self, value: dict[str, Any], place: str) -> str:
         """The note itself."""
@@ -107,13 +132,14 @@ class DemoTask:
     def tokenizer(self) -> Tokenizer:
         """The word-level tokenizer that `build_tokenizer` writes."""
         with tempfile.TemporaryDirectory() as directory:
-            build_tokenizer(Path(directory))
+            build_tokenizer(Path(directory), LONG_WORDS if self._long else WORDS)
             return Tokenizer.load(directory)
 
 
 class _Split(Sequence[Example]):
-    def __init__(self, split: str, seed: int) -> None:
-        self._split, self._seed, self._indices = split, seed, range(SIZES[split])
+    def __init__(self, split: str, seed: int, long: bool) -> None:
+        self._make = functools.partial(_example, split, seed=seed, long=long)
+        self._indices = range(SIZES[split])
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -126,17 +152,18 @@ class _Split(Sequence[Example]):
 
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
-            return [_example(self._split, i, self._seed) for i in self._indices[index]]
-        return _example(self._split, self._indices[index], self._seed)
+            return [self._make(index=i) for i in self._indices[index]]
+        return self._make(index=self._indices[index])
 
 
 @functools.cache
-def _example(split: str, index: int, seed: int) -> Example:
+def _example(split: str, *, index: int, seed: int, long: bool) -> Example:
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
     chance = _chances(np.random.default_rng(entropy))
     while True:
-        source, targets = _note(chance)
+        targets = _many_words(chance) if long else _few_words(chance)
+        source = _note(chance, targets, least_words=_LEAST_LONG_WORDS if long else _LEAST_WORDS)
         if _share(source) in share:
             return Example(id=f"{split}-{index}", source=source, targets=targets)
 
@@ -146,28 +173,47 @@ def _share(source: str) -> int:
     return hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8
 
 
-def _note(chance: Iterator[float]) -> tuple[str, tuple[str, ...]]:
-    things: list[str] = []
-    for _ in range(1 + int(next(chance) * MAX_ROWS)):
-        thing = _thing(chance)
-        while set(thing.split()) & set(" ".join(things).split()):
-            thing = _thing(chance)
-        things.append(thing)
+def _note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -> str:
     clauses = [f"{CUE} {thing} ." for thing in things]
     words = sum(len(clause.split()) for clause in clauses)
-    while words < _LEAST_WORDS:
+    while words < least_words:
         clause = (
             f"the {_pick(PEOPLE, chance)} {_pick(VERBS, chance)} {_pick(PREPOSITIONS, chance)} "
             f"the {_pick(PLACES, chance)} ."
         )
         clauses.insert(int(next(chance) * (len(clauses) + 1)), clause)
         words += len(clause.split())
-    return " ".join(clauses), tuple(things)
+    return " ".join(clauses)
+
+
+def _few_words(chance: Iterator[float]) -> tuple[str, ...]:
+    things: list[str] = []
+    for _ in range(1 + int(next(chance) * MAX_ROWS)):
+        thing = _thing(chance)
+        while set(thing.split()) & set(" ".join(things).split()):
+            thing = _thing(chance)
+        things.append(thing)
+    return tuple(things)
 
 
 def _thing(chance: Iterator[float]) -> str:
     adjectives = [_pick(ADJECTIVES[kind], chance) for kind in _pick(_KINDS, chance)]
     return " ".join([*adjectives, _pick(NOUNS, chance)])
+
+
+def _many_words(chance: Iterator[float]) -> tuple[str, ...]:
+    least, most = LONG_ROWS
+    shortest, longest = LONG_ROW_WORDS
+    rows = zip(*(_shuffled(kind, chance) for kind in (*LONG_ADJECTIVES, NOUNS)), strict=False)
+    things = []
+    for *adjectives, noun in itertools.islice(rows, least + int(next(chance) * (most - least + 1))):
+        left_out = _shuffled(adjectives, chance)[: int(next(chance) * (longest - shortest + 1))]
+        things.append(" ".join([*(word for word in adjectives if word not in left_out), noun]))
+    return tuple(things)
+
+
+def _shuffled(choices: Sequence[T], chance: Iterator[float]) -> list[T]:
+    return sorted(choices, key=lambda _: next(chance))
 
 
 def _pick(choices: Sequence[T], chance: Iterator[float]) -> T:
