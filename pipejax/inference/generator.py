@@ -16,7 +16,8 @@ from pipejax.data.core import cut_source
 from pipejax.data.text import split_rows
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
-from pipejax.inference import kernels, programs, sources
+from pipejax.inference import backends, programs, sources
+from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -39,14 +40,14 @@ class Generator:
         tokenizer: Tokenizer | None,
         *,
         devices: Sequence[jax.Device] | None = None,
-        own_kernel: bool = False,
+        backend: Backend = XLA,
     ) -> None:
-        """`config.model` must be set; `devices`: None is `programs.devices`; `own_kernel`: what `kernels.use` said."""
+        """`config.model` must be set; `devices`: None is `programs.devices`; `backend`: computes decoder steps."""
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         dtype = programs.compute_dtype(config.decode.dtype)
-        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), own_kernel=own_kernel)
+        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
@@ -228,7 +229,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use())
+    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.best())
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 
