@@ -1,14 +1,31 @@
-"""The embedded task: determinism, disjoint splits, and answers that can be read off the note."""
+"""The embedded tasks: determinism, disjoint splits, and answers that follow from the note."""
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipejax.data import demo
-from pipejax.data.demo import ADJECTIVES, CUE, MAX_ROW_WORDS, MAX_ROWS, MAX_SOURCE_WORDS, NOUNS, SIZES, WORDS, examples
+from pipejax.config import DataConfig
+from pipejax.data import demo, make_task
+from pipejax.data.demo import (
+    ADJECTIVES,
+    BASKETS,
+    CUE,
+    LONG_ROW_WORDS,
+    LONG_ROWS,
+    LONG_WORDS,
+    MAX_ROW_WORDS,
+    MAX_ROWS,
+    MAX_SOURCE_WORDS,
+    NOUNS,
+    NUMBERS,
+    SIZES,
+    WORDS,
+    examples,
+)
 
 
 def test_the_first_note() -> None:
@@ -20,12 +37,19 @@ def test_the_first_note() -> None:
     assert first.targets == ("old white lamps", "tiny blue candles", "small fine honey", "new green shoes")
 
 
-def test_splits() -> None:
-    notes = {split: [example.source for example in examples(split)] for split in SIZES}
+def test_the_first_long_note() -> None:
+    first = make_task(DataConfig(task="demo_long")).examples("dev")[0]
+    assert first.source == ("?")
+    assert first.targets == ("?",)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_splits(long: bool) -> None:
+    notes = {split: [example.source for example in examples(split, long=long)] for split in SIZES}
     assert [len(notes[split]) for split in ("train", "dev", "test")] == [20_000, 256, 512]
     every = list(itertools.chain(*notes.values()))
     assert len(set(every)) == len(every)
-    other_seed = {example.source for example in examples("train", seed=1)[:2000]}
+    other_seed = {example.source for example in examples("train", seed=1, long=long)[:2000]}
     assert not other_seed & {*notes["dev"], *notes["test"]}
 
 
@@ -57,12 +81,32 @@ def test_no_word_is_in_two_answers() -> None:
         assert all(example.source.split().count(word) == 1 for word in words)
 
 
+def test_long_answers_are_the_baskets_that_a_note_asks_for() -> None:
+    rows: set[int] = set()
+    for example in examples("train", long=True)[:2000]:
+        assert set(example.source.split()) <= set(LONG_WORDS)
+        names = re.findall(rf"{CUE} the (\w+) basket \.", example.source)
+        assert example.targets == tuple(BASKETS[name] for name in names)
+        assert len(set(names)) == len(names) == example.source.split().count(CUE)
+        rows.add(len(names))
+    assert rows == set(range(LONG_ROWS[0], LONG_ROWS[1] + 1))
+
+
+def test_baskets_differ_and_say_a_number_of_each_thing() -> None:
+    thing = rf"({'|'.join(NUMBERS)})( ({'|'.join(ADJECTIVES[2])}))? ({'|'.join(n for n in NOUNS if n[-1] == 's')})"
+    for name, row in BASKETS.items():
+        assert re.fullmatch(rf"{name}( {thing}){{2,3}}", row), row
+    assert len({row.partition(" ")[2] for row in BASKETS.values()}) == len(BASKETS)
+    assert {len(row.split()) for row in BASKETS.values()} == set(range(LONG_ROW_WORDS[0], LONG_ROW_WORDS[1] + 1))
+
+
 def test_an_example_depends_on_nothing_but_split_index_and_seed() -> None:
     backwards = [examples("test")[i] for i in reversed(range(5))]
     demo._example.cache_clear()
     assert backwards[::-1] == [examples("test")[i] for i in range(5)] == list(examples("test")[:5])
     assert examples("test")[-1] == examples("test")[511]
     assert examples("test", seed=1)[0].source != examples("test")[0].source != examples("dev")[0].source
+    assert examples("test", long=True)[3] == examples("test", long=True)[:4][3] != examples("test")[3]
     with pytest.raises(IndexError):
         examples("test")[512]
 
@@ -74,12 +118,13 @@ def test_wrong_arguments() -> None:
         examples("dev", seed=-1)
 
 
-def test_the_tokenizer() -> None:
-    tokenizer = demo.DemoTask().tokenizer()
-    assert tokenizer.size == 4 + len(set(WORDS)) == 4 + len(WORDS)
+@pytest.mark.parametrize("long, words", [(False, WORDS), (True, LONG_WORDS)])
+def test_the_tokenizer(long: bool, words: tuple[str, ...]) -> None:
+    tokenizer = demo.DemoTask(long=long).tokenizer()
+    assert tokenizer.size == 4 + len(set(words)) == 4 + len(words)
     assert tokenizer.encode(";") == [3]
     assert tokenizer.encode("unheard the") == [2, tokenizer.encode("the")[0]]
-    for example in examples("dev"):
+    for example in examples("dev", long=long):
         for text in (example.source, f" {demo.SEPARATOR} ".join(example.targets)):
             assert tokenizer.decode([0, *tokenizer.encode(text), 1]) == text
 

@@ -473,7 +473,7 @@ def test_statistics_of_tokens(capsys):
         (["prepare", "msqa", "--manual-dir", "{tmp}/no"], ["{tmp}/no: no such directory"]),
         (["prepare"], ["TASK"]),
         ([], ["COMMAND"]),
-        (["stats", "msqb"], ["TASK: found 'msqb'; expected one of demo, jsonl, csv, msqa"]),
+        (["stats", "msqb"], ["TASK: found 'msqb'; expected one of demo, demo_long, jsonl, csv, msqa"]),
         (["stats", "msqa", "--data-dir", "{tmp}"], ["found no msqa/1.0.0 in {tmp}", "prepare msqa"]),
         (
             ["stats", "jsonl"],

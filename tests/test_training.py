@@ -497,7 +497,7 @@ REFUSED = [
     ({"model": {"vocab_size": 20}}, r"model\.vocab_size: found 20; expected at least \d+, the size of the tokenizer"),
     ({"data": {"task": "jsonl"}}, r"data\.train: found nothing"),
     ({"data": {"task": "jsonl", "train": "/nowhere.jsonl"}}, r"/nowhere\.jsonl: no such file"),
-    ({"data": {"task": "nonsense"}}, r"data\.task: found 'nonsense'; expected one of demo, jsonl"),
+    ({"data": {"task": "nonsense"}}, r"data\.task: found 'nonsense'; expected one of demo, demo_long, jsonl"),
     ({"train": {"init_from": "/nowhere"}}, r"/nowhere: no such checkpoint directory"),
 ]
 

@@ -125,6 +125,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     logger = logging.getLogger("pipejax")
     logger.addHandler(_lines)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # absl gives the root logger a handler as it logs; that one would say each line again
     try:
         environment.allow_files()
         environment.check_flags()
@@ -140,6 +141,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         if code == EXIT_OUR_MISTAKE:
             traceback.print_exception(error)
     mute()
+    logger.propagate = True
     if _unneeded:  # sys.exit would wait for it; and a daemon thread that is in XLA aborts the process as it ends
         with contextlib.suppress(OSError):
             sys.stdout.flush()
