@@ -166,8 +166,8 @@ def at_size(
 def size_table(timed: Sequence[Mapping[str, Any]]) -> str:
     """Lines for people."""
     lines = [
-        f"\nThe same in a model of T5-Base's size, a source of {timed[0]['source']} tokens. Its weights are random and its"
-        " answers mean nothing:\nthey are made to have as many tokens as typical answers have, and only the clock counts.\n",
+        f"\nBoth decoders in a model of T5-Base's size, a source of {timed[0]['source']} tokens, one at a time.",
+        "The weights are random and the answers mean nothing: their lengths are set to those of typical answers.\n",
         f"{'answer':<22}{'steps':>14}{'decoding, s':>18}{'speed-up':>10}{'with encoder, s':>19}{'speed-up':>10}",
     ]
     for line in timed:

@@ -39,8 +39,18 @@ def test_the_first_note() -> None:
 
 def test_the_first_long_note() -> None:
     first = make_task(DataConfig(task="demo_long")).examples("dev")[0]
-    assert first.source == ("?")
-    assert first.targets == ("?",)
+    assert first.source == (
+        "deliver the supper basket . deliver the winter basket . deliver the birthday basket . "
+        "deliver the village basket . the teacher slept by the market . deliver the travel basket . deliver the school basket ."
+    )
+    assert first.targets == (
+        "supper four white coins seven maps five pears",
+        "winter six green coins seven red ropes",
+        "birthday three ropes eight books four green maps",
+        "village three blue tiles seven white shoes",
+        "travel three green maps nine white roses eight bells",
+        "school five green maps three books",
+    )
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -234,7 +234,7 @@ def _baskets() -> dict[str, str]:
     baskets = {}
     for i, name in enumerate(BASKET_NAMES):
         words = shortest - 1 + i % (longest - shortest + 1)  # of the contents
-        count = (words + 1) // 3
+        count = -(-words // 3)
         coloured = words - 2 * count
         things = zip(
             _shuffled(NUMBERS, chance), _shuffled(ADJECTIVES[2], chance), _shuffled(PLURALS, chance), strict=False
