@@ -41,7 +41,8 @@ def test_the_first_long_note() -> None:
     first = make_task(DataConfig(task="demo_long")).examples("dev")[0]
     assert first.source == (
         "deliver the supper basket . deliver the winter basket . deliver the birthday basket . "
-        "deliver the village basket . the teacher slept by the market . deliver the travel basket . deliver the school basket ."
+        "deliver the village basket . the teacher slept by the market . deliver the travel basket . "
+        "deliver the school basket ."
     )
     assert first.targets == (
         "supper four white coins seven maps five pears",
