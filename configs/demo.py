@@ -14,8 +14,8 @@ config = Config(
     grid=GridConfig(delay=1, time_max=20, sub_max=8),
     data=DataConfig(task="demo_long", max_source=48, max_target=96, separator=" ; "),
     train=TrainConfig(
-        steps=500,
-        batch_size=32,
+        steps=700,
+        batch_size=16,
         shapes=2,
         learning_rate=2e-3,
         schedule="linear",
@@ -23,8 +23,9 @@ config = Config(
         beta2=0.98,
         dropout=0.0,
         log_every=50,
-        evaluate_every=250,
-        checkpoint_every=250,
+        evaluate_every=350,
+        evaluate_examples=128,
+        checkpoint_every=350,
     ),
     decode=DecodeConfig(max_length=80, batch_size=64),
 )

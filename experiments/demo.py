@@ -140,7 +140,10 @@ def at_size(
       for each answer: its name; for each decoder its steps and its seconds, decoding alone and with the encoder
       (medians); how many times as fast the pipelined one was (medians of the rounds' ratios).
     """
-    strategies = {"sequential": Sequential(512), "pipelined": Pipelined(delay=1, time_max=64, sub_max=20)}
+    strategies: dict[str, Pipelined | Sequential] = {
+        "sequential": Sequential(512),
+        "pipelined": Pipelined(delay=1, time_max=64, sub_max=20),
+    }
     dtype = compute_dtype("auto").name
     systems = build(architecture, random_params(architecture), dtype, strategies=strategies)
     ids = np.random.default_rng(1).integers(3, architecture.vocab_size, (1, source), np.int32)

@@ -258,6 +258,6 @@ def test_every_import_is_required() -> None:
     distributions = importlib.metadata.packages_distributions()
     for path in scripts:
         names = {name.partition(".")[0] for name in imported(ast.parse(path.read_text()))}
-        for name in names - {"pipejax", "experiments"} - sys.stdlib_module_names:
+        for name in names - {"pipejax", "experiments", "benchmarks"} - sys.stdlib_module_names:
             candidates = {normalised(distribution) for distribution in distributions.get(name, [name])}
             assert candidates & required(), f"{path.relative_to(ROOT)} imports {name}"
