@@ -32,7 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files that take minutes: first, so that no worker is left alone with one of them in the end.
-SLOW = ("trainer", "training", "faults", "processes", "recipes", "tables", "monitoring", "plan", "decoding", "records")
+SLOW = (
+    *("trainer", "training", "faults", "processes", "paper_configs", "tables", "monitoring", "plan", "decoding"),
+    "records",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

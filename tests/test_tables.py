@@ -165,5 +165,5 @@ def test_predictions_of_other_documents(tmp_path):
     with pytest.raises(UserError, match="found other documents than in"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
     evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).write_text("{}")
-    with pytest.raises(UserError, match=r"not what `python -m pipejax\.evaluate --json` writes"):
+    with pytest.raises(UserError, match=r"not what `python -m pipejax evaluate --json` writes"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])

@@ -488,7 +488,8 @@ def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
 
 def test_the_number_of_dev_examples_may_change_on_resume(finished):
     said = []
-    assert fit(change(CONFIG, train={"evaluate_examples": 4}), finished, log=said.append) == 0
+    config = dataclasses.replace(change(CONFIG, train={"evaluate_examples": 4}), name="another label")
+    assert fit(config, finished, log=said.append) == 0
     assert any(line.startswith("train.evaluate_examples: found another number") for line in said)
 
 
