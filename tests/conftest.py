@@ -15,6 +15,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import jax
 import pytest
 
+from pipejax.data import demo
+from pipejax.data.tokenizer import Tokenizer
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
 
@@ -51,3 +54,17 @@ def real_data() -> Path:
     if not Path(directory or "absent").is_dir():
         pytest.skip(f"no real data: PIPEJAX_DATA names no directory (found {directory!r})")
     return Path(directory)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the embedded task's tokenizer. Nobody changes it."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    demo.build_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_files: Path) -> Tokenizer:
+    """The embedded task's."""
+    return Tokenizer.load(tokenizer_files)

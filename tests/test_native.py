@@ -7,15 +7,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from one_program import compiled
 
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined
 from pipejax.inference import kernels, programs
 from pipejax.model import t5
 from pipejax.system import compile_cache
+from support import oracle
+from support.one_program import compiled
 
 CONFIG = T5Config(
     vocab_size=48,

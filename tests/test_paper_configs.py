@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from test_published import CASES, lay
 
 from experiments.tables.cells import Cell
 from experiments.tables.paper import REPORTED
@@ -25,6 +23,8 @@ from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
 from pipejax.training import loop
 from pipejax.training.step import Trainer
+from support import oracle
+from support.published_files import CASES, lay
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TASKS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed")
