@@ -1,6 +1,5 @@
 """The Python API for decoding: from texts and records to records."""
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -14,9 +13,11 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data.core import cut_source
+from pipejax.data.text import split_rows
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
-from pipejax.inference import kernels, programs, sources
+from pipejax.inference import backends, programs, sources
+from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -29,22 +30,6 @@ DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
 
 
-def split_rows(text: str, separator: str) -> list[str]:
-    """The rows of a sequential text. Spaces alone separate nothing; at either end a separator may lack its spaces."""
-    if not separator.strip(" "):
-        return [text] if text else []
-    parts = re.split(separator_pattern(separator), text)
-    return [row for row in map(str.strip, parts) if row]
-
-
-def separator_pattern(separator: str) -> str:
-    """Matches the separator; tokenizers are free with the number of spaces around it, and with those at the ends."""
-    core = separator.strip(" ")
-    before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
-    after = r"(?:$| +)" if separator.endswith(" ") else ""
-    return before + re.escape(core) + after
-
-
 class Generator:
     """Parameters, tokenizer and settings, ready to decode."""
 
@@ -55,14 +40,14 @@ class Generator:
         tokenizer: Tokenizer | None,
         *,
         devices: Sequence[jax.Device] | None = None,
-        own_kernel: bool = False,
+        backend: Backend = XLA,
     ) -> None:
-        """`config.model` must be set; `devices`: None is `programs.devices`; `own_kernel`: what `kernels.use` said."""
+        """`config.model` must be set; `devices`: None is `programs.devices`; `backend`: computes decoder steps."""
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         dtype = programs.compute_dtype(config.decode.dtype)
-        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), own_kernel=own_kernel)
+        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
@@ -218,9 +203,7 @@ class Generator:
             report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
 
 
-def load(
-    path: str | Path, *, best: bool = False, overrides: Sequence[str] = (), log: Callable[[str], None] = print
-) -> Generator:
+def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> Generator:
     """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
 
     Compiled programs are kept as the commands keep them (`program_cache`).
@@ -229,7 +212,6 @@ def load(
       path: what `pipejax.convert.huggingface from-hf` or `train.py` wrote.
       best: take the best evaluated step.
       overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
-      log: called with each line worth saying.
 
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
@@ -242,12 +224,12 @@ def load(
                 f"--set {assignment}: {key} cannot change when a checkpoint is decoded; expected one of "
                 f"{', '.join(DECODING_KEYS)}"
             )
-    compile_cache.use(log=log)
-    restored = checkpoint.open_run(path, best=best, log=log)
+    compile_cache.use()
+    restored = checkpoint.open_run(path, best=best)
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use(log=log))
+    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.best())
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 

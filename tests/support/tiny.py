@@ -55,10 +55,6 @@ def change(config: Config, **sections: dict[str, Any]) -> Config:
     )
 
 
-def quiet(line: str) -> None:
-    """A log that nobody reads."""
-
-
 def metrics(run: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's log."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]

@@ -12,9 +12,11 @@ import pytest
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined
 from pipejax.inference import kernels, programs
+from pipejax.inference.backends import OWN_KERNEL
 from pipejax.model import t5
 from pipejax.system import compile_cache
 from support import oracle
+from support.logged import logged
 from support.one_program import compiled
 
 CONFIG = T5Config(
@@ -33,10 +35,12 @@ CONFIG = T5Config(
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
     """The kernel, compiled into a cache of its own."""
-    directory, said = tmp_path_factory.mktemp("cache"), []
+    directory = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(compile_cache.VARIABLE, str(directory))
-        if not kernels.use(log=said.append):
+        with logged() as said:
+            used = kernels.use()
+        if not used:
             pytest.skip(f"no kernel here: {said}")
     assert len(said) == 1 and said[0].startswith("compiling a kernel")
     return directory
@@ -92,12 +96,12 @@ def test_decodes_are_those_without_it(kernel, changes):
     config = dataclasses.replace(CONFIG, **changes)
     model, strategy = t5.T5(config), Pipelined(delay=1, time_max=15, sub_max=10)
 
-    with_it, without = compiled(config, strategy, in_panels=True), compiled(config, strategy)
+    with_it, without = compiled(config, strategy, backend=OWN_KERNEL), compiled(config, strategy)
     source, length = np.arange(40).reshape(4, 10), np.asarray([10, 3, 7, 5], np.int32)
     ready = jax.eval_shape(
-        lambda key: programs.prepare(model, t5.init_params(config, key), in_panels=True), jax.random.key(0)
+        lambda key: programs.prepare(model, t5.init_params(config, key), backend=OWN_KERNEL), jax.random.key(0)
     )
-    memory = jax.eval_shape(partial(programs.encode_batch, model, in_panels=True), ready.encoding, source, length)
+    memory = jax.eval_shape(partial(programs.encode_batch, model, backend=OWN_KERNEL), ready.encoding, source, length)
     part = partial(programs.decode_batch, model, strategy, sizes=programs.schedule(strategy, 4), slots=200)
     text = jax.jit(part).lower(ready.decoding, memory, None).as_text()
     assert {name for name in kernels.TARGETS if name in text} >= {*kernels.TARGETS[0 if changes else 1 :]}
@@ -111,10 +115,9 @@ def test_decodes_are_those_without_it(kernel, changes):
     assert rows > 20
 
 
-def test_it_is_compiled_once(kernel, monkeypatch):
+def test_it_is_compiled_once(kernel, monkeypatch, said):
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel))
-    said: list[str] = []
-    assert kernels.use(log=said.append) and kernels._load(kernel, said.append) and not said
+    assert kernels.use() and kernels._load(kernel) and not said
     assert len(list(kernel.glob("*.so"))) == 1
 
 
@@ -131,14 +134,14 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
     directory.mkdir(mode=0o700)
     before = os.umask(0)
     try:
-        assert kernels._load(directory, str)
+        assert kernels._load(directory)
     finally:
         os.umask(before)
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
-    assert kernels._load(directory, str) and runs.read_text() == "x\n"  # it is taken as it is
+    assert kernels._load(directory) and runs.read_text() == "x\n"  # it is taken as it is
     library.chmod(0o777)
-    assert kernels._load(directory, str) and runs.read_text() == "x\nx\n"
+    assert kernels._load(directory) and runs.read_text() == "x\nx\n"
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
 
@@ -152,16 +155,15 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
         ({"CXX": "no-such-compiler"}, "without its own kernel"),
     ],
 )
-def test_without_it(tmp_path, monkeypatch, variables, says):
+def test_without_it(tmp_path, monkeypatch, variables, says, said):
     for name, value in ({compile_cache.VARIABLE: str(tmp_path)} | variables).items():
         monkeypatch.setenv(name, value)
-    said: list[str] = []
-    assert not kernels.use(log=said.append)
+    assert not kernels.use()
     assert says in "\n".join(said) and len(said) <= 2
     assert not list(tmp_path.glob("*.so"))
 
 
-def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypatch):
+def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypatch, said):
     """A compiler that stops half-way, a disk that forbids programs."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n')
@@ -169,19 +171,17 @@ def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypat
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(kernels, "_tried", {})
-    said: list[str] = []
-    assert not kernels.use(log=said.append)
+    assert not kernels.use()
     assert "decoding goes without its own kernel" in said[-1] and "cannot be loaded" in said[-1]
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch):
+def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch, said):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
-    said: list[str] = []
-    assert compile_cache.safe_directory(log=said.append) is None
+    assert compile_cache.safe_directory() is None
     assert "open to others" in said[0]
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "new"))
-    assert compile_cache.safe_directory(log=said.append) == tmp_path / "new"
+    assert compile_cache.safe_directory() == tmp_path / "new"
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
