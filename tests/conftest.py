@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,9 +17,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import jax
 import pytest
 
-from pipejax.data import demo
-from pipejax.data.tokenizer import Tokenizer
 from support.logged import logged
+
+if TYPE_CHECKING:
+    from pipejax.data.tokenizer import Tokenizer
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
@@ -68,12 +70,16 @@ def real_data() -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the embedded task's tokenizer. Nobody changes it."""
+    from pipejax.data import demo  # not above: it takes seconds, and not every test needs it
+
     directory = tmp_path_factory.mktemp("tokenizer")
     demo.build_tokenizer(directory)
     return directory
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tokenizer_files: Path) -> Tokenizer:
+def tokenizer(tokenizer_files: Path) -> "Tokenizer":
     """The embedded task's."""
+    from pipejax.data.tokenizer import Tokenizer
+
     return Tokenizer.load(tokenizer_files)
