@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 
@@ -24,7 +24,25 @@ from pipejax.inference.sources import Source
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
-Record = dict[str, Any]
+
+class Record(TypedDict):
+    """What a source was decoded to; a line of decode.py's output."""
+
+    id: str | int  # as given; else the position
+    text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
+    rows: list[str] | None
+    row_ids: list[list[int]]  # token ids
+    steps: int  # of the decoder
+    truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
+    seconds: NotRequired[float]  # by `evaluation`, at batch size 1
+
+
+def texts(record: Record) -> list[str]:
+    """Its rows as texts, which every record has that was decoded with a tokenizer."""
+    assert record["rows"] is not None, "decoded without a tokenizer"
+    return record["rows"]
+
+
 # What `--set` may change when a checkpoint is decoded: sections and keys.
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
@@ -198,7 +216,7 @@ class Generator:
         elif self.tokenizer is None or not parted:  # where a row ends cannot be seen
             report.other_steps = None
         else:
-            lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
+            lengths = [len(self.tokenizer.encode(row)) for row in texts(record)]
             delay = self.config.grid.delay
             report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
 
