@@ -19,8 +19,8 @@ from pipejax import grid
 from pipejax.config import Config, T5Config
 from pipejax.data.core import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
-from pipejax.inference.programs import compute_dtype, precision
 from pipejax.model import lora, sharding
+from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -100,7 +100,7 @@ def train_step(
     clip_norm: float = 1.0,
     is_trained: Callable[[str], bool] = lambda path: True,
     place: Callable[[Any], Any] = lambda params: params,
-    rate: optax.Schedule = lambda count: 0.0,
+    rate: optax.Sizes = lambda count: 0.0,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update with the mean loss over the real target tokens of the global batch.
 
