@@ -11,7 +11,7 @@ import pytest
 from pipejax import grid
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Sequential, Sizes
-from pipejax.decoding.core import NOWHERE, Filled, Query
+from pipejax.decoding.core import NOWHERE, Filled, Query, gather
 from pipejax.inference import programs
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.model import t5
