@@ -378,7 +378,7 @@ def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, t
         return decode(*args, tick=ask, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(monitoring, "evaluate", signalled)
+        patch.setattr(examiner, "evaluate", signalled)
         assert fit(config, tmp_path) == 128 + signal.SIGTERM
     assert evaluations[-1] == 4  # of eight examples
     lines = metrics(tmp_path)
@@ -406,7 +406,7 @@ def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, 
         tick(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(monitoring, "evaluate", signalled)
+        patch.setattr(examiner, "evaluate", signalled)
         assert fit(config, tmp_path) == 128 + signal.SIGTERM
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Store, "save", killed)
