@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_training import ON_ONE as CONFIG
-from test_training import change
 
 from pipejax.config import Config, DataConfig
 from pipejax.data import demo
@@ -20,6 +18,8 @@ from pipejax.inference.programs import CPU_BATCH
 from pipejax.metrics import rouge
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
+from support.tiny import RUN_ON_ONE as CONFIG
+from support.tiny import change
 
 ROOT = Path(__file__).parents[1]
 
@@ -111,7 +111,7 @@ def test_batches_change_no_score(run, tmp_path):
         results.append(json.loads(out.read_text()))
     assert all(results[0][key] == result[key] for result in results for key in ("em_f1", "pm_f1", "steps", "truncated"))
     assert [result["batch_size"] for result in results] == [1, 7]  # what was used
-    assert load(run).together(50) == CPU_BATCH
+    assert load(run).batch_size_for(50) == CPU_BATCH
     assert "seconds" not in results[1]["by_rows"][0]
 
 

@@ -22,66 +22,20 @@ from transformers import T5ForConditionalGeneration
 
 from pipejax import checkpoint, grid
 from pipejax import config as config_lib
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
 from pipejax.data import core, demo
 from pipejax.data.core import Example, Part, TrainingBatches, encode, pack_size, prefetch
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
-from pipejax.training import compare, loop, monitoring
+from pipejax.training import compare, examiner, loop
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
+from support.tiny import MODEL, change, metrics, untimed
+from support.tiny import RUN as CONFIG
+from support.tiny import RUN_ON_ONE as ON_ONE
 
 ROOT = Path(__file__).parents[1]
-MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
-TRAIN = TrainConfig(
-    steps=6,
-    batch_size=8,
-    length_group=2,
-    shapes=2,
-    learning_rate=1e-3,
-    warmup_steps=2,
-    dropout=0.1,
-    log_every=1,
-    evaluate_every=3,
-    evaluate_examples=8,
-    checkpoint_every=3,
-)
-CONFIG = Config(
-    name="tiny",
-    model=MODEL,
-    grid=GridConfig(delay=2, time_max=12, sub_max=4),
-    data=DataConfig(task="demo"),
-    train=TRAIN,
-    decode=DecodeConfig(max_length=16),
-)
-
-
-def change(config, **sections):
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    )
-
-
-ON_ONE = change(CONFIG, mesh={"data": 1})  # compiles in three quarters of the time
-
-
-def metrics(directory):
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(lines):
-    """Without what the clock says."""
-    return [{k: v for k, v in line.items() if "second" not in k and k != "compiled_shapes"} for line in lines]
-
-
-def quiet(line):
-    pass
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return demo.DemoTask().tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -302,14 +256,14 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
     encoded = [encode(e, tokenizer, wide, MODEL) for e in examples]
     rows = [[len(tokenizer.encode(row)) for row in e.targets] for e in examples]
     steps = max(grid.pipelined_steps(x, delay=2, sub_max=300, time_max=5000) for x in rows)
-    bounds = monitoring.bounded(wide, encoded).grid
+    bounds = examiner.bounded(wide, encoded).grid
     assert 1.5 * steps <= bounds.time_max < 2 * steps + 8 and bounds.sub_max == 1.5 * (max(map(len, rows)) + 1) // 1 + 8
-    assert monitoring.bounded(CONFIG, encoded) == CONFIG  # never wider than asked for
+    assert examiner.bounded(CONFIG, encoded) == CONFIG  # never wider than asked for
     cut = change(wide, data={"max_target": 4})  # says nothing about the answers' lengths
-    assert monitoring.bounded(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
+    assert examiner.bounded(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
     joined = change(wide, train={"objective": "sequential"}, decode={"max_length": 512})
     longest = max(len(tokenizer.encode(" ; ".join(e.targets))) + 1 for e in examples)
-    bound = monitoring.bounded(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
+    bound = examiner.bounded(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
     assert bound == longest + longest // 2 + 8
 
 
@@ -400,7 +354,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipejax.training.monitoring.evaluate", killed)
+        patch.setattr("pipejax.training.examiner.evaluate", killed)
         with pytest.raises(KeyboardInterrupt):
             fit(change(CONFIG, train={"steps": 3}), tmp_path)
     fit(change(CONFIG, train={"steps": 3}), tmp_path)
@@ -409,7 +363,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, tmp_path, monkeypatch, at):
-    config, decode = change(CONFIG, decode={"batch_size": 4}), monitoring.evaluate
+    config, decode = change(CONFIG, decode={"batch_size": 4}), examiner.evaluate
     evaluations = []
 
     def signalled(*args, tick, **kwargs):
@@ -424,7 +378,7 @@ def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, t
         return decode(*args, tick=ask, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(monitoring, "evaluate", signalled)
+        patch.setattr(examiner, "evaluate", signalled)
         assert fit(config, tmp_path) == 128 + signal.SIGTERM
     assert evaluations[-1] == 4  # of eight examples
     lines = metrics(tmp_path)
@@ -452,7 +406,7 @@ def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, 
         tick(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(monitoring, "evaluate", signalled)
+        patch.setattr(examiner, "evaluate", signalled)
         assert fit(config, tmp_path) == 128 + signal.SIGTERM
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Store, "save", killed)
@@ -485,7 +439,8 @@ def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
 
 
 def test_the_number_of_dev_examples_may_change_on_resume(finished, said):
-    assert fit(change(CONFIG, train={"evaluate_examples": 4}), finished) == 0
+    config = dataclasses.replace(change(CONFIG, train={"evaluate_examples": 4}), name="another label")
+    assert fit(config, finished) == 0
     assert any(line.startswith("train.evaluate_examples: found another number") for line in said)
 
 
@@ -550,7 +505,7 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
         decode=DecodeConfig(max_length=8),
         mesh=MeshConfig(data=1),
         train=dataclasses.replace(
-            TRAIN,
+            CONFIG.train,
             objective="sequential",
             dropout=0.0,
             steps=30,
