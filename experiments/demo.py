@@ -23,8 +23,8 @@ from pipejax.inference import picture
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Generator, Record, texts
 from pipejax.inference.generator import load as open_run
-from pipejax.inference.programs import compute_dtype
 from pipejax.model.architectures import ARCHITECTURES
+from pipejax.model.precision import compute_dtype
 from pipejax.system import cli
 from pipejax.system.progress import Progress
 from pipejax.training.loop import fit
