@@ -66,7 +66,7 @@ class DataConfig:
     rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
     delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
     metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
-    data_dir: str = setting("")  # where `python -m pipejax data prepare` wrote; "" = TFDS's own directory
+    data_dir: str = setting("")  # where `pipejax data prepare` wrote; "" = TFDS's own directory
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
     max_source: int = setting(2048, least=2, most=2**20)  # longer sources are cut here, eos kept
     max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)

@@ -79,7 +79,7 @@ class Generator:
         strategy: str | None = None,
         batch_size: int | None = None,
     ) -> list[Record]:
-        """Decodes texts, lists of token ids (eos included) or records as decode.py reads them; gives a record each.
+        """Decodes texts, lists of token ids (eos included) or records as `pipejax decode` reads them; gives a record each.
 
         Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position, unless one is
         given. See the README.
@@ -226,7 +226,7 @@ def load(
     Compiled programs are kept as the commands keep them (`program_cache`).
 
     Args:
-      path: what `pipejax.convert.huggingface from-hf` or `train.py` wrote.
+      path: what `pipejax convert from-hf` or `pipejax train` wrote.
       best: take the best evaluated step.
       overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
       log: called with each line worth saying.

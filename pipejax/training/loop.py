@@ -20,6 +20,7 @@ from pipejax.data.core import Batch, Part, TrainingBatches, choose_shapes, finge
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.generator import split_rows
+from pipejax.metrics import require
 from pipejax.model import sharding
 from pipejax.system import distributed, environment
 from pipejax.system.errors import UserError
@@ -194,6 +195,8 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
     with distributed.together(UserError):
         task = make_task(config.data)
         train, dev = task.examples("train"), task.examples("dev")
+        if len(dev):
+            require(config.data.metric or task.metric)
         if not len(train):
             raise UserError("data.train: found nothing; expected the examples to train on")
         data, most = fingerprint(train), config.train.evaluate_examples

@@ -10,6 +10,7 @@ from typing import Any
 from pipejax.config import TrainConfig
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
 
 Write = Callable[[int, dict[str, float]], None]
 
@@ -92,9 +93,6 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
 
 
 def _import(module: str, key: str) -> Any:
-    library = module.partition(".")[0]
-    try:
-        importlib.import_module(library)
+    with extra(key.removeprefix("train."), key):
+        importlib.import_module(module.partition(".")[0])
         return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{key}: found no {library}; expected it installed (pip install {library})") from error
