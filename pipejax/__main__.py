@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """The list of commands."""
-    lines = ["usage: pipejax COMMAND ...   (pipejax COMMAND --help says more; without installation: python -m pipejax)", ""]
+    lines = ["usage: pipejax COMMAND ...   (not installed: python -m pipejax COMMAND; --help behind it says more)", ""]
     return "\n".join([*lines, *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items())])
 
 

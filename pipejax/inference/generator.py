@@ -79,7 +79,7 @@ class Generator:
         strategy: str | None = None,
         batch_size: int | None = None,
     ) -> list[Record]:
-        """Decodes texts, lists of token ids (eos included) or records as `pipejax decode` reads them; gives a record each.
+        """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
         Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position, unless one is
         given. See the README.

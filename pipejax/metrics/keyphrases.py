@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pipejax.metrics.sums import total
 from pipejax.system.extras import extra
 
-with extra("metrics", "keyphrases"):
+with extra("metrics", "metrics"):
     from nltk.stem.porter import PorterStemmer
 
 MOST_PREDICTIONS = 200  # of one document; those after them do not count

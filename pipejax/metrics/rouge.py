@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pipejax.metrics.sums import total
 from pipejax.system.extras import extra
 
-with extra("metrics", "rouge"):
+with extra("metrics", "metrics"):
     from nltk.stem.porter import PorterStemmer
     from rouge_score import rouge_scorer, tokenize
 

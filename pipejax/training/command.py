@@ -56,6 +56,10 @@ def main(argv: Sequence[str]) -> int:
         environment.check()
 
         from pipejax.system import compile_cache
+        from pipejax.system.extras import extra
+
+        with extra("train", "training"):
+            import grain  # noqa: F401  # data.core asks for it only when the model stands: too late to find it absent
         from pipejax.training.loop import fit
 
         compile_cache.use(log=cli.note)

@@ -1,0 +1,107 @@
+"""What an installed pipejax must do: decode without the libraries of its extras, and answer to all its commands."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+import pipejax
+from pipejax import checkpoint
+from pipejax.__main__ import COMMANDS
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config
+from pipejax.data import demo
+
+ROOT = Path(__file__).parents[1]
+# What no library of the core imports either, so that it can be taken away.
+ABSENT = ("tensorflow_datasets", "importlib_resources", "grain", "nltk", "rouge_score", "sentencex")
+BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"  # None: its import fails
+
+
+def python(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, said to be trained with the pipelined objective."""
+    root = tmp_path_factory.mktemp("trained")
+    demo.build_tokenizer(root / "tokenizer-files")
+    model = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
+    config = Config(
+        name="tiny",
+        model=model,
+        grid=GridConfig(delay=1, time_max=8, sub_max=3),
+        data=DataConfig(task="demo"),
+        decode=DecodeConfig(max_length=8),
+    )
+    params = oracle.random_params(model, np.random.default_rng(7))
+    checkpoint.save_params(root / "run", config, params, tokenizer_source=root / "tokenizer-files")
+    return root / "run"
+
+
+def test_decoding_needs_no_extra(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows by the command without them as by the API with them, and no line about what is absent."""
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")  # spares the test a C++ compiler's time
+    texts = [demo.examples("test")[i].source for i in range(2)]
+    expected = pipejax.load(trained).decode(texts, strategy="pipelined")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"source": text}) + "\n" for text in texts))
+    code = f"{BLOCKED}from pipejax.__main__ import script; script()"
+    flags = ("--checkpoint", str(trained), "--input", "in.jsonl", "--output", "out.jsonl", "--strategy", "pipelined")
+    ended = python("-c", code, "decode", *flags, folder=tmp_path)
+    assert ended.returncode == 0 and "extra" not in ended.stderr, ended.stderr
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert any(record["rows"] for record in found)
+    assert [record["rows"] for record in found] == [record["rows"] for record in expected]
+
+
+@pytest.mark.parametrize(
+    "command, line",
+    [
+        ("metrics rouge in.jsonl", "metrics: found no nltk; expected what the extra pipejax[metrics] installs"),
+        ("data prepare msqa --manual-dir .", "data prepare: found no tensorflow_datasets; expected"),
+        ("data stats msqa --data-dir .", "data.task=msqa: found no tensorflow_datasets; expected"),
+        ("data stats jsonl --set data.train=text.jsonl --set data.rows=sentences", "sentences: found no sentencex"),
+        ("train --config {root}/configs/demo.py --workdir run", "training: found no grain; expected what the extra"),
+    ],
+)
+def test_an_absent_extra_is_one_line(tmp_path: Path, command: str, line: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"gold": ["a b"], "pred": ["a c"]}\n')
+    (tmp_path / "text.jsonl").write_text('{"source": "a", "targets": "One. Two."}\n')
+    arguments = command.format(root=ROOT).split()
+    ended = python("-c", f"{BLOCKED}from pipejax.__main__ import script; script()", *arguments, folder=tmp_path)
+    last = ended.stderr.splitlines()[-1]
+    assert ended.returncode == 2 and last.startswith(f"error: {line}") and "pip install" in last, ended.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# Commands.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_how_it_is_used(name: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(COMMANDS[name][1]).main(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: pipejax {name} ")
+
+
+@pytest.mark.parametrize("name", ["plan", "evaluate", "picture", "convert", "data", "metrics", "checkpoint"])
+def test_former_commands(name: str) -> None:
+    ended = python("-m", f"pipejax.{name}", "--help")
+    assert ended.returncode == 0 and ended.stdout.startswith(f"usage: pipejax {name} "), ended.stderr
+
+
+def test_an_unknown_command_is_one_line() -> None:
+    ended = python("-m", "pipejax", "decodes")
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr == f"error: pipejax: found 'decodes'; expected one of {', '.join(COMMANDS)}\n"
