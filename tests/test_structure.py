@@ -21,7 +21,7 @@ SOURCES = sorted(
         *ROOT.glob("*.py"),
         *(
             path
-            for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests")
+            for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests", "tools")
             for path in (ROOT / folder).rglob("*.py")
         ),
     ]
