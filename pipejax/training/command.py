@@ -62,5 +62,7 @@ def main(argv: Sequence[str]) -> int:
             import grain  # noqa: F401  # data.core asks for it only when the model stands: too late to find it absent
         from pipejax.training.loop import fit
 
-        compile_cache.use(log=cli.note)
-        return fit(config, flags.workdir, profile=flags.profile, log=cli.note)
+        if not distributed.first():
+            cli.mute()
+        compile_cache.use()
+        return fit(config, flags.workdir, profile=flags.profile)
