@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ ABSENT = ("tensorflow_datasets", "importlib_resources", "grain", "nltk", "rouge_
 BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"  # None: its import fails
 
 
-def python(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def python(
+    *arguments: str, folder: Path = ROOT, more: Mapping[str, str] = types.MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), **more}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -105,3 +109,22 @@ def test_an_unknown_command_is_one_line() -> None:
     ended = python("-m", "pipejax", "decodes")
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr == f"error: pipejax: found 'decodes'; expected one of {', '.join(COMMANDS)}\n"
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("pipejax co", {"convert", "compare"}),
+        ("pipejax decode --b", {"--best", "--batch-size"}),
+        ("pipejax metrics rou", {"rouge"}),
+        ("pipejax decodes --b", set()),
+    ],
+)
+def test_a_shell_completes_commands_and_flags(tmp_path: Path, line: str, expected: set[str]) -> None:
+    """Asked as argcomplete's shell function asks: by variables; the answer goes into a file."""
+    pytest.importorskip("argcomplete")
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    position = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    python("-m", "pipejax", more=asked | position)
+    answer = tmp_path / "answer"
+    assert set((answer.read_text() if answer.exists() else "").split()) == expected
