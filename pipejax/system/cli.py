@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         """The repeatable flag --set KEY=VALUE, as `overrides`."""
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse does; where a shell asks what could come next, it is told, and the process ends."""
         if COMPLETING in os.environ:
             with extra("completion", "completion"):
