@@ -4,13 +4,13 @@ import json
 
 import jax
 import numpy as np
-import oracle
 import pytest
 
 from benchmarks import decode, plot, systems
 from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.system.errors import UserError
+from support import oracle
 
 SOURCE = np.random.default_rng(0).integers(3, 500, (2, 20), np.int32)
 
@@ -127,6 +127,6 @@ def test_bytes_of_a_step_are_those_of_its_arguments(params):
     config = SIZES["tiny"]
     (system,) = build(config, params, "float32", strategies={"chain": Sequential(8)})
     weights = system.decoder.ready.decoding
-    matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.nbytes
+    matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.rows.nbytes
     source = 2 * 2 * 64 * 32 * 4  # keys and values, two layers, 64 tokens, 2 heads of 16
     assert systems.step_bytes(config, source=64, slots=0, itemsize=4) == matrices + source

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 
 import pipejax
 from pipejax import checkpoint
 from pipejax.__main__ import COMMANDS
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config
 from pipejax.data import demo
+from support import oracle, tiny
 
 ROOT = Path(__file__).parents[1]
 # What no library of the core imports either, so that it can be taken away.
@@ -35,26 +34,11 @@ def python(
     )
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer, said to be trained with the pipelined objective."""
-    root = tmp_path_factory.mktemp("trained")
-    demo.build_tokenizer(root / "tokenizer-files")
-    model = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
-    config = Config(
-        name="tiny",
-        model=model,
-        grid=GridConfig(delay=1, time_max=8, sub_max=3),
-        data=DataConfig(task="demo"),
-        decode=DecodeConfig(max_length=8),
-    )
-    params = oracle.random_params(model, np.random.default_rng(7))
-    checkpoint.save_params(root / "run", config, params, tokenizer_source=root / "tokenizer-files")
-    return root / "run"
-
-
-def test_decoding_needs_no_extra(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows by the command without them as by the API with them, and no line about what is absent."""
+    trained = tmp_path / "run"
+    params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
+    checkpoint.save_params(trained, tiny.RUN, params, tokenizer_source=tokenizer_files)
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")  # spares the test a C++ compiler's time
     texts = [demo.examples("test")[i].source for i in range(2)]
     expected = pipejax.load(trained).decode(texts, strategy="pipelined")

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.config.schema import Config, T5Config, check
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import alternatives, parse, types_of
 from pipejax.system.files import look
 
+# Files were once named TASK_SIZE_OBJECTIVE.py; what stands for the parts that differ from TASK.py.
+FORMERLY = {
+    "large": ("train.init_from=checkpoints/t5-large", "train.remat=layers", "mesh.fsdp=2"),
+    "sequential": ("train.objective=sequential",),
+    "flan_t5": ("train.init_from=checkpoints/flan-t5-base",),
+}
 SPACED = ("data.delimiter", "data.separator", "data.source_template")  # spaces at the ends of these count
 
 
@@ -29,13 +35,14 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     if (found := look(path)) != "file":
-        raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected a config file")
+        says = "found a directory" if found else "no such file"
+        raise UserError(f"{path}: {says}; {_successor(path) or 'expected a config file'}")
     try:
         namespace = runpy.run_path(str(path))
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        message = error.msg if isinstance(error, SyntaxError) else _first_line(error)
+        message = error.msg if isinstance(error, SyntaxError) else first_line(error)
         keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)  # newer Pythons give a hint themselves
         hint = _suggestion(keyword[1]) if keyword else ""
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
@@ -72,7 +79,7 @@ def from_json(text: str, *, where: str) -> Config:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({_first_line(error)})") from error
+        raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
     config = _build(Config, values, "", where)
     check(config, where=where)
     return config
@@ -149,6 +156,16 @@ def _example(key: str, value: Any) -> str:
     return f"{key}.{dataclasses.fields(section)[0].name}"
 
 
+def _successor(path: Path) -> str:
+    """What replaces a config file of a former name; "" if the path is none."""
+    former = re.fullmatch(r"(\w+?)_(base|large)_(pipelined|sequential)(?:_(flan_t5))?", path.stem)
+    if not former or look(path.with_stem(former[1])) != "file":
+        return ""
+    settings = [setting for part in former.groups()[1:] for setting in FORMERLY.get(part, ())]
+    flags = [f"--config {path.with_stem(former[1])}", *(f"--set {setting}" for setting in settings)]
+    return f"this experiment is now {' '.join(flags)}"
+
+
 def _place(error: BaseException, path: Path) -> str:
     """FILE:LINE: the line of the config file that raised the error, or any file's that is no Python."""
     if isinstance(error, SyntaxError):
@@ -156,7 +173,3 @@ def _place(error: BaseException, path: Path) -> str:
         return f"{file}:{error.lineno}" if error.lineno else file
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

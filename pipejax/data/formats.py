@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.data.lines import Placed, read_file
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
 
 PARQUET = (".parquet", ".pq")
@@ -41,7 +41,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
                 number += 1
                 yield f"{path}:{number}", value
     except (OSError, ValueError, arrow.ArrowException) as error:
-        raise UserError(f"{path}: not Parquet, or damaged ({_first_line(error)})") from error
+        raise UserError(f"{path}: not Parquet, or damaged ({first_line(error)})") from error
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
@@ -56,13 +56,9 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         for number, value in enumerate(rows, start=1):
             yield f"{path}:{number}", value
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
-        raise UserError(f"{path}: not a data set, or damaged ({_first_line(error)})") from error
+        raise UserError(f"{path}: not a data set, or damaged ({first_line(error)})") from error
 
 
 def _library(module: str, extra_name: str, path: Path) -> Any:
     with extra(extra_name, path):
         return importlib.import_module(module)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -3,21 +3,20 @@
 import re
 from functools import partial
 
-import full_grid
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from one_program import compiled
 
 from pipejax import grid
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Schedule, Sequential
 from pipejax.decoding.core import NOWHERE, Filled, Query, pack
 from pipejax.inference import programs
-from pipejax.inference.step_decoder import PackedDecoder
+from pipejax.inference.step_decoder import StepDecoder
 from pipejax.model import t5
+from support import full_grid, oracle
+from support.one_program import compiled
 
 CONFIG = T5Config(
     vocab_size=40,
@@ -71,7 +70,7 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
     lengths = np.asarray([6, 4, 5][:batch], np.int32)
     model = t5.T5(CONFIG)
     ready = programs.prepare(model, params)
-    decoder = PackedDecoder(
+    decoder = StepDecoder(
         CONFIG, ready.decoding, programs.encode_batch(model, ready.encoding, source, lengths), jnp.float32
     )
     all_rows = [[*ROWS[b:], *ROWS[:b]] for b in range(batch)]
