@@ -112,3 +112,13 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path, line: str, expecte
     python("-m", "pipejax", more=asked | position)
     answer = tmp_path / "answer"
     assert set((answer.read_text() if answer.exists() else "").split()) == expected
+
+
+def test_a_line_is_said_once_whatever_handler_a_library_adds() -> None:
+    """Some versions of what JAX and TFDS import call `logging.basicConfig`."""
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "from pipejax.system import cli\n"
+        "cli.run(lambda argv: logging.getLogger('pipejax.training').info('step 1') or 0, [])"
+    )
+    assert python("-c", code).stderr == "step 1\n"
