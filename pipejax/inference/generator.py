@@ -27,7 +27,7 @@ from pipejax.system.errors import UserError
 
 
 class Record(TypedDict):
-    """What a source was decoded to; a line of decode.py's output."""
+    """What a source was decoded to; a line of what `pipejax decode` writes."""
 
     id: str | int  # as given; else the position
     text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
