@@ -12,7 +12,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo test check venv venv-bench venv-programs venv-run clean
+.PHONY: help demo test check docs docs-run venv venv-bench venv-docs venv-programs venv-run clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
@@ -28,11 +28,21 @@ check: venv  ## lint, format and types: ruff and mypy
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
+docs: venv-docs  ## the site, into docs/_build/html; a warning is an error
+	@$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+docs-run: venv-docs  ## run the shell blocks of README.md and docs/, in minutes; make docs-run ARGS=decoding for a page
+	@$(RUN) docs/blocks.py $(ARGS)
+
 venv: venv-run  ## only .venv, with what the tests need
 	@sh -c "$$PIPEJAX_INSTALL" install requirements-test.txt requirements.txt
 
 venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTranslate2; and matplotlib
 	@sh -c "$$PIPEJAX_INSTALL" install requirements-bench.txt requirements.txt
+
+venv-docs: venv-run  ## what builds the site, into .venv: Sphinx
+	@sh -c "$$PIPEJAX_INSTALL" install requirements-docs.txt requirements.txt
 
 venv-programs: venv-run  ## the compilers for GPUs and TPUs that benchmarks.programs asks, beside .venv's packages
 	@sh -c "$$PIPEJAX_INSTALL" install requirements-programs.txt
