@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if len(times) != len(rows_of_grid):
         raise UserError(f"--time-max: found {flags.time_max}; expected one, or as many as --sub-max has")
     grids = list(zip(rows_of_grid, times, strict=True))
-    compile_cache.use(log=cli.note)
+    compile_cache.use()
     for text, rows in patterns.items():
         for most, time_max in grids:
             if len(rows) >= most or len(rows) + max(rows) > time_max:

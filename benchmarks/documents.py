@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
     use_threads(flags.threads)
-    compile_cache.use(log=cli.note)
+    compile_cache.use()
     tokenizer = Tokenizer.load(Path(flags.tokenizer))
     documents = read(flags.file, tokenizer)[: flags.limit or None]
     if not documents:

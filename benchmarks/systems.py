@@ -308,6 +308,6 @@ def save(path: str, value: Any) -> None:
 def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
     """Ours, on shared weights."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    own = kernels.use(log=cli.note)
+    own = kernels.use()
     ready = jax.jit(lambda p: prepare(model, p, in_panels=own))(params)
     return [Pipejax(name, model, ready, strategy, in_panels=own) for name, strategy in strategies.items()]

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
     use_threads(flags.threads)
-    compile_cache.use(log=cli.note)
+    compile_cache.use()
     rows, model = rows_of(flags.pattern), SIZES[flags.model]
     rng = np.random.default_rng(1)
     source = rng.integers(3, model.vocab_size, (flags.batch, flags.source)).astype(np.int32)

@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
         config = load(CONFIG, [*flags.overrides, f"train.objective={strategy}"])
         workdir = root / f"demo_{strategy}"
         cli.note(f"--- {strategy}: {workdir}")
-        if code := fit(config, workdir, log=cli.note):
+        if code := fit(config, workdir):
             return code
-        generators[strategy] = open_run(workdir, log=cli.note)
+        generators[strategy] = open_run(workdir)
     test = list(make_task(config.data).examples("test"))
     results, records = compare(generators, test)
     print(table(results))

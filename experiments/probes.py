@@ -133,7 +133,7 @@ def run_all(cells: Sequence[Cell], base: Config, workdir: Path) -> Iterator[dict
         left = f"; about {sum(spent) / len(spent) * (len(cells) - number) / 60:.0f} min left" if spent else ""
         cli.note(f"--- {number + 1} of {len(cells)}: {cell.name}{left}")
         begun = time.perf_counter()
-        if code := fit(config, directory, log=cli.note):
+        if code := fit(config, directory):
             raise SystemExit(code)
         result = {"cell": cell.name, "kind": cell.kind.name, "delay": cell.delay, "seed": cell.seed}
         result |= decode(cell, directory, tests[cell.kind])
@@ -145,7 +145,7 @@ def run_all(cells: Sequence[Cell], base: Config, workdir: Path) -> Iterator[dict
 
 def decode(cell: Cell, directory: Path, test: Sequence[Example]) -> dict[str, Any]:
     """Per cent of right rows: of all, of those below the first, of each place, and of whole answers; and steps."""
-    generator = open_run(directory, log=cli.note)
+    generator = open_run(directory)
     size = min(generator.config.decode.batch_size, len(test))
     values, records = evaluate(generator, test, batch_size=size)
     return score(cell.kind, test, records) | {key: values[key] for key in ("examples", "steps", "truncated")}

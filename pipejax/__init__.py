@@ -1,7 +1,7 @@
 """T5 encoder-decoders in JAX with a pipelined decoder: `pipejax.load(path).decode([...])`."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,13 @@ __version__ = "0.1.0"
 __path__.append(f"{__path__[0]}/system/formerly")  # `python -m pipejax.plan` and two others run as they did
 
 
-def load(
-    path: str | Path, *, best: bool = False, overrides: Sequence[str] = (), log: Callable[[str], None] = print
-) -> "Generator":
+def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> "Generator":
     """Opens the newest good step of a checkpoint or run directory for decoding.
 
     Args:
       path: what `pipejax convert from-hf` or `pipejax train` wrote.
       best: take the best evaluated step.
       overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
-      log: called with each line worth saying.
 
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
@@ -34,7 +31,7 @@ def load(
 
     for setting in environment.IGNORED:
         warnings.warn(f"{setting}: not followed since `import pipejax`, in the whole program", stacklevel=2)
-    return open_checkpoint(path, best=best, overrides=overrides, log=log)
+    return open_checkpoint(path, best=best, overrides=overrides)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """The suite's machine: eight fake CPU devices, no network, and real data only where somebody has some."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
@@ -14,6 +15,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 
 import jax
 import pytest
+from logged import logged
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
@@ -39,6 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow files first; all else stays in order."""
     place = {f"test_{name}": i for i, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The lines that are logged during a test."""
+    with logged() as lines:
+        yield lines
 
 
 @pytest.fixture(scope="session")

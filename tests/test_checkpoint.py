@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
-from steps_of_numbers import CONFIG, fail_with, flip, quiet, save_all, tree
+from steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 from experiments.faults import runs
 from pipejax import config as config_lib
@@ -44,26 +44,26 @@ def test_what_stays(tmp_path, keep, keep_every, expected):
     assert Store(tmp_path).steps() == expected
 
 
-def test_a_failed_save_costs_one_line_and_no_other_step(tmp_path, monkeypatch):
-    said = []
-    store = Store(tmp_path, keep=3, writable=True, log=said.append)
+def test_a_failed_save_costs_one_line_and_no_other_step(tmp_path, monkeypatch, said):
+    store = Store(tmp_path, keep=3, writable=True)
     assert store.save(1, tree(1.0), config=CONFIG, wait=True)
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch)
         assert not store.save(2, tree(2.0), config=CONFIG, wait=True)
-    assert said == [f"{tmp_path / '2'}: not saved (No space left on device); earlier checkpoints are as they were"]
+    assert said == [
+        f"warning: {tmp_path / '2'}: not saved (No space left on device); earlier checkpoints are as they were"
+    ]
     assert store.save(3, tree(3.0), config=CONFIG, wait=True) and store.close()
     assert len(said) == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
     assert [Store(tmp_path).restore(step).items["params"]["a"][0, 0] for step in (1, 3)] == [1.0, 3.0]
 
 
-def test_metadata_is_of_a_step_that_is_whole(tmp_path):
+def test_metadata_is_of_a_step_that_is_whole(tmp_path, said):
     save_all(Store(tmp_path, writable=True), 1, 2, 3)
-    assert Store(tmp_path).newest_metadata(log=quiet) == {"score": [3]}
-    said = []
+    assert Store(tmp_path).newest_metadata() == {"score": [3]}
     flip(tmp_path / "3/params")
     (tmp_path / "2/manifest/metadata").write_text("{}")
-    assert Store(tmp_path).newest_metadata(log=said.append) == {"score": [1]}
+    assert Store(tmp_path).newest_metadata() == {"score": [1]}
     assert "damaged, params" in said[0] and said[0].endswith("kept aside as corrupt-3")
     assert "damaged, manifest does not match its seal; kept aside as corrupt-2" in said[1]
     assert Store(tmp_path).steps() == [1]
@@ -71,9 +71,9 @@ def test_metadata_is_of_a_step_that_is_whole(tmp_path):
 
 def test_a_step_that_a_kill_left_beside_its_successor_goes(tmp_path):
     save_all(Store(tmp_path, writable=True), 1, 2)
-    assert Store(tmp_path).newest_metadata(log=quiet) == {"score": [2]} and Store(tmp_path).steps() == [2, 1]
+    assert Store(tmp_path).newest_metadata() == {"score": [2]} and Store(tmp_path).steps() == [2, 1]
     store = Store(tmp_path, keep=1, writable=True)
-    assert store.newest_metadata(log=quiet) == {"score": [2]} and store.steps() == [2]
+    assert store.newest_metadata() == {"score": [2]} and store.steps() == [2]
     save_all(store, 3)
     assert store.steps() == [3] and Store(tmp_path).restore(3).items["params"]["a"][0, 0] == 3
 
@@ -119,10 +119,9 @@ def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch):
-    said = []
+def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch, said):
     path = tmp_path / "run/metrics.jsonl"
-    with RunDirectory(tmp_path / "run", said.append) as directory:
+    with RunDirectory(tmp_path / "run") as directory:
         directory.log_metrics({"step": 1})
 
         def full(handle):
@@ -135,7 +134,7 @@ def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch):
         assert path.read_text() == '{"step": 1}\n'
         directory.log_metrics({"step": 4})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-    assert said == [f"{path}: cannot be written (No space left on device); its lines wait for room"]
+    assert said == [f"warning: {path}: cannot be written (No space left on device); its lines wait for room"]
 
 
 # Whole runs.
@@ -150,22 +149,21 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(config, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    assert fit(config, directory, log=quiet) == 0
+    assert fit(config, directory) == 0
     return directory
 
 
-def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_path, monkeypatch):
-    said = []
+def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_path, monkeypatch, said):
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=2)  # params and state of step 4
-        assert fit(config, tmp_path / "a", log=said.append) == 0
+        assert fit(config, tmp_path / "a") == 0
     assert sum("checkpoints/4: not saved (No space left on device)" in line for line in said) == 1
     assert runs.committed(tmp_path / "a") == [8]
     assert runs.metrics(tmp_path / "a") == runs.metrics(finished)
     said.clear()
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=100)
-        assert fit(config, tmp_path / "b", log=said.append) == 1
+        assert fit(config, tmp_path / "b") == 1
     assert said[-1] == "error: step 8 is not on disk; the same command goes on from the checkpoint before"
     assert runs.committed(tmp_path / "b") == []
 
@@ -189,12 +187,11 @@ def test_reads_that_are_abandoned_say_nothing(tmp_path, monkeypatch):
     assert not told
 
 
-def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path):
+def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     for step in (4, 8):
         flip(tmp_path / f"run/checkpoints/{step}/params")
-    said = []
-    assert fit(config, tmp_path / "run", log=said.append) == 0
+    assert fit(config, tmp_path / "run") == 0
     told = [line for line in said if "no good step" in line]
     assert len(told) == 1 and "starts again from its beginning" in told[0]
     assert sum("kept aside as corrupt-" in line for line in said) == 2
@@ -203,13 +200,13 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path):
     assert whole == again
 
 
-def test_a_damaged_best_step_is_kept_aside_when_training_goes_on(config, finished, tmp_path):
+def test_a_damaged_best_step_is_kept_aside_when_training_goes_on(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     flip(tmp_path / f"run/best/{Store(finished / 'best').steps()[0]}")
-    said, longer = [], config_lib.override(config, ["train.steps=9"])
-    assert fit(longer, tmp_path / "run", log=said.append) == 0
+    longer = config_lib.override(config, ["train.steps=9"])
+    assert fit(longer, tmp_path / "run") == 0
     assert sum("best" in line and "kept aside as corrupt-" in line for line in said) == 1
-    assert open_run(tmp_path / "run", best=True, log=quiet).step == 9  # the first that was evaluated since
+    assert open_run(tmp_path / "run", best=True).step == 9  # the first that was evaluated since
 
 
 def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):
@@ -217,23 +214,23 @@ def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):
     path = tmp_path / "run/metrics.jsonl"
     path.write_text(path.read_text()[:-30])  # torn
     for _ in range(2):
-        assert fit(config, tmp_path / "run", log=quiet) == 0
+        assert fit(config, tmp_path / "run") == 0
         assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
 
 
-def test_a_run_killed_before_older_steps_were_removed_removes_them(config, finished, tmp_path):
+def test_a_run_killed_before_older_steps_were_removed_removes_them(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     assert runs.committed(tmp_path / "run") == [4, 8]
-    said, fewer = [], config_lib.override(config, ["train.keep_checkpoints=1"])
-    assert fit(fewer, tmp_path / "run", log=said.append) == 0
+    fewer = config_lib.override(config, ["train.keep_checkpoints=1"])
+    assert fit(fewer, tmp_path / "run") == 0
     assert "already trained" in said[-1] and runs.committed(tmp_path / "run") == [8]
 
 
 def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     longer = ["train.steps=9", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
-    assert fit(config_lib.override(config, longer), tmp_path / "run", log=quiet) == 0
-    assert open_run(tmp_path / "run", log=quiet).config.mesh.fsdp == 2
+    assert fit(config_lib.override(config, longer), tmp_path / "run") == 0
+    assert open_run(tmp_path / "run").config.mesh.fsdp == 2
     lines = runs.metrics(tmp_path / "run")
     assert lines[:8] == runs.metrics(finished)[:8]
     losses = [line["loss"] for line in lines if line["event"] == "train"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint
 import pytest
-from steps_of_numbers import CONFIG, fail_with, flip, quiet, save_all, tree
+from steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 from pipejax import config as config_lib
 from pipejax.checkpoint import Best, Store, save_params
@@ -27,9 +27,9 @@ def save(directory, *steps, **options):
     save_all(Store(directory, writable=True, **options), *steps)
 
 
-def newest_of(run, log=quiet):
+def newest_of(run):
     """The newest good step; numbers have no model, without which a run is not opened as a whole."""
-    return Store(run / "checkpoints").newest(None, log=log)
+    return Store(run / "checkpoints").newest(None)
 
 
 # Loss of power.
@@ -134,21 +134,21 @@ def test_places_that_orbax_takes_for_others_are_refused(tmp_path, name):
     save(tmp_path / "good/checkpoints", 4)
     (tmp_path / "good").rename(place) if "/" not in name else shutil.copytree(tmp_path / "good", place)
     with pytest.raises(UserError, match=r"found .* expected one"):
-        newest_of(place, log=quiet)
+        newest_of(place)
     assert (place / "checkpoints/4").is_dir()
     (tmp_path / "link").symlink_to(place)
-    assert newest_of(tmp_path / "link", log=quiet).step == 4
+    assert newest_of(tmp_path / "link").step == 4
 
 
 @pytest.mark.parametrize("name", ["a b", "ü", "s3:x", "a%20b", "a#b", "{a}", "$HOME", "~", "a\nb"])
 def test_other_places_serve(tmp_path, name):
     save(tmp_path / name / "checkpoints", 4)
-    assert newest_of(tmp_path / name, log=quiet).items["params"]["a"][0, 0] == 4
+    assert newest_of(tmp_path / name).items["params"]["a"][0, 0] == 4
 
 
 def test_the_first_save_is_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "finalize", lambda self, place: None)
-    store = Store(tmp_path / "checkpoints", writable=True, log=quiet)
+    store = Store(tmp_path / "checkpoints", writable=True)
     with pytest.raises(UserError, match="4: was saved, but cannot be read back"):
         store.save(4, tree(1.0), config=CONFIG, wait=True)
 
@@ -179,9 +179,9 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, caps
         raise error
 
     monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", restore)
-    store = Store(tmp_path / "checkpoints", writable=True, log=quiet)
+    store = Store(tmp_path / "checkpoints", writable=True)
     with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
-        store.newest(None, log=quiet, set_aside=True)
+        store.newest(None, set_aside=True)
     assert "\n" not in str(found.value)
     assert main(["verify", str(tmp_path)]) == 1
     told = capsys.readouterr()
@@ -207,8 +207,8 @@ def test_files_that_nobody_may_read_are_not_damaged(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", denied)
         with pytest.raises(UserError, match=r"4/params: cannot be read now \(Permission denied\)"):
-            store.newest(None, log=quiet)
-    assert store.newest(None, log=quiet) is None
+            store.newest(None)
+    assert store.newest(None) is None
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_restore_and_verify_agree(tmp_path, name, good, how):
     file = tmp_path / "checkpoints/4/params" / name
     file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes())) if how == "flip" else file.unlink()
     assert main(["verify", str(tmp_path)]) == (0 if good else 1)
-    assert (Store(tmp_path / "checkpoints").newest(None, log=quiet) is not None) == good
+    assert (Store(tmp_path / "checkpoints").newest(None) is not None) == good
 
 
 def test_a_step_without_digests_opens(tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_a_step_without_digests_opens(tmp_path, monkeypatch):
     save(tmp_path, 4)
     assert Store(tmp_path).restore(4).items["params"]["a"][0, 0] == 4
     (tmp_path / "4/params/_METADATA").write_text('{"tree_metadata": {"x": {}}}')
-    assert Store(tmp_path).newest(None, log=quiet) is None
+    assert Store(tmp_path).newest(None) is None
 
 
 # A run that goes on under its readers.
@@ -248,27 +248,27 @@ def replacing(monkeypatch, directory, *, times):
     monkeypatch.setattr(arrays_lib, "read", read)
 
 
-def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsys):
+def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsys, said):
     save(tmp_path / "checkpoints", 4, keep=1)
     with monkeypatch.context() as patch:
         replacing(patch, tmp_path / "checkpoints", times=2)
-        said = []
-        assert newest_of(tmp_path, log=said.append).step == 6 and said == []
+        said.clear()
+        assert newest_of(tmp_path).step == 6 and said == []
     with monkeypatch.context() as patch:
         replacing(patch, tmp_path / "checkpoints", times=2)
         assert main(["verify", str(tmp_path)]) == 0
         assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["checkpoints/8", "good"]]
     replacing(monkeypatch, tmp_path / "checkpoints", times=1000)
     with pytest.raises(UserError, match="found each step replaced while it was read"):
-        newest_of(tmp_path, log=quiet)
+        newest_of(tmp_path)
 
 
 # Saves that fail, and what is left behind.
 
 
-def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch):
-    threads, said = set(threading.enumerate()), []
-    store = Store(tmp_path, writable=True, log=said.append)
+def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch, said):
+    threads = set(threading.enumerate())
+    store = Store(tmp_path, writable=True)
     with monkeypatch.context() as patch:
         fail_with(errno.EIO, patch)
         assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
@@ -283,8 +283,8 @@ def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch):
     assert not [t for t in set(threading.enumerate()) - threads if not t.daemon]
 
 
-def test_a_step_that_cannot_be_removed_costs_one_line(tmp_path, monkeypatch):
-    said, rename = [], Path.rename
+def test_a_step_that_cannot_be_removed_costs_one_line(tmp_path, monkeypatch, said):
+    rename = Path.rename
 
     def stuck(self, target):
         if self.name == "1":
@@ -292,7 +292,7 @@ def test_a_step_that_cannot_be_removed_costs_one_line(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", stuck)
-    save(tmp_path, 1, 2, 3, keep=1, log=said.append)
+    save(tmp_path, 1, 2, 3, keep=1)
     assert said == [f"warning: {tmp_path / '1'}: no longer needed, but cannot be removed (Operation not permitted)"]
     assert Store(tmp_path).steps() == [3, 1]
 
@@ -315,11 +315,10 @@ def descriptor_of(handle):
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path, monkeypatch, same):
+def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path, monkeypatch, same, said):
     """What is said to be saved is there, and what it would replace is there as well, until the disk has taken it."""
-    said = []
     save(tmp_path, 4, keep=1)
-    store = Store(tmp_path, keep=1, writable=True, log=said.append)
+    store = Store(tmp_path, keep=1, writable=True)
     with monkeypatch.context() as patch:
         refuse(patch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
         assert store.save(4 if same else 5, tree(7.0), config=CONFIG, wait=True)
@@ -335,10 +334,10 @@ def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["6"]
 
 
-def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch):
-    said, writable = [], Store(tmp_path, keep=1, writable=True)
+def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch, said):
+    writable = Store(tmp_path, keep=1, writable=True)
     save_all(writable, 1)
-    store = Store(tmp_path, keep=1, writable=True, log=said.append)
+    store = Store(tmp_path, keep=1, writable=True)
     with monkeypatch.context() as patch:
         refuse(patch, (Path, "iterdir"), errno.EIO, lambda path: path == tmp_path)
         assert store.save(2, tree(2.0), config=CONFIG, wait=True)
@@ -352,13 +351,12 @@ def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch)
     assert Store(tmp_path).steps() == [2, 1]
 
 
-def test_what_stays_of_a_removed_step_is_in_nobodys_way(tmp_path, monkeypatch):
+def test_what_stays_of_a_removed_step_is_in_nobodys_way(tmp_path, monkeypatch, said):
     """Its name is free: nothing is said of a path that is gone, and the next one of that number can go, too."""
-    said = []
     with monkeypatch.context() as patch:
         refuse(patch, (os, "rmdir"), errno.ENOTEMPTY, lambda path, **_: ".gone-" in str(path))
         for _ in range(2):
-            save(tmp_path, 1, 2, keep=1, log=said.append)
+            save(tmp_path, 1, 2, keep=1)
             assert Store(tmp_path).steps() == [2]
     assert said == []
 
@@ -367,7 +365,7 @@ def test_a_step_that_was_about_to_be_replaced_is_read(tmp_path):
     """Killed between two renames: nobody has tidied up, and no other step is there."""
     save(tmp_path / "checkpoints", 4)
     (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/.replaced-4")
-    found = Store(tmp_path / "checkpoints").newest(None, log=quiet)
+    found = Store(tmp_path / "checkpoints").newest(None)
     assert found is not None and found.step == 4 and found.items["params"]["a"][0, 0] == 4
     assert main(["verify", str(tmp_path)]) == 0
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".replaced-4"]
@@ -375,11 +373,10 @@ def test_a_step_that_was_about_to_be_replaced_is_read(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
 
 
-def test_a_tokenizer_that_cannot_be_read_costs_a_save(tmp_path, monkeypatch):
-    said = []
+def test_a_tokenizer_that_cannot_be_read_costs_a_save(tmp_path, monkeypatch, said):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
-    store = Store(tmp_path / "checkpoints", writable=True, log=said.append)
+    store = Store(tmp_path / "checkpoints", writable=True)
     with monkeypatch.context() as patch:
         refuse(patch, (Path, "read_bytes"), errno.EIO, lambda path: path.name == "tokenizer.json")
         assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
@@ -499,9 +496,8 @@ def test_a_directory_is_made_whole_or_not_at_all(tmp_path):
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["out", "out/a"]
 
 
-def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch):
-    said = []
-    best = Best(tmp_path, CONFIG, log=said.append)
+def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch, said):
+    best = Best(tmp_path, CONFIG)
     best.offer(1, (1.0,), tree(1.0)["params"])
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=2)
@@ -513,7 +509,7 @@ def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch):
     assert best.close() and sum("not saved" in line for line in said) == 2
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=9)
-        best = Best(tmp_path, CONFIG, log=said.append)
+        best = Best(tmp_path, CONFIG)
         best.offer(5, (6.0,), tree(5.0)["params"])
         assert not best.close()
     assert Store(tmp_path).steps() == [2]
@@ -534,15 +530,15 @@ def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
     assert raised == [(256, 4096)]
 
 
-def test_the_best_of_another_run_is_kept_aside(tmp_path):
+def test_the_best_of_another_run_is_kept_aside(tmp_path, said):
     """That of this one is not: killed before its first checkpoint, it comes to the same step again."""
-    said, other = [], config_lib.override(CONFIG, ["train.learning_rate=0.5"])
+    other = config_lib.override(CONFIG, ["train.learning_rate=0.5"])
     save(tmp_path / "best", 4)
     directory = RunDirectory(tmp_path / "run")
     directory.path = tmp_path
-    directory._set_aside_best(config_lib.override(CONFIG, ["train.steps=7"]), said.append)
+    directory._set_aside_best(config_lib.override(CONFIG, ["train.steps=7"]))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best"] and said == []
-    directory._set_aside_best(other, said.append)
+    directory._set_aside_best(other)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best-before"] and len(said) == 1
 
 
@@ -556,7 +552,7 @@ def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
 
     with RunDirectory(tmp_path / "run") as directory:
         for text, names in (("a", {"best"}), ("a", {"best"}), ("b", {"best", "best-before"})):
-            directory.begin(CONFIG, Words(text), 0, quiet)
+            directory.begin(CONFIG, Words(text), 0)
             save(tmp_path / "run/best", 4)
             assert {path.name for path in (tmp_path / "run").glob("best*")} == names
 
@@ -565,6 +561,6 @@ def test_a_best_step_without_a_score_is_the_worst(tmp_path):
     """Somebody has copied it there."""
     store = Store(tmp_path, writable=True)
     assert store.save(3, tree(3.0), config=CONFIG, metadata={"data": "x"}, wait=True) and store.close()
-    best = Best(tmp_path, CONFIG, log=quiet)
+    best = Best(tmp_path, CONFIG)
     best.offer(1, (0.0,), tree(1.0)["params"])
     assert best.close() and Store(tmp_path).steps() == [1]

@@ -86,7 +86,9 @@ def test_flags_that_would_end_the_process(flags, monkeypatch):
 
 
 def test_good_flags_are_no_news():
-    ended = python("from pipejax.system import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_cpu_enable_fast_math=false")
+    ended = python(
+        "from pipejax.system import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_cpu_enable_fast_math=false"
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     ended = python("from pipejax.system import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_nonsense")
     assert ended.returncode == 2 and ended.stderr.startswith("error: XLA_FLAGS: found '--xla_nonsense' (")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_training import ON_ONE as CONFIG
-from test_training import change, quiet
+from test_training import change
 
 from pipejax.config import Config, DataConfig
 from pipejax.data import demo
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("evaluate") / "run"
-    assert fit(change(CONFIG, train={"steps": 3, "evaluate_every": 100}), directory, log=quiet) == 0
+    assert fit(change(CONFIG, train={"steps": 3, "evaluate_every": 100}), directory) == 0
     return directory
 
 
@@ -111,7 +111,7 @@ def test_batches_change_no_score(run, tmp_path):
         results.append(json.loads(out.read_text()))
     assert all(results[0][key] == result[key] for result in results for key in ("em_f1", "pm_f1", "steps", "truncated"))
     assert [result["batch_size"] for result in results] == [1, 7]  # what was used
-    assert load(run, log=quiet).together(50) == CPU_BATCH
+    assert load(run).together(50) == CPU_BATCH
     assert "seconds" not in results[1]["by_rows"][0]
 
 

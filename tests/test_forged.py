@@ -40,7 +40,7 @@ def run(tmp_path_factory):
 
 def test_the_forger_seals_as_the_program_does(run):
     forged._forge(run, lambda body: None)
-    assert load(run / "run", log=str).origin["step"] == 4
+    assert load(run / "run").origin["step"] == 4
 
 
 @pytest.mark.parametrize("kind", forged.KINDS, ids=lambda kind: kind.name[:70])
@@ -51,7 +51,7 @@ def test_refused(kind, run, monkeypatch):
     try:
         kind.spoil(run)
         with pytest.raises(UserError) as caught:
-            load(run / "run", log=str)
+            load(run / "run")
     finally:
         manifest.write_bytes(good)
     assert all(word in str(caught.value) for word in kind.words) and "\n" not in str(caught.value), caught.value
@@ -75,7 +75,7 @@ def trained(tmp_path_factory):
     """A run of one step, and its config."""
     here = tmp_path_factory.mktemp("trained")
     config = config_lib.load(runs.prepare(here), ["train.steps=1", "data.dev="])
-    assert loop.fit(config, here / "run", log=str) == 0
+    assert loop.fit(config, here / "run") == 0
     return here / "run", config
 
 
@@ -91,12 +91,12 @@ def test_a_tokenizer_that_is_not_the_one_of_the_run(what, trained, tmp_path):
 
     def use():
         if what == "decode":
-            load(run, log=str)
+            load(run)
         elif what == "resume":
-            loop.fit(config_lib.override(config, ["train.steps=2"]), run, log=str)
+            loop.fit(config_lib.override(config, ["train.steps=2"]), run)
         elif what == "start from":
             new = config_lib.override(config, [f"train.init_from={run}", "data.tokenizer="])
-            loop.fit(dataclasses.replace(new, model=None), tmp_path / "new", log=str)
+            loop.fit(dataclasses.replace(new, model=None), tmp_path / "new")
         else:
             huggingface.to_hf(run, tmp_path / "hf")
 
@@ -116,4 +116,4 @@ def test_older_checkpoints_do_not_say_which_tokenizer(trained, tmp_path):
     assert body["metadata"].pop("tokenizer").keys() == {path.name for path in (run / "tokenizer").iterdir()}
     assert body.pop("settings")["jax_default_prng_impl"] == "threefry2x32"
     manifest.write_text(json.dumps(forged.seal(body)))
-    assert load(run, log=str).tokenizer is not None
+    assert load(run).tokenizer is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipejax.inference.generator import split_rows
+from pipejax.data.text import split_rows
 
 
 @pytest.mark.parametrize(

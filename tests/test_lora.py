@@ -9,7 +9,7 @@ from flax.traverse_util import unflatten_dict
 from test_trainer import CONFIG as STEP_CONFIG
 from test_trainer import DEEP, MESHES, change, close, same_bits
 from test_training import ON_ONE as CONFIG
-from test_training import metrics, quiet, untimed
+from test_training import metrics, untimed
 
 from pipejax import checkpoint
 from pipejax.data import demo
@@ -122,22 +122,22 @@ def test_a_run_starts_from_whole_weights_and_ends_as_such(whole, tmp_path):
     settings = {"init_from": str(whole), "lora_rank": RANK, "learning_rate": 1e-2, "steps": 4}
     settings |= {"evaluate_every": 100, "evaluate_examples": 1, "checkpoint_every": 100}
     config = dataclasses.replace(change(CONFIG, train=settings), model=None)
-    assert fit(config, tmp_path / "straight", log=quiet) == 0
-    assert fit(change(config, train={"steps": 2}), tmp_path / "parted", log=quiet) == 0
-    assert fit(config, tmp_path / "parted", log=quiet) == 0
+    assert fit(config, tmp_path / "straight") == 0
+    assert fit(change(config, train={"steps": 2}), tmp_path / "parted") == 0
+    assert fit(config, tmp_path / "parted") == 0
     a, b = (untimed(metrics(tmp_path / name)) for name in ("straight", "parted"))
     assert [line for line in a if line["event"] == "train"] == [line for line in b if line["event"] == "train"]
     assert a[-1]["params_fp"] == b[-1]["params_fp"]
     saved = checkpoint.Store(tmp_path / "straight/checkpoints").restore(4).items["params"]
-    origin = leaves(checkpoint.open_run(whole, log=quiet).items["params"])
+    origin = leaves(checkpoint.open_run(whole).items["params"])
     kept = {path: x for path, x in leaves(saved).items() if "lora_" not in path}
     assert kept.keys() == origin.keys() and all((x == origin[path]).all() for path, x in kept.items())
-    opened = leaves(checkpoint.open_run(tmp_path / "straight", log=quiet).items["params"])
+    opened = leaves(checkpoint.open_run(tmp_path / "straight").items["params"])
     expected = by_hand(saved)
     assert opened.keys() == origin.keys()
     for path, x in opened.items():
         np.testing.assert_allclose(x, expected[path], atol=1e-6)
-    best = checkpoint.open_run(tmp_path / "straight", best=True, log=quiet)
+    best = checkpoint.open_run(tmp_path / "straight", best=True)
     assert leaves(best.items["params"]).keys() == origin.keys()
 
 
@@ -164,7 +164,7 @@ def test_a_frozen_encoder_gets_no_factors():
 
 def test_random_weights_are_trained_whole(tmp_path):
     with pytest.raises(UserError, match=r"train\.lora_rank: found 2 without train\.init_from"):
-        fit(change(CONFIG, train={"lora_rank": RANK}), tmp_path / "run", log=quiet)
+        fit(change(CONFIG, train={"lora_rank": RANK}), tmp_path / "run")
 
 
 def test_what_is_trained():

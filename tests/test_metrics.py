@@ -173,7 +173,7 @@ def test_evaluation_scores_by_the_metric(name) -> None:
         assert {key: result[key] for key in expected} == expected
 
 
-def test_the_headline_picks_the_best(tmp_path, monkeypatch) -> None:
+def test_the_headline_picks_the_best(tmp_path, monkeypatch, said) -> None:
     """Of a training run: its second evaluation has the highest ROUGE-Lsum, and the lowest of all else."""
     headlines = iter([10.0, 30.0, 20.0])
 
@@ -189,9 +189,8 @@ def test_the_headline_picks_the_best(tmp_path, monkeypatch) -> None:
         data=DataConfig(task="demo", metric="rouge"),
         train=TrainConfig(steps=3, batch_size=8, evaluate_every=1, evaluate_examples=2, learning_rate=1e-9),
     )
-    said: list[str] = []
-    assert fit(tiny, tmp_path, log=said.append) == 0
-    best = checkpoint.open_run(tmp_path, best=True, log=said.append)
+    assert fit(tiny, tmp_path) == 0
+    best = checkpoint.open_run(tmp_path, best=True)
     assert (best.step, best.metadata["score"][0]) == (2, 30.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["rougeLsum"] for line in lines if line["event"] == "evaluation"] == [10.0, 30.0, 20.0]

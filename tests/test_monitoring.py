@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 from test_training import ON_ONE as CONFIG
-from test_training import change, metrics, quiet
+from test_training import change, metrics
 
 from pipejax import checkpoint
 from pipejax.data import core
@@ -52,7 +52,7 @@ def test_laps_add_up():
 
 def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
     poisoned(monkeypatch, {1, 4})
-    assert fit(CONFIG, tmp_path / "run", log=quiet) == 0
+    assert fit(CONFIG, tmp_path / "run") == 0
     lines = metrics(tmp_path / "run")
     left_out = [line for line in lines if line["event"] == "left_out"]
     assert [line["step"] for line in left_out] == [2, 5] and all(len(line["ids"]) == 8 for line in left_out)
@@ -60,7 +60,7 @@ def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
     assert [line["bad_steps"] for line in steps] == [0, 1, 0, 0, 1, 0]
     assert [line["loss"] is None for line in steps] == [False, True, False, False, True, False]
     assert "step 2: loss nan" in capsys.readouterr().err
-    for leaf in checkpoint.open_run(tmp_path / "run", log=quiet).items["params"]["shared"].values():
+    for leaf in checkpoint.open_run(tmp_path / "run").items["params"]["shared"].values():
         assert np.isfinite(leaf).all()
 
 
@@ -68,8 +68,8 @@ def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     poisoned(monkeypatch, {2, 3, 4, 5})
     config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})
     with pytest.raises(UserError, match=r"step 5: found loss nan, .* in 3 steps in a row \(the last examples: .*\)"):
-        fit(config, tmp_path / "run", log=quiet)
-    good = checkpoint.open_run(tmp_path / "run", log=quiet)
+        fit(config, tmp_path / "run")
+    good = checkpoint.open_run(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for leaf in good.items["params"]["shared"].values())
     ids = next(line["ids"] for line in metrics(tmp_path / "run") if line["step"] == 5 and line["event"] == "left_out")
     assert len(ids) == 8
@@ -77,7 +77,7 @@ def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
 
 def test_every_line_is_json_without_nan(tmp_path, monkeypatch):
     poisoned(monkeypatch, {0})
-    fit(change(CONFIG, train={"steps": 2}), tmp_path / "run", log=quiet)
+    fit(change(CONFIG, train={"steps": 2}), tmp_path / "run")
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -97,10 +97,10 @@ def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Stop, "asked", after_two)
-        assert fit(CONFIG, tmp_path / "run", log=quiet) == 143
+        assert fit(CONFIG, tmp_path / "run") == 143
     last = metrics(tmp_path / "run")[-1]
     assert last["event"] == "stopped" and last["step"] == 2 and len(last["params_fp"]) == 16
-    assert fit(CONFIG, tmp_path / "run", log=quiet) == 0
+    assert fit(CONFIG, tmp_path / "run") == 0
     lines = metrics(tmp_path / "run")
     assert [line["event"] for line in lines].count("stopped") == 0
     assert lines[-1]["event"] == "end" and set(lines[-1]["seconds"]) >= {"compile", "data", "step", "checkpoint"}
@@ -109,7 +109,7 @@ def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
 def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
-    fit(change(CONFIG, train={"steps": 3, "tensorboard": True}), tmp_path / "run", log=quiet)
+    fit(change(CONFIG, train={"steps": 3, "tensorboard": True}), tmp_path / "run")
     found = {}
     for file in (tmp_path / "run/tensorboard").iterdir():
         data = file.read_bytes()
@@ -147,9 +147,8 @@ def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
     ]
 
 
-def test_a_warm_up_as_long_as_training_is_told(tmp_path):
-    said = []
-    fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path, log=said.append)
+def test_a_warm_up_as_long_as_training_is_told(tmp_path, said):
+    fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path)
     assert sum("warning: train.warmup_steps = 2" in line for line in said) == 1
     assert sum("trained for 2 steps (loss " in line for line in said) == 1
 
@@ -163,7 +162,7 @@ def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
     )
     fake = types.SimpleNamespace(init=lambda **options: opened.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    fit(change(CONFIG, train={"steps": 2, "wandb": "ours"}), tmp_path / "run", log=quiet)
+    fit(change(CONFIG, train={"steps": 2, "wandb": "ours"}), tmp_path / "run")
     assert opened[0]["project"] == "ours" and opened[0]["resume"] == "allow"
     assert [values["step"] for values in logged if "train/loss" in values] == [1, 2]
     assert {name.partition("/")[0] for values in logged for name in values} == {"step", "train", "evaluation"}
@@ -171,14 +170,13 @@ def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
     assert ended == [1]
 
 
-def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch):
+def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch, said):
     def full(values):
         raise OSError(28, "No space left on device")
 
     run = types.SimpleNamespace(define_metric=lambda name, step_metric: None, log=full, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
-    said = []
-    assert fit(change(CONFIG, train={"steps": 3, "wandb": "ours"}), tmp_path / "run", log=said.append) == 0
+    assert fit(change(CONFIG, train={"steps": 3, "wandb": "ours"}), tmp_path / "run") == 0
     assert [line for line in said if line.startswith("W&B")] == [
         "W&B: OSError: [Errno 28] No space left on device; goes on without it"
     ]
@@ -191,14 +189,14 @@ def test_a_board_that_does_not_begin_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
     with pytest.raises(UserError, match=r"train\.wandb: No API key configured; expected W&B to be ready"):
-        fit(change(CONFIG, train={"wandb": "ours"}), tmp_path / "run", log=quiet)
+        fit(change(CONFIG, train={"wandb": "ours"}), tmp_path / "run")
 
 
 def test_the_logged_rate_is_the_one_that_was_used(tmp_path, monkeypatch):
     """A step that is left out does not advance the schedule."""
     poisoned(monkeypatch, {1})
     config = change(CONFIG, train={"schedule": "linear", "warmup_steps": 1, "learning_rate": 1.0, "clip_norm": 1e-9})
-    fit(config, tmp_path / "run", log=quiet)
+    fit(config, tmp_path / "run")
     rates = [line["learning_rate"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
     np.testing.assert_allclose(rates, [1.0, 1.0, 1.0, 0.8, 0.6, 0.4], rtol=1e-5)
 
@@ -220,21 +218,20 @@ def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint.Store, "save", once)
     monkeypatch.setattr(loop.Stop, "asked", stop)
     config = change(CONFIG, train={"evaluate_every": 100})
-    assert fit(config, tmp_path / "run", log=quiet) == 143
-    assert checkpoint.open_run(tmp_path / "run", log=quiet).step == 3
+    assert fit(config, tmp_path / "run") == 143
+    assert checkpoint.open_run(tmp_path / "run").step == 3
 
 
-def test_what_a_lost_run_left_is_kept_aside(tmp_path):
+def test_what_a_lost_run_left_is_kept_aside(tmp_path, said):
     """Without a good checkpoint it is another run: its tokenizer and its best are its own."""
-    fit(CONFIG, tmp_path / "run", log=quiet)
+    fit(CONFIG, tmp_path / "run")
     for path in (tmp_path / "run/checkpoints").iterdir():
         shutil.rmtree(path)
     (tmp_path / "run/tokenizer/tokenizer.json").write_text("of another")
-    said = []
     other = change(CONFIG, model={"d_ff": 32})
-    assert fit(other, tmp_path / "run", log=said.append) == 0
+    assert fit(other, tmp_path / "run") == 0
     assert any("kept aside as best-before" in line for line in said)
-    assert checkpoint.open_run(tmp_path / "run", best=True, log=quiet).config.model.d_ff == 32
+    assert checkpoint.open_run(tmp_path / "run", best=True).config.model.d_ff == 32
     assert "of another" not in (tmp_path / "run/tokenizer/tokenizer.json").read_text()
 
 
@@ -242,7 +239,7 @@ def test_what_a_lost_run_left_is_kept_aside(tmp_path):
 def test_an_absent_library_is_one_line(tmp_path, monkeypatch, key, value, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=rf"train\.{key}: found no {library}; expected it installed"):
-        fit(change(CONFIG, train={key: value}), tmp_path / "run", log=quiet)
+        fit(change(CONFIG, train={key: value}), tmp_path / "run")
 
 
 def test_peaks_are_known_by_the_name_of_the_device():
@@ -272,5 +269,5 @@ def test_batches_have_the_shapes_that_process_0_chose(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "TrainingBatches", batches)
     monkeypatch.setattr(distributed, "same", same)
     with pytest.raises(Seen):
-        fit(CONFIG, tmp_path / "run", log=quiet)
+        fit(CONFIG, tmp_path / "run")
     assert used == [theirs]

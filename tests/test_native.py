@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from logged import logged
 from one_program import compiled
 
 from pipejax.config import T5Config
@@ -33,10 +34,12 @@ CONFIG = T5Config(
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
     """The kernel, compiled into a cache of its own."""
-    directory, said = tmp_path_factory.mktemp("cache"), []
+    directory = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(compile_cache.VARIABLE, str(directory))
-        if not kernels.use(log=said.append):
+        with logged() as said:
+            used = kernels.use()
+        if not used:
             pytest.skip(f"no kernel here: {said}")
     assert len(said) == 1 and said[0].startswith("compiling a kernel")
     return directory
@@ -111,10 +114,9 @@ def test_decodes_are_those_without_it(kernel, changes):
     assert rows > 20
 
 
-def test_it_is_compiled_once(kernel, monkeypatch):
+def test_it_is_compiled_once(kernel, monkeypatch, said):
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel))
-    said: list[str] = []
-    assert kernels.use(log=said.append) and kernels._load(kernel, said.append) and not said
+    assert kernels.use() and kernels._load(kernel) and not said
     assert len(list(kernel.glob("*.so"))) == 1
 
 
@@ -152,16 +154,15 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
         ({"CXX": "no-such-compiler"}, "without its own kernel"),
     ],
 )
-def test_without_it(tmp_path, monkeypatch, variables, says):
+def test_without_it(tmp_path, monkeypatch, variables, says, said):
     for name, value in ({compile_cache.VARIABLE: str(tmp_path)} | variables).items():
         monkeypatch.setenv(name, value)
-    said: list[str] = []
-    assert not kernels.use(log=said.append)
+    assert not kernels.use()
     assert says in "\n".join(said) and len(said) <= 2
     assert not list(tmp_path.glob("*.so"))
 
 
-def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypatch):
+def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypatch, said):
     """A compiler that stops half-way, a disk that forbids programs."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n')
@@ -169,19 +170,17 @@ def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypat
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(kernels, "_tried", {})
-    said: list[str] = []
-    assert not kernels.use(log=said.append)
+    assert not kernels.use()
     assert "decoding goes without its own kernel" in said[-1] and "cannot be loaded" in said[-1]
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch):
+def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch, said):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
-    said: list[str] = []
-    assert compile_cache.safe_directory(log=said.append) is None
+    assert compile_cache.safe_directory() is None
     assert "open to others" in said[0]
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "new"))
-    assert compile_cache.safe_directory(log=said.append) == tmp_path / "new"
+    assert compile_cache.safe_directory() == tmp_path / "new"
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

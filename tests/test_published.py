@@ -390,13 +390,12 @@ def test_without_files_or_tensorflow(tmp_path):
     assert "found no TensorFlow, which TFDS needs to download it" in refused("pubmed", "", tmp_path)
 
 
-def test_a_split_that_is_not_there_is_told_and_empty(tmp_path):
-    lines = []
+def test_a_split_that_is_not_there_is_told_and_empty(tmp_path, said):
     manual = lay(tmp_path / "manual", {"valid.json": wrapped(MSQA)})
     for _ in range(2):
-        prepare(PUBLISHED["msqa"], manual_dir=str(manual), data_dir=str(tmp_path / "data"), log=lines.append)
-    assert "there will be no split 'train'" in lines[0]
-    assert "prepared before; nothing to do" in lines[-1]
+        prepare(PUBLISHED["msqa"], manual_dir=str(manual), data_dir=str(tmp_path / "data"))
+    assert "there will be no split 'train'" in said[0]
+    assert "prepared before; nothing to do" in said[-1]
     task = make_task(DataConfig(task="msqa", data_dir=str(tmp_path / "data")))
     assert len(task.examples("train")) == 0 and len(task.examples("test")) == 1
 

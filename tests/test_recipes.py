@@ -20,7 +20,7 @@ from pipejax.data import PUBLISHED
 from pipejax.data.builders import prepare
 from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
-from pipejax.training import loop
+from pipejax.training import loop, start
 from pipejax.training.recipes import paper
 from pipejax.training.step import Trainer
 
@@ -101,7 +101,7 @@ def trainers():
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Trainer", make)
+        patch.setattr(start, "Trainer", make)
         yield known
 
 
@@ -124,7 +124,7 @@ def test_dry_run(name, tiny, trainers, tmp_path):
     shared = ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")
     settings |= {f"train.{key}": 2 for key in shared} | {"train.weight_decay": 0.01, "train.pack": 3}
     config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])
-    assert loop.fit(config, tmp_path / "run", log=lambda line: None) == 0
+    assert loop.fit(config, tmp_path / "run") == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["event"] == "train"]
     assert trained[-1]["step"] == 2 and np.isfinite(trained[-1]["loss"])
@@ -137,7 +137,7 @@ TWO_STEPS |= {"data.max_source": 16, "data.max_target": 5, "grid.time_max": 8}
 
 
 def ends_at_two(config: Config, run: Path) -> bool:
-    assert loop.fit(config, run, log=lambda line: None) == 0
+    assert loop.fit(config, run) == 0
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
@@ -180,5 +180,5 @@ def test_nothing_to_train_on(tiny, tmp_path):
     prepare(PUBLISHED["msqa"], manual_dir=str(lay(tmp_path / "manual", files)), data_dir=str(tmp_path / "data"))
     overrides = [f"train.init_from={tiny / 'checkpoint'}", f"data.data_dir={tmp_path / 'data'}"]
     with pytest.raises(UserError, match=r"data\.train: found nothing; expected the examples to train on"):
-        loop.fit(load(CONFIGS / "msqa_base_pipelined.py", overrides), tmp_path / "run", log=lambda line: None)
+        loop.fit(load(CONFIGS / "msqa_base_pipelined.py", overrides), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -76,9 +76,9 @@ def opened_once(checkpoints):
     """Spares each run its compilation: the same checkpoint with the same settings is the same generator."""
     known = dict[tuple[Any, ...], Generator]()
 
-    def load_once(path, *, best=False, overrides=(), log=print):
+    def load_once(path, *, best=False, overrides=()):
         key = str(path), best, *overrides
-        known[key] = known.get(key) or load(path, best=best, overrides=overrides, log=log)
+        known[key] = known.get(key) or load(path, best=best, overrides=overrides)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -318,7 +318,7 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
     (tmp_path / "in.jsonl").write_text(as_lines({"source_ids": [5] * length} for length in range(1, 43)))
     for again in (False, True):
         flags = str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")
-        report = records.decode_file(generator, *flags, strategy=None, batch_size=4, log=str)
+        report = records.decode_file(generator, *flags, strategy=None, batch_size=4)
         assert report.examples == 42
         assert compiled == [(4, 64)]  # one decoder for all; the last batch is filled up
         assert (report.shapes, report.compile_seconds == 0) == ((0, True) if again else (1 + 4, False))
@@ -358,13 +358,13 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     """And those that were warmed up compile nothing at all."""
     opened = []
     monkeypatch.setattr(compile_cache, "use", lambda *, log: opened.append(1))
-    generator = load(checkpoints / "pipelined", log=str)
+    generator = load(checkpoints / "pipelined")
     assert opened  # the cache on disk, as the commands have it
     for count in range(1, 9):
         assert len(generator.decode([SHORT[0]] * count)) == count
     batches = {key[2][1] for key in generator.programs._compiled}
     assert batches == {1, 2, 4, 8}
-    fresh = load(checkpoints / "pipelined", log=str)
+    fresh = load(checkpoints / "pipelined")
     took = fresh.warm_up([16, 40], batch_sizes=(1, 2))
     assert took.shapes == len(fresh.programs._compiled) > 4
     monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
@@ -392,7 +392,7 @@ def test_a_full_disk_is_one_line(checkpoints, decoded, tmp_path):
     decoded([{"source": text} for text in SHORT])
     generator, source = load(checkpoints / "none"), str(tmp_path / "in.jsonl")
     with pytest.raises(UserError, match=r"--output /dev/full: cannot be written \(No space left"):
-        records.decode_file(generator, source, "/dev/full", strategy=None, batch_size=None, log=str)
+        records.decode_file(generator, source, "/dev/full", strategy=None, batch_size=None)
 
 
 TEMPLATE = {"task": "jsonl", "source_template": "Question: {question} Context: {context}"}
@@ -467,9 +467,9 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     """It is good from the first kept record until the output is on the disk, whenever a kill comes."""
     source, target, note = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.unfinished"))
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
-    generator = load(checkpoints / "none", log=str)
+    generator = load(checkpoints / "none")
     work = partial(
-        records.decode_file, generator, str(source), str(target), strategy=None, batch_size=None, log=str, resume=True
+        records.decode_file, generator, str(source), str(target), strategy=None, batch_size=None, resume=True
     )
     work()
     lines = target.read_bytes().splitlines(keepends=True)
@@ -511,7 +511,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
 def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
-    generator = load(checkpoints / "none", log=str)
+    generator = load(checkpoints / "none")
     checked = list(records.read_sources(generator, records.read_records(source)))
     target.write_text(as_lines([{"id": "1"}]))
     settings = records.settings_of(generator, "sequential", checked)
@@ -522,7 +522,7 @@ def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     spoil(tmp_path)
     before = target.read_bytes()
     with pytest.raises(UserError, match=words):
-        records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, log=str, resume=True)
+        records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, resume=True)
     assert target.read_bytes() == before
     with pytest.raises(UserError, match="--resume: found --input - "):
         records.check_paths("-", str(target), resume=True)

@@ -53,11 +53,11 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def opened_once(checkpoints):
     """Two checkpoints for all tests; nothing may come as far as to compile."""
-    known = {str(checkpoints / name): load(checkpoints / name, log=str) for name in ("good", "bare")}
+    known = {str(checkpoints / name): load(checkpoints / name) for name in ("good", "bare")}
 
-    def load_known(path, *, best=False, overrides=(), log=print):
+    def load_known(path, *, best=False, overrides=()):
         if overrides or best or path not in known:
-            return load(path, best=best, overrides=overrides, log=log)
+            return load(path, best=best, overrides=overrides)
         return known[path]
 
     def compiles(*_):

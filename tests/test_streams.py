@@ -52,7 +52,9 @@ def test_what_cannot_be_said(redirected, code, out, err, flush, tmp_path):
 
 def test_a_reader_that_goes_away(tmp_path):
     """Of standard error: the work goes on. Of standard output: it ends, as it does for any other tool."""
-    loop = "import sys, time\nfrom pipejax.system import cli\ndef main(argv):\n for i in range(9): SAY; time.sleep(0.02)\n"
+    loop = (
+        "import sys, time\nfrom pipejax.system import cli\ndef main(argv):\n for i in range(9): SAY; time.sleep(0.02)\n"
+    )
     end = f" open({str(tmp_path / 'done')!r}, 'w')\n return 0\ncli.run(main)"
     for say, code, done in (("cli.note(i)", 0, True), ("print(i, flush=True)", 1, False)):
         command = [sys.executable, "-c", loop.replace("SAY", say.replace("(i", "(str(i)")) + end]

@@ -109,27 +109,27 @@ def test_the_papers_own_numbers_agree_with_one_another():
         assert rates[0] / rates[1] == pytest.approx(ratio, abs=0.06)  # both rates are rounded
 
 
-def test_a_run_that_went_on_is_not_read(tmp_path):
-    cell, said = Cell("msqa", "base", "sequential"), []
+def test_a_run_that_went_on_is_not_read(tmp_path, said):
+    cell = Cell("msqa", "base", "sequential")
     lay(tmp_path, cell, "test", right=1, seconds=1.0)
-    assert read(cell, tmp_path, "test", Way("sequential"), log=said.append) and not said
+    assert read(cell, tmp_path, "test", Way("sequential")) and not said
     shutil.copytree(tmp_path / cell.name, tmp_path / "elsewhere" / cell.name)
     best(tmp_path / cell.name, 2)
-    assert read(cell, tmp_path, "test", Way("sequential"), log=said.append) is None
+    assert read(cell, tmp_path, "test", Way("sequential")) is None
     assert "of other weights than those in" in said[0]
-    assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"), log=said.append)  # a copy is as good
+    assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"))  # a copy is as good
 
 
-def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch):
-    cell, said = Cell("demo", "scratch", "pipelined", 2), []
+def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch, said):
+    cell = Cell("demo", "scratch", "pipelined", 2)
     config = tmp_path / "demo_scratch.py"
     text = config_lib.to_json(CONFIG)
     config.write_text(f"from pipejax.config import from_json\nconfig = from_json({text!r}, where='test')\n")
     monkeypatch.setattr(Cell, "path", config)
     settings = ["train.steps=2", "train.evaluate_every=2", "train.evaluate_examples=2"]
-    options = {"splits": ["test"], "overrides": settings, "limit": 3, "ways": [Way("pipelined")], "log": said.append}
+    options = {"splits": ["test"], "overrides": settings, "limit": 3, "ways": [Way("pipelined")]}
     assert make(cell, tmp_path, **options) == 0
-    found = read(cell, tmp_path, "test", Way("pipelined"), log=said.append)
+    found = read(cell, tmp_path, "test", Way("pipelined"))
     assert found is not None and found["examples"] == 3
     assert json.loads((tmp_path / cell.name / "config.json").read_text())["grid"]["delay"] == 2
     before = evaluation(tmp_path / cell.name, "test", Way("pipelined")).stat().st_mtime_ns

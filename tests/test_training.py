@@ -87,7 +87,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    assert fit(CONFIG, directory, log=quiet) == 0
+    assert fit(CONFIG, directory) == 0
     return directory
 
 
@@ -216,13 +216,12 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
         assert made[index] <= drawn * (1 / n + len(held) / 8) and made[index] < drawn
 
 
-def test_resume_is_exact(finished, tmp_path):
-    assert fit(change(CONFIG, train={"steps": 2}), tmp_path, log=quiet) == 0
-    assert fit(change(CONFIG, train={"steps": 5}), tmp_path, log=quiet) == 0
+def test_resume_is_exact(finished, tmp_path, said):
+    assert fit(change(CONFIG, train={"steps": 2}), tmp_path) == 0
+    assert fit(change(CONFIG, train={"steps": 5}), tmp_path) == 0
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "train", "step": 6, "loss": 0}\n{"torn')  # what a crash leaves behind
-    said = []
-    assert fit(CONFIG, tmp_path, log=said.append) == 0
+    assert fit(CONFIG, tmp_path) == 0
     assert any(line.startswith("resuming at step 5") for line in said)
     whole, parts = untimed(metrics(finished)), untimed(metrics(tmp_path))
     assert [line for line in parts if line["event"] == "train"] == [line for line in whole if line["event"] == "train"]
@@ -231,16 +230,16 @@ def test_resume_is_exact(finished, tmp_path):
 
 
 def test_the_same_command_twice_gives_the_same_metrics(finished, tmp_path):
-    fit(CONFIG, tmp_path, log=quiet)
+    fit(CONFIG, tmp_path)
     assert untimed(metrics(tmp_path)) == untimed(metrics(finished))
 
 
-def test_a_finished_run_repeated_changes_nothing(finished):
+def test_a_finished_run_repeated_changes_nothing(finished, said):
     def everything():
         return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(finished.rglob("*")) if p.is_file()}
 
-    before, said = everything(), []
-    assert fit(CONFIG, finished, log=said.append) == 0
+    before = everything()
+    assert fit(CONFIG, finished) == 0
     assert everything() == before
     assert said[-1] == "already trained for 6 of 6 steps; nothing to do"
 
@@ -274,13 +273,13 @@ def test_runs_side_by_side(finished, tmp_path, capsys):
         compare.main([str(tmp_path / "absent")])
 
 
-def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatch, capsys):
+def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatch, capsys, said):
     """Nothing is learned at such a rate: the first evaluation stays the best. Off the main thread, without signals."""
     config = change(
         ON_ONE, train={"steps": 9, "evaluate_every": 1, "patience": 2, "learning_rate": 1e-30, "dropout": 0.0}
     )
-    codes, said = [], []
-    thread = threading.Thread(target=lambda: codes.append(fit(config, tmp_path, log=said.append)))
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(fit(config, tmp_path)))
     thread.start()
     thread.join()
     assert codes == [0] and said[-2] == "no better evaluation in train.patience = 2: training ends before train.steps"
@@ -291,9 +290,9 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
     assert "training: compiling for sources of" in capsys.readouterr().err
     # What was chosen for the run is kept with it, and the same command ends where it did.
     monkeypatch.setattr(loop, "choose_shapes", None)
-    assert fit(config, tmp_path, log=quiet) == 0
+    assert fit(config, tmp_path) == 0
     assert untimed(metrics(tmp_path)) == untimed(lines)
-    assert fit(change(config, train={"patience": 0, "steps": 4, "shapes": 3}), tmp_path, log=quiet) == 0
+    assert fit(change(config, train={"patience": 0, "steps": 4, "shapes": 3}), tmp_path) == 0
     assert metrics(tmp_path)[-1]["step"] == 4
 
 
@@ -314,19 +313,18 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
     assert bound == longest + longest // 2 + 8
 
 
-def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
-    fit(CONFIG, tmp_path, log=quiet)
+def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path, said):
+    fit(CONFIG, tmp_path)
     for data in (tmp_path / "checkpoints/6/params").rglob("d/*"):
         data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))  # of one byte it might not matter
-    said = []
-    restored = checkpoint.open_run(tmp_path, log=said.append)
+    restored = checkpoint.open_run(tmp_path)
     assert restored.step == 3 and "checkpoints/6: damaged" in said[0]
     assert (tmp_path / "checkpoints/6").is_dir()  # reading changes nothing
     said.clear()
-    assert fit(CONFIG, tmp_path, log=said.append) == 0
+    assert fit(CONFIG, tmp_path) == 0
     assert "kept aside as corrupt-6" in said[0] and said[1].startswith("resuming at step 3")
     assert (tmp_path / "checkpoints/corrupt-6").is_dir()
-    assert checkpoint.open_run(tmp_path, log=said.append).step == 6
+    assert checkpoint.open_run(tmp_path).step == 6
 
 
 def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatch):
@@ -337,7 +335,7 @@ def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatc
 
     monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", too_many)
     with pytest.raises(UserError, match=r"checkpoints/6/params: cannot be read now \(OSError: .*Too many open files\)"):
-        fit(change(CONFIG, train={"steps": 9}), finished, log=quiet)
+        fit(change(CONFIG, train={"steps": 9}), finished)
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == before
 
 
@@ -371,7 +369,7 @@ def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tm
     monkeypatch.setattr(handler, "finalize", late)
     monkeypatch.setattr(RunDirectory, "log_metrics", watch)
     config = change(CONFIG, train={"steps": 12, "checkpoint_every": 2, "evaluate_every": 12, "evaluate_examples": 1})
-    assert fit(config, tmp_path / "run", log=quiet) == 0
+    assert fit(config, tmp_path / "run") == 0
     assert len(lost) == 12 and set(lost) == {1, 2}
 
 
@@ -383,17 +381,17 @@ def test_other_training_examples_are_refused_on_resume(tokenizer, tmp_path):
     data = {"task": "jsonl", "train": str(tmp_path / "train.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
     config = change(CONFIG, data=data, train={"steps": 2})
     Path(data["train"]).write_text("\n".join(lines))
-    assert fit(config, tmp_path / "run", log=quiet) == 0
+    assert fit(config, tmp_path / "run") == 0
     further = change(config, train={"steps": 3})
     Path(data["train"]).write_text(
         "\n".join([*lines[:9], lines[9].replace('"source": "', '"source": "the '), *lines[10:]])
     )
     before = metrics(tmp_path / "run")
     with pytest.raises(UserError, match=r"data\.train: found other examples"):
-        fit(further, tmp_path / "run", log=quiet)
+        fit(further, tmp_path / "run")
     assert metrics(tmp_path / "run") == before
     Path(data["train"]).write_text("\n".join(lines))
-    assert fit(further, tmp_path / "run", log=quiet) == 0
+    assert fit(further, tmp_path / "run") == 0
     assert metrics(tmp_path / "run")[-1]["step"] == 3
 
 
@@ -404,8 +402,8 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("pipejax.training.monitoring.evaluate", killed)
         with pytest.raises(KeyboardInterrupt):
-            fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
-    fit(change(CONFIG, train={"steps": 3}), tmp_path, log=quiet)
+            fit(change(CONFIG, train={"steps": 3}), tmp_path)
+    fit(change(CONFIG, train={"steps": 3}), tmp_path)
     assert [line["step"] for line in metrics(tmp_path) if line["event"] == "evaluation"] == [3]
 
 
@@ -427,18 +425,18 @@ def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, t
 
     with monkeypatch.context() as patch:
         patch.setattr(monitoring, "evaluate", signalled)
-        assert fit(config, tmp_path, log=quiet) == 128 + signal.SIGTERM
+        assert fit(config, tmp_path) == 128 + signal.SIGTERM
     assert evaluations[-1] == 4  # of eight examples
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if line["event"] == "evaluation"] == [3][: at // 3 - 1]
     assert (lines[-1]["event"], lines[-1]["step"]) == ("stopped", at)
-    assert checkpoint.open_run(tmp_path, log=quiet).step == at
-    assert fit(config, tmp_path, log=quiet) == 0
+    assert checkpoint.open_run(tmp_path).step == at
+    assert fit(config, tmp_path) == 0
     expected = untimed(metrics(finished))
     assert untimed(metrics(tmp_path)) == expected and [line["event"] for line in expected].count("evaluation") == 2
-    assert checkpoint.open_run(tmp_path, best=True, log=quiet).step == checkpoint.open_run(finished, best=True).step
+    assert checkpoint.open_run(tmp_path, best=True).step == checkpoint.open_run(finished, best=True).step
     before = metrics(tmp_path)
-    assert fit(config, tmp_path, log=quiet) == 0 and metrics(tmp_path) == before
+    assert fit(config, tmp_path) == 0 and metrics(tmp_path) == before
 
 
 def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, monkeypatch):
@@ -455,40 +453,39 @@ def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(monitoring, "evaluate", signalled)
-        assert fit(config, tmp_path, log=quiet) == 128 + signal.SIGTERM
+        assert fit(config, tmp_path) == 128 + signal.SIGTERM
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Store, "save", killed)
         with pytest.raises(KeyboardInterrupt):
-            fit(config, tmp_path, log=quiet)
-    assert fit(config, tmp_path, log=quiet) == 0
+            fit(config, tmp_path)
+    assert fit(config, tmp_path) == 0
     assert [line["event"] for line in metrics(tmp_path)] == ["train"] * 3 + ["evaluation", "end"]
-    assert checkpoint.open_run(tmp_path, best=True, log=quiet).step == 3
+    assert checkpoint.open_run(tmp_path, best=True).step == 3
 
 
 def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_holds(finished, tmp_path):
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, .*, not pipelined"):
-        fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run", log=quiet)
+        fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     config = change(CONFIG, train={"objective": "sequential", "init_from": str(finished)}, decode={"beams": 33})
     with pytest.raises(UserError, match=r"decode\.beams: found 33; expected at most half of model\.vocab_size = 64"):
-        fit(dataclasses.replace(config, model=None), tmp_path / "run", log=quiet)
+        fit(dataclasses.replace(config, model=None), tmp_path / "run")
 
 
 def test_a_separator_that_the_tokenizer_loses(tmp_path):
     with pytest.raises(UserError, match=r"data\.separator: found '\\n', which the tokenizer does not give back"):
-        fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run", log=quiet)
+        fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run")
 
 
 def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
     with pytest.raises(UserError, match=r"grid.delay: 2 -> 3; expected no change on resume"):
-        fit(change(CONFIG, grid={"delay": 3}), finished, log=quiet)
+        fit(change(CONFIG, grid={"delay": 3}), finished)
     with pytest.raises(UserError, match=rf"batch_size: 8 -> 16; .* its weights, .*--set train\.init_from={finished}"):
-        fit(change(CONFIG, train={"batch_size": 16}), finished, log=quiet)
+        fit(change(CONFIG, train={"batch_size": 16}), finished)
 
 
-def test_the_number_of_dev_examples_may_change_on_resume(finished):
-    said = []
-    assert fit(change(CONFIG, train={"evaluate_examples": 4}), finished, log=said.append) == 0
+def test_the_number_of_dev_examples_may_change_on_resume(finished, said):
+    assert fit(change(CONFIG, train={"evaluate_examples": 4}), finished) == 0
     assert any(line.startswith("train.evaluate_examples: found another number") for line in said)
 
 
@@ -508,16 +505,16 @@ REFUSED = [
 @pytest.mark.parametrize("sections, message", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_refused_before_anything_is_trained(sections, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        fit(change(CONFIG, **sections), tmp_path / "run", log=quiet)
+        fit(change(CONFIG, **sections), tmp_path / "run")
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_foreign_directories_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(UserError, match="other things in it"):
-        fit(CONFIG, tmp_path, log=quiet)
+        fit(CONFIG, tmp_path)
     with pytest.raises(UserError, match="found a file"):
-        fit(CONFIG, tmp_path / "thesis.tex", log=quiet)
+        fit(CONFIG, tmp_path / "thesis.tex")
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
@@ -544,7 +541,7 @@ def converted(tmp_path_factory):
     return model.eval(), root / "ours"
 
 
-def test_fine_tuning_a_converted_checkpoint(converted, tmp_path):
+def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
     """The first sequential loss is torch's on the same labels; the loss falls; the result goes back to Hugging Face."""
     model, ours = converted
     config = Config(
@@ -562,13 +559,12 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path):
             init_from=str(ours),
         ),
     )
-    said = []
-    assert fit(config, tmp_path / "run", log=said.append) == 0
+    assert fit(config, tmp_path / "run") == 0
     assert said[0] == f"starting from {ours} (its step 0)"
     losses = [line["loss"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
 
     tokenizer = Tokenizer.load(ours / "tokenizer")
-    resolved = checkpoint.open_run(tmp_path / "run", log=quiet).config
+    resolved = checkpoint.open_run(tmp_path / "run").config
     ids = TrainingBatches(demo.examples("train"), tokenizer, resolved, resolved.model)[0].ids
     batch = [next(e for e in demo.examples("train") if e.id == name) for name in ids]
     sources = [[*tokenizer.encode(e.source), 1] for e in batch]
@@ -591,9 +587,9 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path):
 
 def test_a_config_that_contradicts_its_starting_checkpoint(converted, tmp_path):
     with pytest.raises(UserError, match=r"model\.d_model: found 16; expected 32 as in the checkpoint"):
-        fit(change(CONFIG, train={"init_from": str(converted[1])}), tmp_path / "run", log=quiet)
+        fit(change(CONFIG, train={"init_from": str(converted[1])}), tmp_path / "run")
     with pytest.raises(UserError, match=r"model: found none; expected"):
-        fit(dataclasses.replace(CONFIG, model=None), tmp_path / "run", log=quiet)
+        fit(dataclasses.replace(CONFIG, model=None), tmp_path / "run")
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -623,15 +619,15 @@ def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
             break
         time.sleep(0.1)
     with pytest.raises(UserError, match="another trainer is at work here"):
-        fit(CONFIG, tmp_path / "run", log=quiet)
+        fit(CONFIG, tmp_path / "run")
     process.send_signal(number)
     said = process.communicate(timeout=60)[1].splitlines()
     assert process.returncode == code
     step = int(re.search(r"stopped by SIG\w+ at step (\d+)", said[-1])[1])
-    assert checkpoint.open_run(tmp_path / "run", log=quiet).step == step
+    assert checkpoint.open_run(tmp_path / "run").step == step
     assert metrics(tmp_path / "run")[-1]["step"] == step
 
 
 def test_resolved_config_is_written_beside_the_checkpoint(finished):
     written = config_lib.from_json((finished / "config.json").read_text(), where="config.json")
-    assert written == CONFIG == checkpoint.open_run(finished, log=quiet).config
+    assert written == CONFIG == checkpoint.open_run(finished).config

@@ -15,7 +15,7 @@ from pipejax.data import demo
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.generator import load
 from pipejax.system.errors import UserError
-from pipejax.training import loop
+from pipejax.training import start
 from pipejax.training.run_directory import RunDirectory
 
 SETTINGS = ("train.steps=4", "data.dev=")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     original, copy = scratch / "run/tokenizer", scratch / f"copy-{first}"
     files = sorted(file for file in original.iterdir() if file.is_file() and file.stat().st_size)
     ways: dict[str, Callable[[Path], Tokenizer | None]] = {
-        "decoding": lambda run: load(run, log=_silence).tokenizer,
+        "decoding": lambda run: load(run).tokenizer,
         "training": lambda run: _resume(run, config),
     }
     texts = _texts()
@@ -81,7 +81,7 @@ def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
     """The tokenizer that training would go on with."""
     store = Store(run / "checkpoints")
     data = store.describe(store.steps()[0]).metadata["data"]
-    return loop.begin(config, RunDirectory(run, _silence), store, data, _silence).tokenizer
+    return start.begin(config, RunDirectory(run), store, data).tokenizer
 
 
 def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:
@@ -94,7 +94,3 @@ def _texts() -> list[str]:
     """Texts with every word of the vocabulary, and some without."""
     words = [*demo.NOUNS, "unknown", "Honey", "maps.", "1234", "\u00e9t\u00e9", "a b", ""]
     return [*words, " ".join(words), "  honey   maps ", "honey\tmaps\nhoney", "</s> honey <pad>"]
-
-
-def _silence(line: str) -> None:
-    pass

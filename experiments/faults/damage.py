@@ -1,6 +1,8 @@
 """Damaged checkpoints: what is restored is compared, bit by bit, with what was saved; plain Orbax beside it."""
 
 import json
+import logging
+import logging.handlers
 import random
 import shutil
 from collections import Counter
@@ -195,7 +197,8 @@ def main(argv: Sequence[str]) -> int:
     again = 0
     counts, plain = Counter[str](), Counter[str]()
     by_kind: dict[str, Counter[str]] = {}
-    failures = []
+    failures, heard = [], logging.handlers.BufferingHandler(1000)
+    logging.getLogger("pipejax").addHandler(heard)
     for number in range(first, last):
         chance, copy = random.Random(number), scratch / f"copy-{first}/checkpoints"
         runs.copy(original, copy)
@@ -209,9 +212,9 @@ def main(argv: Sequence[str]) -> int:
         newest = _orbax(copy, trainer, saved)
         plain[newest] += 1
         before = {path.name for path in _steps(copy)}
-        said: list[str] = []
-        store = Store(copy, writable=True, log=said.append)
-        restored = store.newest(lambda _: trainer.templates(), log=said.append, set_aside=True)
+        heard.buffer.clear()
+        store = Store(copy, writable=True)
+        restored = store.newest(lambda _: trainer.templates(), set_aside=True)
         aside = [p.name for p in copy.iterdir() if p.name.startswith("corrupt-")]
         if restored is None:
             result = "none left"
@@ -222,8 +225,8 @@ def main(argv: Sequence[str]) -> int:
             result = "newest" if not aside else "fell back"
         # One line about each step that was not used, and that step kept under another name.
         left = {path.name for path in _steps(copy)}
-        if len(said) != len(aside) or before - left != {name.split("-")[1] for name in aside}:
-            failures.append(f"{number}: {done}: {said}, {aside}")
+        if len(heard.buffer) != len(aside) or before - left != {name.split("-")[1] for name in aside}:
+            failures.append(f"{number}: {done}: {[record.getMessage() for record in heard.buffer]}, {aside}")
         if result == "fell back" and restored is not None:  # and goes on: the step that was lost is saved once more
             lost = int(max(aside, key=lambda name: int(name.split("-")[1])).split("-")[1])
             done_again = store.save(lost, restored.items, config=config, wait=True)

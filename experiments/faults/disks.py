@@ -99,7 +99,7 @@ def snapshot(directory: Path) -> dict[str, Any]:
 
 def _plain(said: list[str]) -> bool:
     """Whether each failed save cost one line, and nothing else was said about it; best/ is tried again at the end."""
-    failed = [line.partition(":")[0] for line in said if "not saved" in line]
+    failed = [line.removeprefix("warning: ").partition(":")[0] for line in said if "not saved" in line]
     tries = {place: failed.count(place) for place in failed}
     once = all(times <= (2 if "/best/" in place else 1) for place, times in tries.items())
     return once and said[-1].startswith("error: ") and "Traceback" not in "".join(said)

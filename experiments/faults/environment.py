@@ -30,7 +30,7 @@ REFUSED: tuple[tuple[Mapping[str, str], str], ...] = (
     ({"XLA_FLAGS": "--xla_backend_optimization_level=x"}, "XLA_FLAGS: found"),
     ({"XLA_FLAGS": "nonsense"}, "XLA_FLAGS: found"),
 )
-LOAD = "import pipejax; g = pipejax.load(sys.argv[1], log=str); print(g.decode(['honey maps'])[0]['text'])"
+LOAD = "import pipejax; g = pipejax.load(sys.argv[1]); print(g.decode(['honey maps'])[0]['text'])"
 PROGRAMS: tuple[
     tuple[str, dict[str, str], str, str], ...
 ] = (  # with the word that must be in the UserError; "" where it works

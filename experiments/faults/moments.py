@@ -70,9 +70,9 @@ class Warm:
 def _serve(pipe: Connection) -> None:
     import train
     from pipejax.system import cli
-    from pipejax.training import loop
+    from pipejax.training import start
 
-    vars(loop)["Trainer"] = functools.cache(vars(loop)["Trainer"])  # what is compiled stays
+    vars(start)["Trainer"] = functools.cache(vars(start)["Trainer"])  # what is compiled stays
     with contextlib.suppress(EOFError):
         while True:
             config, workdir, settings, said = pipe.recv()

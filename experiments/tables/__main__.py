@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
             if flags.beams > 1 and cell.objective == "sequential":
                 ways.append(Way("sequential", flags.beams))
             options = {"splits": splits, "overrides": flags.overrides, "limit": flags.limit, "ways": ways}
-            if code := make(cell, workdir.absolute(), log=cli.note, **options):
+            if code := make(cell, workdir.absolute(), **options):
                 return code
     _write(output, workdir, tasks, sizes, splits, flags.beams, flags.overrides)
     return 0
@@ -90,7 +90,7 @@ def _write(
         for cell in every
         for split in splits
         for way in ways
-        if (found := read(cell, workdir, split, way, log=cli.note))
+        if (found := read(cell, workdir, split, way))
     }
     results = {(c, split): found for (c, split, way), found in evaluated.items() if way == Way(c.objective)}
     gaps = {}

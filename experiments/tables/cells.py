@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from pipejax.config import STRATEGIES, Config, load
 from pipejax.data.lines import read_file
 from pipejax.system.errors import UserError
 
+logger = logging.getLogger("pipejax.tables")
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("base", "large", "scratch")
 Scores = dict[str, Any]  # what `python -m pipejax evaluate` writes
@@ -74,14 +76,13 @@ def make(
     overrides: Sequence[str],
     limit: int | None,
     ways: Sequence[Way],
-    log: Callable[[str], None],
 ) -> int:
     """Trains the cell and evaluates it, as far as that is not done; the exit code of what failed, or 0.
 
     Each is a process of its own: what `peak memory` says is that of one decoder, and a device's memory is free again.
     """
     run = workdir / cell.name
-    log(f"--- {cell.name}")
+    logger.info(f"--- {cell.name}")
     settings = [flag for setting in cell.settings(overrides) for flag in ("--set", setting)]
     code = _run("train.py", "--config", str(cell.path), "--workdir", str(run), *settings)
     for split in splits:
@@ -93,7 +94,7 @@ def make(
             flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", way.strategy]
             flags += ["--set", f"decode.beams={way.beams}"]
             flags += ["--limit", str(limit)] if limit else []
-            log(f"--- {cell.name}, {way.name} on {split}")
+            logger.info(f"--- {cell.name}, {way.name} on {split}")
             code = _run(
                 *("-m", "pipejax", "evaluate", *flags, "--json", str(path)),
                 *("--predictions", str(path.with_suffix(".jsonl"))),
@@ -126,7 +127,7 @@ def _load(path: Path) -> Scores:
     return found
 
 
-def read(cell: Cell, workdir: Path, split: str, way: Way, *, log: Callable[[str], None]) -> Scores | None:
+def read(cell: Cell, workdir: Path, split: str, way: Way) -> Scores | None:
     """The scores of a cell, if it was evaluated; those of weights that are not its run's best any more do not count."""
     run = workdir / cell.name
     path = evaluation(run, split, way)
@@ -134,7 +135,7 @@ def read(cell: Cell, workdir: Path, split: str, way: Way, *, log: Callable[[str]
         return None
     found = _load(path)
     if found["params_fp"] != _best(run):
-        log(f"{path}: of other weights than those in {run / 'best'}; not used")
+        logger.warning(f"{path}: of other weights than those in {run / 'best'}; not used")
         return None
     return found
 

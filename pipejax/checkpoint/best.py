@@ -1,6 +1,5 @@
 """The best step of a run, kept apart: on disk, or in memory until the disk takes it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,15 @@ from pipejax.system import distributed
 class Best:
     """The parameters of the highest score; all processes make the same calls."""
 
-    def __init__(self, directory: Path, config: Config, *, log: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, config: Config) -> None:
         """Takes up what an earlier part of the run has left there.
 
         Raises:
           UserError: the directory cannot be written.
         """
-        self.config, self.log = config, log
-        self.store = Store(directory, keep=1, writable=True, log=log)
-        found = self.store.newest_metadata(log=log)
+        self.config = config
+        self.store = Store(directory, keep=1, writable=True)
+        found = self.store.newest_metadata()
         self.score: tuple[float, ...] = tuple((found or {}).get("score", ()))  # of what is on disk
         self._waiting: tuple[int, tuple[float, ...], Any] | None = None
 

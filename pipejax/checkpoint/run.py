@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import look, new_directory, write_text
 
 
-def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], None] = print) -> Restored:
+def open_run(directory: str | Path, *, best: bool = False) -> Restored:
     """The newest good step of a run directory, parameters only; low-rank factors are merged into their matrices.
 
     `arrays` tells of what is on disk.
@@ -38,7 +37,7 @@ def open_run(directory: str | Path, *, best: bool = False, log: Callable[[str], 
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
                 hint = f"; it is a part of {above}: give that, and --best for its best step"
         raise UserError(f"{directory}: found no {kind}/; expected a checkpoint or run directory{hint}")
-    restored = Store(directory / kind).newest(None, log=log)
+    restored = Store(directory / kind).newest(None)
     if restored is None:
         raise UserError(f"{directory / kind}: found no good step; expected at least one")
     if restored.config.model is None:
@@ -55,16 +54,15 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
     directory = Path(directory).absolute()
     check_place(directory)
     require_free(directory)
-    said: list[str] = []
     try:
         with new_directory(directory) as partial:
             if tokenizer_source is not None:  # before the step, which is sealed with its digests
                 shutil.copytree(tokenizer_source, partial / "tokenizer")
-            store = Store(partial / "checkpoints", writable=True, log=said.append)
+            store = Store(partial / "checkpoints", writable=True)
             saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)
             store.close()
             if not saved:
-                raise UserError(f"{directory}: cannot be written ({said[-1].partition(': ')[2]})")
+                raise UserError(f"{directory}: cannot be written ({store.why_not})")
             write_text(partial / "config.json", config_lib.to_json(config))
     except (OSError, shutil.Error) as error:
         raise UserError(f"{directory}: cannot be written ({getattr(error, 'strerror', None) or error})") from error

@@ -63,7 +63,7 @@ class Steps:
         try:
             sync(self.directory)
         except OSError as error:
-            said = f"warning: {named}: saved, but a loss of power may undo that ({error.strerror}); older steps stay"
+            said = f"{named}: saved, but a loss of power may undo that ({error.strerror}); older steps stay"
             self._troubles.append(said)
         else:
             self.retire(step)
@@ -73,7 +73,7 @@ class Steps:
         try:
             others = [step for step in self.all() if step != newest] if self.keep else []
         except OSError as error:
-            self._troubles.append(f"warning: {self.directory}: cannot be listed ({error.strerror}); older steps stay")
+            self._troubles.append(f"{self.directory}: cannot be listed ({error.strerror}); older steps stay")
             return
         for step in others[(self.keep or 1) - 1 :]:
             if self.keep_every and step % self.keep_every == 0:
@@ -83,7 +83,7 @@ class Steps:
                 place.rename(free_name(self.directory / f"{GONE}{step}"))
             except OSError as error:
                 if step not in self._stuck:
-                    said = f"warning: {place}: no longer needed, but cannot be removed ({error.strerror})"
+                    said = f"{place}: no longer needed, but cannot be removed ({error.strerror})"
                     self._troubles.append(said)
                 self._stuck.add(step)
         self._sweep_gone()

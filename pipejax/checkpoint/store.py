@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from pipejax.data.tokenizer import check_digests, digests
 from pipejax.system import distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, make_directories
+
+logger = logging.getLogger(__name__)
 
 LOOKS = 20  # at steps that are replaced while they are read
 
@@ -72,9 +75,8 @@ class Store:
         keep: int | None = None,
         keep_every: int = 0,
         writable: bool = False,
-        log: Callable[[str], None] = print,
     ) -> None:
-        """Of the committed steps the last `keep` stay, and every multiple of `keep_every`; `log` hears of failed saves.
+        """Of the committed steps the last `keep` stay, and every multiple of `keep_every`.
 
         A writable one must be the only one: it sweeps up what killed ones have left.
 
@@ -83,10 +85,11 @@ class Store:
             may be open.
         """
         environment.check()
-        self.directory, self.log = directory.absolute(), log
+        self.directory = directory.absolute()
         self._steps = Steps(self.directory, keep, keep_every)
         self._writable, self._proven = writable, False
         self._saving: Saving | None = None
+        self.why_not = ""  # why the last failed save failed
         arrays_lib.check_place(self.directory)
         environment.allow_files()
         if not writable:
@@ -232,11 +235,11 @@ class Store:
             step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
         )
 
-    def newest(self, expect: Expect | None, *, log: Callable[[str], None], set_aside: bool = False) -> Restored | None:
+    def newest(self, expect: Expect | None, *, set_aside: bool = False) -> Restored | None:
         """The newest step that verifies, or None. With `set_aside` damaged ones are renamed to corrupt-STEP."""
-        return self._newest(lambda step: self.restore(step, expect), log, set_aside=set_aside)
+        return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
-    def newest_metadata(self, *, log: Callable[[str], None]) -> dict[str, Any] | None:
+    def newest_metadata(self) -> dict[str, Any] | None:
         """The metadata of the newest step that verifies, or None; damaged ones are renamed, superfluous ones go."""
 
         def read(step: int) -> Restored:
@@ -244,10 +247,10 @@ class Store:
                 if distributed.first():
                     self.verify(step)
             except UserError as trouble:  # no damage; these arrays are not needed to go on
-                log(f"warning: {trouble}")
+                logger.warning("%s", trouble)
             return self.describe(step)
 
-        found = self._newest(read, log, set_aside=True)
+        found = self._newest(read, set_aside=True)
         if found and self._writable:
             self.retire(found.step)
         return found.metadata if found else None
@@ -280,19 +283,15 @@ class Store:
                 raise Replaced(f"{self.place(step)}: replaced while it was read") from error
             raise
 
-    def _newest(
-        self, read: Callable[[int], Restored], log: Callable[[str], None], *, set_aside: bool
-    ) -> Restored | None:
+    def _newest(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
         for _ in range(LOOKS):
             try:
-                return self._first_good(read, log, set_aside=set_aside)
+                return self._first_good(read, set_aside=set_aside)
             except Replaced:  # by the run that goes on in there: what it has saved since is newer
                 continue
         raise UserError(f"{self.directory}: found each step replaced while it was read; expected fewer saves a minute")
 
-    def _first_good(
-        self, read: Callable[[int], Restored], log: Callable[[str], None], *, set_aside: bool
-    ) -> Restored | None:
+    def _first_good(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
         damaged = 0
         for step in distributed.same(self.steps()[:100]):
             path = self.place(step)
@@ -301,10 +300,10 @@ class Store:
                     found = self.look(step, read)
             except Damaged as damage:
                 damaged += 1
-                log(f"warning: {path}: damaged, {damage}; {self._set_aside(step) if set_aside else 'passed over'}")
+                logger.warning(f"{path}: damaged, {damage}; {self._set_aside(step) if set_aside else 'passed over'}")
                 continue
             if damaged and not set_aside:
-                log(f"{path}: the newest good step, used instead")
+                logger.info(f"{path}: the newest good step, used instead")
             return found
         return None
 
@@ -362,11 +361,13 @@ class Store:
 
     def _tell(self) -> None:
         for line in self._steps.troubles():
-            self.log(line)
+            logger.warning(line)
 
     def _failed(self, step: int, error: Exception) -> None:
-        reason = reason_of(error)
-        self.log(f"{self.directory / str(step)}: not saved ({reason}); earlier checkpoints are as they were")
+        self.why_not = reason_of(error)
+        logger.warning(
+            f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are as they were"
+        )
         if distributed.first():
             self._steps.sweep()
 

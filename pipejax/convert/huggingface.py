@@ -134,7 +134,7 @@ def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
       UserError: there is no good step; otherwise as `write_hf`.
     """
     require_free(Path(out))
-    restored = open_run(checkpoint, best=best, log=note)
+    restored = open_run(checkpoint, best=best)
     assert restored.config.model is not None  # `open_run` saw to it
     write_hf(restored.config.model, restored.items["params"], out, restored.tokenizer_files())
     _report(out, restored.items["params"])

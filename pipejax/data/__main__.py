@@ -50,7 +50,7 @@ def _prepare(flags: argparse.Namespace) -> int:
     from pipejax.data import builders  # imports TFDS
 
     published = PUBLISHED[flags.task]
-    print(builders.prepare(published, manual_dir=flags.manual_dir, data_dir=flags.data_dir, log=cli.note))
+    print(builders.prepare(published, manual_dir=flags.manual_dir, data_dir=flags.data_dir))
     return 0
 
 

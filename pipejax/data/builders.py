@@ -5,8 +5,9 @@ The builders of data sets that TFDS lacks are registered with it by being import
 
 import contextlib
 import importlib.util
+import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,8 @@ from pipejax.data.published import Published, Record, Records, data_root
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 from pipejax.system.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 _FEATURES: dict[Any, Any] = {str: tfds.features.Text, list: lambda: tfds.features.Sequence(tfds.features.Text())}
 _VERSION = tfds.core.Version("1.0.0")
@@ -88,16 +91,13 @@ BUILDERS = {
 _FETCHED = ("cnn_dailymail", "scientific_papers")
 
 
-def prepare(
-    published: Published, *, manual_dir: str, data_dir: str, log: Callable[[str], None] = lambda line: None
-) -> Path:
+def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
     """Writes a data set in the form that `PublishedTask` reads; one that is there already is left as it is.
 
     Args:
       published: the data set.
       manual_dir: the publisher's files; "": TFDS downloads them, where it can.
       data_dir: where to write; "": TFDS's own directory.
-      log: called with each line worth saying.
 
     Returns:
       The directory of the data set, within the data directory.
@@ -108,14 +108,14 @@ def prepare(
     root = data_root(data_dir)
     directory = root / published.directory
     if look(directory / "dataset_info.json", "--data-dir:") == "file":
-        log(f"{directory}: prepared before; nothing to do (remove it to prepare it again)")
+        logger.info(f"{directory}: prepared before; nothing to do (remove it to prepare it again)")
         return directory
     name, *config, _ = published.directory.split("/")
     options = {"config": config[0]} if config else {}
     with contextlib.redirect_stdout(None if manual_dir else sys.stderr):  # TFDS tells sizes that it does not know
         builder = BUILDERS[name](data_dir=str(root), file_format="array_record", **options)
         if manual_dir:
-            splits = generators(published, Manual(manual_dir, expected=published.files, log=log))
+            splits = generators(published, Manual(manual_dir, expected=published.files))
             builder._split_generators = lambda dl_manager: splits
         elif name not in _FETCHED:
             raise UserError(f"--manual-dir: found none; expected a directory with {published.files}")

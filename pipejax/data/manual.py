@@ -2,6 +2,7 @@
 
 import functools
 import io
+import logging
 import lzma
 import zipfile
 import zlib
@@ -12,6 +13,8 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 from pipejax.data.lines import open_file
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
+
+logger = logging.getLogger(__name__)
 
 WHOLE = 2**31  # bytes of a file that is read as a whole; what is longer is none of the known ones
 # What zipfile raises for a member that is damaged, encrypted, or packed in a way that it does not know.
@@ -81,13 +84,13 @@ class _Member(io.RawIOBase):
 class Manual:
     """A directory of publishers' files."""
 
-    def __init__(self, directory: str | Path, *, expected: str, log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, directory: str | Path, *, expected: str) -> None:
         """Lists the directory and its zips; `expected` tells in errors what should lie there.
 
         Raises:
           UserError: no such directory, or a zip that is none.
         """
-        self.directory, self.expected, self.log = Path(directory), expected, log
+        self.directory, self.expected = Path(directory), expected
         if (found := look(self.directory, "--manual-dir")) != "directory":
             raise UserError(
                 f"--manual-dir {directory}: {'found a file' if found else 'no such directory'}; expected {expected}"
@@ -122,7 +125,7 @@ class Manual:
         return self.find(*names) or self.missing(names[0])
 
     def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:
-        """The files of the splits that are there; a split without one is told to `log`.
+        """The files of the splits that are there; a line says which split has none.
 
         Raises:
           UserError: there is none at all.
@@ -131,7 +134,7 @@ class Manual:
         if not found:
             self.missing(" or ".join(name for options in names.values() for name in options))
         for split in [split for split in names if split not in found]:
-            self.log(f"no {' or '.join(names[split])} in {self.directory}: there will be no split {split!r}")
+            logger.info(f"no {' or '.join(names[split])} in {self.directory}: there will be no split {split!r}")
         return found
 
     def inside(self, folder: str) -> dict[str, File]:

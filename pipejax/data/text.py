@@ -1,5 +1,6 @@
 """What tasks do to text: spelling that T5's pieces can hold, templates, and the rules that part a target into rows."""
 
+import re
 import string
 from collections.abc import Mapping, Sequence
 
@@ -82,3 +83,19 @@ class Template:
     def fill(self, values: Mapping[str, str]) -> str:
         """The text with a value in the place of each field."""
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)
+
+
+def split_rows(text: str, separator: str) -> list[str]:
+    """The rows of a sequential text. Spaces alone separate nothing; at either end a separator may lack its spaces."""
+    if not separator.strip(" "):
+        return [text] if text else []
+    parts = re.split(separator_pattern(separator), text)
+    return [row for row in map(str.strip, parts) if row]
+
+
+def separator_pattern(separator: str) -> str:
+    """Matches the separator; tokenizers are free with the number of spaces around it, and with those at the ends."""
+    core = separator.strip(" ")
+    before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
+    after = r"(?:$| +)" if separator.endswith(" ") else ""
+    return before + re.escape(core) + after

@@ -47,14 +47,13 @@ def main(argv: Sequence[str]) -> int:
         load,  # starts JAX: after the flags and the input's place are known to be good
     )
 
-    generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, log=cli.note)
+    generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides)
     records.decode_file(
         generator,
         flags.input,
         flags.output,
         strategy=flags.strategy,
         batch_size=flags.batch_size,
-        log=cli.note,
         resume=flags.resume,
     )
     return 0

@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
     others = [a for a in flags.overrides if a not in ours]
 
-    generator = load(flags.checkpoint, best=flags.best, overrides=others, log=cli.note)
+    generator = load(flags.checkpoint, best=flags.best, overrides=others)
     if generator.tokenizer is None:
         raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
     if flags.task:
@@ -174,7 +174,6 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--split {flags.split}: found no examples in it; expected some")
     strategy = flags.strategy or generator.default_strategy
     progress = Progress("evaluating", len(examples), unit="example")
-    generator.programs.log = progress.line
     size = generator.together(min(flags.batch_size, len(examples)))
     result, records = evaluate(generator, examples, strategy=strategy, batch_size=size, tick=progress.add)
     progress.close()

@@ -1,6 +1,5 @@
 """The Python API for decoding: from texts and records to records."""
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -14,6 +13,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data.core import cut_source
+from pipejax.data.text import split_rows
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
 from pipejax.inference import kernels, programs, sources
@@ -27,22 +27,6 @@ Record = dict[str, Any]
 # What `--set` may change when a checkpoint is decoded: sections and keys.
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
-
-
-def split_rows(text: str, separator: str) -> list[str]:
-    """The rows of a sequential text. Spaces alone separate nothing; at either end a separator may lack its spaces."""
-    if not separator.strip(" "):
-        return [text] if text else []
-    parts = re.split(separator_pattern(separator), text)
-    return [row for row in map(str.strip, parts) if row]
-
-
-def separator_pattern(separator: str) -> str:
-    """Matches the separator; tokenizers are free with the number of spaces around it, and with those at the ends."""
-    core = separator.strip(" ")
-    before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
-    after = r"(?:$| +)" if separator.endswith(" ") else ""
-    return before + re.escape(core) + after
 
 
 class Generator:
@@ -218,9 +202,7 @@ class Generator:
             report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
 
 
-def load(
-    path: str | Path, *, best: bool = False, overrides: Sequence[str] = (), log: Callable[[str], None] = print
-) -> Generator:
+def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> Generator:
     """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
 
     Compiled programs are kept as the commands keep them (`program_cache`).
@@ -229,7 +211,6 @@ def load(
       path: what `pipejax.convert.huggingface from-hf` or `train.py` wrote.
       best: take the best evaluated step.
       overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
-      log: called with each line worth saying.
 
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
@@ -242,12 +223,12 @@ def load(
                 f"--set {assignment}: {key} cannot change when a checkpoint is decoded; expected one of "
                 f"{', '.join(DECODING_KEYS)}"
             )
-    compile_cache.use(log=log)
-    restored = checkpoint.open_run(path, best=best, log=log)
+    compile_cache.use()
+    restored = checkpoint.open_run(path, best=best)
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use(log=log))
+    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use())
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 

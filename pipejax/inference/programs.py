@@ -4,6 +4,7 @@ Shapes: B batch, L source length (a bucket), E devices.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from pipejax.inference import step_decoder
 from pipejax.inference.report import Report
 from pipejax.model import lora
 from pipejax.model.t5 import T5, Memory, cast_params
+
+logger = logging.getLogger(__name__)
 
 QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
 SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
@@ -177,7 +180,6 @@ class Programs:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
-        self.log: Callable[[str], None] = lambda line: None  # is told what compiles
 
     def set_params(self, params: Any) -> None:
         """Other weights of the same architecture, of this process or laid over the devices of several."""
@@ -277,7 +279,7 @@ class Programs:
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds
-                self.log(f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}")
+                logger.info(f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}")
             mesh, specs = self._mesh(spread), (P(), *[P("each")] * (len(arguments) - 1))
             own = partial(_by_itself, function)
             each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)

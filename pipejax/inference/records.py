@@ -3,10 +3,11 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +22,8 @@ from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
 from pipejax.system.files import sync, sync_output, write_text
 from pipejax.system.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 STANDARD = "-"
 
@@ -53,7 +56,6 @@ def decode_file(
     *,
     strategy: str | None,
     batch_size: int | None,
-    log: Callable[[str], None],
     resume: bool = False,
 ) -> Report:
     """Decodes a file of records into JSON lines, in order.
@@ -69,7 +71,7 @@ def decode_file(
     trained = generator.config.train.objective
     if name != trained and not (trained == "none" and name == "sequential"):
         what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
-        log(f"warning: these weights were {what}; {name} decoding runs, but its output means little")
+        logger.warning(f"these weights were {what}; {name} decoding runs, but its output means little")
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     if source == STANDARD:
@@ -81,7 +83,9 @@ def decode_file(
             raise UserError(f"{source}: found no lines; expected at least one source")
         twice, times = Counter(str(s.id) for s in checked).most_common(1)[0]
         if times > 1:
-            log(f"warning: {source}: some ids are not unique, such as {twice}; records come in the order of the lines")
+            logger.warning(
+                f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines"
+            )
         total, window = len(checked), WINDOW
         size = min(batch_size or generator.config.decode.batch_size, total)
         if target != STANDARD and not (Path(target).exists() and not Path(target).is_file()):
@@ -90,9 +94,8 @@ def decode_file(
         sources = iter(checked[kept.records :])
     report, resumable = Report(), False
     if kept.records == total:
-        log(f"{target}: holds the records of all {total} lines already")
+        logger.info(f"{target}: holds the records of all {total} lines already")
     progress = Progress("decoding", total and total - kept.records, unit="example")
-    generator.programs.log = progress.line
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
@@ -103,17 +106,19 @@ def decode_file(
                 if out is None:  # only now: bad input must not cost anyone an older result
                     resumable = kept.records > 0  # then the note is there, and stays whatever happens
                     begins = unfinished if not resumable else None
-                    cleared = begins is not None and begins.note({}, log)
+                    cleared = begins is not None and begins.note({})
                     out = stack.enter_context(_open(target, kept.size))
                     if begins and cleared:  # what an output of other work held is gone by now
-                        resumable = begins.note(begins.settings, log)
+                        resumable = begins.note(begins.settings)
                 _write(out, record, target)
         except KeyboardInterrupt:
             if out is not None and Path(target).is_file():
                 with open(target, "rb") as file:
                     written = sum(1 for _ in file)
                 more = "; --resume goes on after them" if resumable else ""
-                log(f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines{more}")
+                logger.info(
+                    f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines{more}"
+                )
             raise
     if not report.examples and total is None:
         raise UserError("standard input: found no lines; expected at least one source")
@@ -122,7 +127,7 @@ def decode_file(
     if unfinished:  # only now: what is lost of an output that says it is complete is lost for good
         unfinished.end()
     for line in report.lines(name):
-        log(f"{name}: {line}")
+        logger.info(f"{name}: {line}")
     return report
 
 
@@ -141,12 +146,12 @@ class Unfinished:
         self.target, self.settings = target, settings
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
 
-    def note(self, settings: dict[str, Any], log: Callable[[str], None]) -> bool:
+    def note(self, settings: dict[str, Any]) -> bool:
         """Writes it, if that can be: a decode does not fail for it."""
         try:
             write_text(self.path, json.dumps(settings, indent=2) + "\n")
         except OSError as error:
-            log(f"{self.path}: cannot be written ({error.strerror}); --resume will not be possible")
+            logger.warning(f"{self.path}: cannot be written ({error.strerror}); --resume will not be possible")
             return False
         return True
 

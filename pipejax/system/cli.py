@@ -3,11 +3,12 @@
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from pipejax.system import environment, streams
 from pipejax.system.errors import UserError, out_of_memory
 from pipejax.system.fields import WHOLE
 from pipejax.system.files import look, write_text
+from pipejax.system.progress import say
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -63,7 +65,24 @@ def note(line: str) -> None:
     """One line for the person at the keyboard, on standard error: standard output belongs to results."""
     if len(line) > LINE:
         line = f"{line[: LINE // 2]} ... {line[-LINE // 2 :]}"
-    print(line, file=sys.stderr, flush=True)
+    say(line)
+
+
+class _Lines(logging.Handler):
+    """What the package logs, as lines for the person at the keyboard."""
+
+    WORDS: Mapping[int, str] = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(self.WORDS.get(record.levelno, "") + record.getMessage())
+
+
+_lines = _Lines()
+
+
+def mute() -> None:
+    """What is logged stays unsaid from now on: another process says it."""
+    logging.getLogger("pipejax").removeHandler(_lines)
 
 
 def check_output(flag: str, target: str | None) -> None:
@@ -103,6 +122,9 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     """Runs a command and leaves with its exit code; bad input is one last line on standard error and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     streams.make_safe()
+    logger = logging.getLogger("pipejax")
+    logger.addHandler(_lines)
+    logger.setLevel(logging.INFO)
     try:
         environment.allow_files()
         environment.check_flags()
@@ -117,6 +139,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         code = explain(error, debug="--debug" in arguments)
         if code == EXIT_OUR_MISTAKE:
             traceback.print_exception(error)
+    mute()
     if _unneeded:  # sys.exit would wait for it; and a daemon thread that is in XLA aborts the process as it ends
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -1,10 +1,12 @@
 """Compiled programs on disk, so that only the first run of a command waits for the compiler."""
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
 SIZE = 4 * 2**30  # bytes; beyond it JAX drops what was used longest ago
@@ -21,7 +23,7 @@ def directory() -> Path | None:
     return Path(home) / "pipejax"
 
 
-def safe_directory(*, log: Callable[[str], None]) -> Path | None:
+def safe_directory() -> Path | None:
     """That directory, made if need be; None if it is off, cannot be had, or is open to others.
 
     What lies in there is executed, so nobody else may write to it: a new one has mode 700. A cache that cannot be had
@@ -34,10 +36,12 @@ def safe_directory(*, log: Callable[[str], None]) -> Path | None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         safe = ours_alone(path)
     except OSError as error:
-        log(f"compiled programs are not kept: {path}: {error.strerror}")
+        logger.warning(f"compiled programs are not kept: {path}: {error.strerror}")
         return None
     if not safe:
-        log(f"compiled programs are not kept: {path} is open to others; chmod 700 it, or name another in {VARIABLE}")
+        logger.warning(
+            f"compiled programs are not kept: {path} is open to others; chmod 700 it, or name another in {VARIABLE}"
+        )
         return None
     return path
 
@@ -48,11 +52,11 @@ def ours_alone(path: Path) -> bool:
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def use(*, log: Callable[[str], None]) -> Path | None:
+def use() -> Path | None:
     """Lets JAX keep its programs there, unless the user configured a cache of JAX's own; returns its directory."""
     if own := jax.config.values["jax_compilation_cache_dir"]:
         return Path(own)
-    path = safe_directory(log=log)
+    path = safe_directory()
     if path is not None:
         jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_compilation_cache_max_size", SIZE)

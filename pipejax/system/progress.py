@@ -4,8 +4,17 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from tqdm import tqdm
+_bars: list[Any] = []  # on the terminal just now
+
+
+def say(text: str) -> None:
+    """A line on standard error that does not break a bar."""
+    if _bars:
+        _bars[-1].write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -18,11 +27,13 @@ class Progress:
         self.shown, self.note = shown, ""
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.said, self.said_count = time.monotonic(), start
-        self.bar = (
-            tqdm(total=total, initial=start, desc=what, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True)
-            if shown and sys.stderr.isatty()
-            else None
-        )
+        self.bar: Any = None
+        if shown and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            options = {"desc": what, "unit": unit, "file": sys.stderr, "leave": False, "dynamic_ncols": True}
+            self.bar = tqdm(total=total, initial=start, **options)
+            _bars.append(self.bar)
 
     def add(self, count: int, note: str = "") -> None:
         """That many more are done; a note stays until the next one."""
@@ -59,13 +70,12 @@ class Progress:
                 self.bar.set_postfix_str(self.note)
 
     def line(self, text: str) -> None:
-        """A line that does not break the bar."""
-        if self.bar is not None:
-            self.bar.write(text, file=sys.stderr)
-        elif self.shown:
-            print(text, file=sys.stderr, flush=True)
+        """A line that does not break the bar; nothing if this is not shown."""
+        if self.shown:
+            say(text)
 
     def close(self) -> None:
         """Removes the bar."""
-        if self.bar is not None:
+        if self.bar in _bars:
+            _bars.remove(self.bar)
             self.bar.close()

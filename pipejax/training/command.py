@@ -58,5 +58,7 @@ def main(argv: Sequence[str]) -> int:
         from pipejax.system import compile_cache
         from pipejax.training.loop import fit
 
-        compile_cache.use(log=cli.note)
-        return fit(config, flags.workdir, profile=flags.profile, log=cli.note)
+        if not distributed.first():
+            cli.mute()
+        compile_cache.use()
+        return fit(config, flags.workdir, profile=flags.profile)

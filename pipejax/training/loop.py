@@ -1,182 +1,42 @@
 """Fine-tuning and training from scratch, with the pipelined or the sequential objective. Read it top to bottom."""
 
 import dataclasses
+import logging
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import jax
 
-from pipejax import checkpoint, decoding
 from pipejax import config as config_lib
-from pipejax.checkpoint import Restored, Store
+from pipejax import decoding
+from pipejax.checkpoint import Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.core import Batch, Part, TrainingBatches, choose_shapes, fingerprint, pack_size, prefetch
 from pipejax.data.shapes import EVERY, Shapes
-from pipejax.data.tokenizer import Tokenizer
-from pipejax.inference.generator import split_rows
 from pipejax.model import sharding
 from pipejax.system import distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.monitoring import Clock, Examiner, Trace, Window
-from pipejax.training.run_directory import RunDirectory, check_resume, resolve_model
-from pipejax.training.step import Trainer, TrainState
+from pipejax.training.run_directory import RunDirectory
+from pipejax.training.start import Start, begin
+from pipejax.training.stop import Stop
 from pipejax.training.trackers import Boards
 
-
-@dataclasses.dataclass
-class Start:
-    """Where a run begins."""
-
-    trainer: Trainer
-    state: TrainState
-    step: int  # updates already made
-    tokenizer: Tokenizer
-    before: Config | None = None  # of the run so far; its steps and intervals may have been others
-    shapes: Shapes | None = None  # that its batches had so far
+logger = logging.getLogger(__name__)
 
 
-def begin(config: Config, directory: RunDirectory, store: Store, data: str, log: Callable[[str], None]) -> Start:
-    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which.
-
-    `data` stands for the training examples: they must be those that the run began with.
-    """
-    trainer: Trainer | None = None
-
-    def expect(saved: Config) -> dict[str, Any]:
-        nonlocal trainer
-        wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
-        check_resume(saved, wanted, directory.path)
-        if saved.train.evaluate_examples != wanted.train.evaluate_examples and trainer is None:
-            log("train.evaluate_examples: found another number than before; best/ goes by the scores of both alike")
-        if saved.train.steps != wanted.train.steps and wanted.train.schedule != "constant" and trainer is None:
-            schedule = f"the {wanted.train.schedule} schedule now ends there"
-            log(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; {schedule}")
-        trainer = trainer or Trainer(wanted)
-        return trainer.templates()
-
-    had_steps = distributed.same(bool(store.steps()))
-    own = store.newest(expect, log=log, set_aside=True)
-    if had_steps and own is None:
-        log(f"{store.directory}: found no good step; training starts again from its beginning")
-    if own is not None and trainer is not None:
-        with distributed.together(UserError):
-            if own.metadata.get("data", data) != data:
-                raise UserError(
-                    f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
-                    "the same on resume; take another --workdir for another experiment"
-                )
-        log(f"resuming at step {own.step} ({own.path})")
-        state = TrainState(own.items["params"], own.items["state"])
-        with distributed.together(UserError):
-            tokenizer = Tokenizer.load(own.tokenizer_files() or directory.path / "tokenizer")
-        shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
-        return Start(trainer, state, own.step, tokenizer, own.config, shapes)
-    with distributed.together(UserError):
-        trainer, tokenizer, origin = _prepare(config, log)
-    state = trainer.fresh(origin.items["params"] if origin else None)
-    log(
-        f"starting from {config.train.init_from} (its step {origin.step})"
-        if origin
-        else f"starting from random weights (seed {config.train.seed})"
-    )
-    return Start(trainer, state, 0, tokenizer)
-
-
-def _prepare(config: Config, log: Callable[[str], None]) -> tuple[Trainer, Tokenizer, Restored | None]:
-    origin: Restored | None = None
-    if config.train.init_from:
-        origin = checkpoint.open_run(config.train.init_from, log=log)
-        config = resolve_model(config, origin.config)
-    elif config.train.lora_rank:
-        raise UserError(
-            f"train.lora_rank: found {config.train.lora_rank} without train.init_from; expected a checkpoint that the "
-            "factors adapt, or 0"
-        )
-    elif config.model is None:
-        raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
-    tokenizer = _find_tokenizer(config, origin)
-    assert config.model is not None
-    if tokenizer.size > config.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
-            "the size of the tokenizer"
-        )
-    if config.train.objective == "sequential":
-        _check_separator(config.data.separator, tokenizer)
-    return Trainer(config), tokenizer, origin
-
-
-def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
-    if config.data.tokenizer:
-        return Tokenizer.load(config.data.tokenizer)
-    if own := make_task(config.data).tokenizer():
-        return own
-    if origin and (carried := origin.tokenizer_files()):
-        return Tokenizer.load(carried)
-    raise UserError(
-        "data.tokenizer: found none; expected a directory of tokenizer files"
-        + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
-    )
-
-
-def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
-    """A sequential target can be taken apart again only if the tokenizer knows what parts its rows."""
-    if (
-        separator.strip(" ")
-        and len(split_rows(tokenizer.decode(tokenizer.encode(f"the{separator}the")), separator)) != 2
-    ):
-        raise UserError(
-            f"data.separator: found {separator!r}, which the tokenizer does not give back; expected text that it does, "
-            "such as ' ; ', or spaces where rows need not be told apart"
-        )
-
-
-class Stop:
-    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once.
-
-    A signal to any one of several processes stops all of them, at the same step. Only a main thread gets signals.
-    """
-
-    def __init__(self) -> None:
-        """Installs the handlers."""
-        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        self.signal: int | None = None  # that this process got
-        self.agreed = 0  # that all know of
-        self._vote = distributed.Vote()
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            self.restore()
-            signal.raise_signal(number)
-        self.signal = number
-
-    def asked(self) -> bool:
-        """Whether to stop here. All processes must call it alike: at each step, and in evaluations at each batch."""
-        self.agreed = self.agreed or self._vote(self.signal or 0)
-        return self.agreed > 0
-
-    def restore(self) -> None:
-        """Puts the former handlers back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[[str], None] = print) -> int:
+def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
     """Trains until `train.steps`, from wherever the run in `workdir` stands.
 
     Args:
       config: the experiment.
       workdir: the run's directory.
       profile: traces that many steps, from the third of this call on, into WORKDIR/profile.
-      log: called with each line worth saying.
 
     Returns:
       0; 1 if the last checkpoint could not be written; or 128 + the signal that stopped it, between two steps or in an
@@ -189,166 +49,264 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0, log: Callable[
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
     environment.check()
     decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
-    if not distributed.first():
-        log = _silence
-    with distributed.together(UserError):
-        task = make_task(config.data)
-        train, dev = task.examples("train"), task.examples("dev")
-        if not len(train):
-            raise UserError("data.train: found nothing; expected the examples to train on")
-        data, most = fingerprint(train), config.train.evaluate_examples
-        dev_data = fingerprint(dev[:most] if most else dev)
-    distributed.check_same(config_lib.to_json(config), "the config")
-    distributed.check_same(data, "data.train")
-    distributed.check_same(dev_data, "data.dev")
+    examples = Examples.of(config)
     stop = Stop()
     try:
-        with RunDirectory(workdir, log) as directory:
-            return _fit(config, directory, train, dev, data, stop, log, profile)
+        with RunDirectory(workdir) as directory:
+            store = Store(
+                directory.path / "checkpoints",
+                keep=config.train.keep_checkpoints,
+                keep_every=config.train.keep_every,
+                writable=True,
+            )
+            start = begin(config, directory, store, examples.fingerprint)
+            if start.step:
+                store.retire(start.step)
+            owed = len(examples.dev) > 0 and any(
+                _owes(directory, start.step, c) for c in (start.trainer.config, start.before) if c
+            )
+            if start.step >= config.train.steps and not owed:
+                store.close()
+                directory.finish(_last_line("end", start.step, start.state.params, {}))
+                logger.info(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
+                return 0
+            with Run(start, examples, directory, store, stop, profile=profile) as run:
+                if owed:
+                    run.evaluate()
+                while not run.is_over():
+                    run.make_step()
+                    # The log before the checkpoint: whoever goes on from that does not write this line again.
+                    run.log_if_due()
+                    # The evaluation, too: who is killed in it repeats it. One that is stopped is made up for on resume.
+                    run.evaluate_if_due()
+                    run.save_if_due()
+                    run.show_progress()
+                run.log_the_rest()
+            return run.end()
     finally:
         stop.restore()
 
 
-def _silence(line: str) -> None:
-    pass
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """What a run is trained on and examined with."""
+
+    train: Any
+    dev: Any
+    fingerprint: str  # of the training examples
+
+    @classmethod
+    def of(cls, config: Config) -> "Examples":
+        """Those of the config's task, the same in all processes.
+
+        Raises:
+          UserError: there are none to train on; they cannot be read; another process has others.
+        """
+        with distributed.together(UserError):
+            task = make_task(config.data)
+            train, dev = task.examples("train"), task.examples("dev")
+            if not len(train):
+                raise UserError("data.train: found nothing; expected the examples to train on")
+            data, most = fingerprint(train), config.train.evaluate_examples
+            dev_data = fingerprint(dev[:most] if most else dev)
+        distributed.check_same(config_lib.to_json(config), "the config")
+        distributed.check_same(data, "data.train")
+        distributed.check_same(dev_data, "data.dev")
+        return cls(train, dev, data)
 
 
-def _fit(
-    config: Config,
-    directory: RunDirectory,
-    train: Any,
-    dev: Any,
-    data: str,
-    stop: Stop,
-    log: Callable[[str], None],
-    profile: int,
-) -> int:
-    clock, keep, keep_every = Clock(), config.train.keep_checkpoints, config.train.keep_every
-    store = Store(directory.path / "checkpoints", keep=keep, keep_every=keep_every, writable=True, log=log)
-    start = begin(config, directory, store, data, log)
-    trainer, state, config = start.trainer, start.state, start.trainer.config
-    if start.step:
-        store.retire(start.step)
-    owed = len(dev) > 0 and any(owes(directory, start.step, c) for c in (config, start.before) if c)
-    if start.step >= config.train.steps and not owed:
-        store.close()
-        directory.finish(_last_line("end", start.step, state, {}))
-        log(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
-        return 0
-    directory.begin(config, start.tokenizer, start.step, log)
-    boards = Boards(config.train, directory.path, start.step, log)
+class Run:
+    """A training under way: it makes steps, and what is due after one."""
 
-    def write(values: dict[str, Any]) -> None:
-        directory.log_metrics(values)
-        boards.write(values)
-
-    assert config.model is not None
-    with clock("data"):
-        shapes = start.shapes or _same_shapes(choose_shapes(train, start.tokenizer, config, config.model))
-    examiner = Examiner(config, trainer.dev_loss, shapes, dev, start.tokenizer, directory, log, write)
-    exchange = distributed.Exchange()
-    rows = sharding.own_rows(trainer.mesh, config.train.batch_size // pack_size(config.train))
-    part = Part(jax.process_index(), jax.process_count(), rows, exchange)
-    batches = prefetch(TrainingBatches(train, start.tokenizer, config, config.model, shapes, part), start.step)
-    size, own = (sum(x.size for x in jax.tree.leaves(t)) / 1e6 for t in (state.params, trainer.trained(state.params)))
-    trains = f" ({own:.2f} M are trained)" if own < size else ""
-    if start.step == 0 and config.train.warmup_steps >= config.train.steps:
-        log(
-            f"warning: train.warmup_steps = {config.train.warmup_steps}: found no fewer than train.steps = "
-            f"{config.train.steps}; the full learning rate comes last or never"
+    def __init__(
+        self, start: Start, examples: Examples, directory: RunDirectory, store: Store, stop: Stop, *, profile: int
+    ) -> None:
+        """Prepares all that the steps need; `profile`: how many of them are traced."""
+        self.trainer, self.state, self.step = start.trainer, start.state, start.step
+        self.config = config = start.trainer.config
+        self.directory, self.store, self.stop = directory, store, stop
+        self.saved = start.step  # the newest step that was given to the store
+        self.evaluates = len(examples.dev) > 0
+        self.examined = True  # whether the last evaluation came to its end
+        self.clock = Clock()
+        directory.begin(config, start.tokenizer, start.step)
+        self.boards = Boards(config.train, directory.path, start.step)
+        assert config.model is not None
+        with self.clock("data"):
+            self.shapes = start.shapes or _same_shapes(
+                choose_shapes(examples.train, start.tokenizer, config, config.model)
+            )
+        self.examiner = Examiner(
+            config, self.trainer.dev_loss, self.shapes, examples.dev, start.tokenizer, directory, self.write
         )
-    where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
-    log(f"{size:.1f} M parameters{trains}, {len(train)} training examples, {trainer.model.dtype} on {where}")
-    most = len(shapes.in_use(config.train.steps))
-    log(f"batches are padded to {most} shapes; each one compiles once, the first {len(shapes.in_use(0))} at the start")
-    progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=distributed.first())
-    window = Window(config, len(train), write, progress, list(trainer.mesh.devices.flat), clock)
-    trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
-    step, saved, steps = start.step, start.step, config.train.steps
-    metadata = {"data": data, "shapes": shapes.to_json()}
-    examined = True
-    try:
-        if owed:
-            with clock("evaluation"), progress.aside("evaluating"):
-                examined = examiner.evaluate(step, state.params, progress, stop.asked)
-        while step < steps and not stop.asked() and not examiner.lost_patience:
-            window.settle()
-            with clock("data"):
-                batch = next(batches)
-                arrays = sharding.put_batch(batch.arrays, trainer.mesh)
-            program = _program(trainer, batch, clock, progress)
-            if not distributed.several():  # else all would have to compile in the same order
-                trainer.prepare(shapes.in_use(min(step + EVERY, steps - 1)))
-            trace.before(step + 1)
-            state, metrics = program(state, arrays, trainer.dropout_key(step + 1))
-            step += 1
-            if step == saved + 1:  # the save went on beside this one step: a crash never costs more than one interval
-                jax.block_until_ready(metrics)
-                with clock("checkpoint"):
-                    store.settle()
-            trace.after(step, metrics)
-            window.add(step, batch, metrics)
-            last, note = step == steps, ""
-            evaluates = len(dev) > 0 and evaluated(step, config)
-            saves = step % config.train.checkpoint_every == 0 and not last
-            if evaluates or saves:
-                jax.block_until_ready(metrics)  # what is waited for here is the step's time
-            # The log before the checkpoint: whoever goes on from that does not write this line again.
-            if last or step % config.train.log_every == 0:
-                with distributed.together(UserError):
-                    values = window.flush()
-                loss = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
-                note = f"{loss}, epoch {values['epoch']:.1f}"
-            # The evaluation, too: whoever is killed in it repeats it. One that is stopped is made up for on resume.
-            if evaluates:
-                with clock("evaluation"), progress.aside("evaluating"):
-                    examined = examiner.evaluate(step, state.params, progress, stop.asked)
-            if saves:
-                with clock("checkpoint"):
-                    saved = step if _save(store, step, state, config, metadata) else saved
-            progress.add(1, note)
-        if window.steps:
+        self.exchange = distributed.Exchange()
+        rows = sharding.own_rows(self.trainer.mesh, config.train.batch_size // pack_size(config.train))
+        part = Part(jax.process_index(), jax.process_count(), rows, self.exchange)
+        drawn = TrainingBatches(examples.train, start.tokenizer, config, config.model, self.shapes, part)
+        self.batches = prefetch(drawn, start.step)
+        self._say_what_is_trained(len(examples.train))
+        shown = distributed.first()
+        self.progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=shown)
+        devices = list(self.trainer.mesh.devices.flat)
+        self.window = Window(config, len(examples.train), self.write, self.progress, devices, self.clock)
+        self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
+        self.metadata = {"data": examples.fingerprint, "shapes": self.shapes.to_json()}
+        self.note = ""
+
+    def is_over(self) -> bool:
+        """Whether no step is left, or the run is to stop here; all processes ask alike."""
+        return self.step >= self.config.train.steps or self.stop.asked() or self.examiner.lost_patience
+
+    def make_step(self) -> None:
+        """One update; it is under way on the devices when this returns."""
+        self.window.settle()
+        with self.clock("data"):
+            batch = next(self.batches)
+            arrays = sharding.put_batch(batch.arrays, self.trainer.mesh)
+        program = self._program(batch)
+        if not distributed.several():  # else all would have to compile in the same order
+            self.trainer.prepare(self.shapes.in_use(min(self.step + EVERY, self.config.train.steps - 1)))
+        self.trace.before(self.step + 1)
+        self.state, metrics = program(self.state, arrays, self.trainer.dropout_key(self.step + 1))
+        self.step += 1
+        if self.step == self.saved + 1:  # the save went on beside this one step: a crash costs one interval at most
+            jax.block_until_ready(metrics)
+            with self.clock("checkpoint"):
+                self.store.settle()
+        self.trace.after(self.step, metrics)
+        self.window.add(self.step, batch, metrics)
+        if self._evaluation_is_due() or self._save_is_due():
+            jax.block_until_ready(metrics)  # what is waited for here is the step's time
+
+    def log_if_due(self) -> None:
+        """A line of metrics.jsonl for the steps since the last one.
+
+        Raises:
+          UserError: too many steps in a row were not finite.
+        """
+        self.note = ""
+        if self.step == self.config.train.steps or self.step % self.config.train.log_every == 0:
             with distributed.together(UserError):
-                window.flush()
-    except BaseException as error:
-        if not distributed.several() or distributed.shared(error):  # else the others do not come to the end of the save
-            store.settle()
-        if not distributed.lost(error):  # else whom we would tell is gone
-            exchange.close()
-        progress.close()
-        trace.close()
-        trainer.close()
-        boards.close()
-        raise
-    exchange.close()
-    trace.close()
-    trainer.close()
-    with clock("checkpoint"):
-        done = store.settle()
-        if saved < step or not done:
-            done = _save(store, step, state, config, metadata, wait=True)
-        store.close()
-        best = examiner.best is None or examiner.best.close()
-    clock.lap()
-    ended = (step >= steps or examiner.lost_patience) and examined
-    write(_last_line("end" if ended else "stopped", step, state, clock.totals))
-    boards.close()
-    progress.close()
-    if not done:
-        log(f"error: step {step} is not on disk; the same command goes on from the checkpoint before")
-        return 1
-    if not best:
-        log("error: the best step so far is not in best/; it was not on disk before the run ended")
-        return 1
-    log("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items()))
-    if stop.agreed and not ended:
-        log(f"stopped by {signal.Signals(stop.agreed).name} at step {step}; the same command goes on from there")
-        return 128 + stop.agreed
-    if step < steps:
-        log(f"no better evaluation in train.patience = {config.train.patience}: training ends before train.steps")
-    reached = f" ({progress.note})" if progress.note else ""
-    log(f"trained for {step} steps{reached}; checkpoints in {directory.path / 'checkpoints'}")
-    return 0
+                values = self.window.flush()
+            loss = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
+            self.note = f"{loss}, epoch {values['epoch']:.1f}"
+
+    def log_the_rest(self) -> None:
+        """A line for steps that none was due for before the run was stopped."""
+        if self.window.steps:
+            with distributed.together(UserError):
+                self.window.flush()
+
+    def evaluate_if_due(self) -> None:
+        """Scores the dev split every `train.evaluate_every` steps and after the last."""
+        if self._evaluation_is_due():
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Scores the dev split; the best parameters are kept apart."""
+        with self.clock("evaluation"), self.progress.aside("evaluating"):
+            self.examined = self.examiner.evaluate(self.step, self.state.params, self.progress, self.stop.asked)
+
+    def save_if_due(self) -> None:
+        """Begins a checkpoint every `train.checkpoint_every` steps; `end` sees to the last."""
+        if self._save_is_due():
+            with self.clock("checkpoint"):
+                if self._save():
+                    self.saved = self.step
+
+    def show_progress(self) -> None:
+        """One more step on the bar."""
+        self.progress.add(1, self.note)
+
+    def write(self, values: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, and of what else is kept of it."""
+        self.directory.log_metrics(values)
+        self.boards.write(values)
+
+    def end(self) -> int:
+        """The last checkpoint and the last lines; the exit code of `fit`."""
+        with self.clock("checkpoint"):
+            done = self.store.settle()
+            if self.saved < self.step or not done:
+                done = self._save(wait=True)
+            self.store.close()
+            best = self.examiner.best is None or self.examiner.best.close()
+        self.clock.lap()
+        steps = self.config.train.steps
+        ended = (self.step >= steps or self.examiner.lost_patience) and self.examined
+        self.write(_last_line("end" if ended else "stopped", self.step, self.state.params, self.clock.totals))
+        self.boards.close()
+        self.progress.close()
+        if not done:
+            logger.error(f"step {self.step} is not on disk; the same command goes on from the checkpoint before")
+            return 1
+        if not best:
+            logger.error("the best step so far is not in best/; it was not on disk before the run ended")
+            return 1
+        logger.info("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.clock.totals.items()))
+        if self.stop.agreed and not ended:
+            by = signal.Signals(self.stop.agreed).name
+            logger.info(f"stopped by {by} at step {self.step}; the same command goes on from there")
+            return 128 + self.stop.agreed
+        if self.step < steps:
+            patience = self.config.train.patience
+            logger.info(f"no better evaluation in train.patience = {patience}: training ends before train.steps")
+        reached = f" ({self.progress.note})" if self.progress.note else ""
+        logger.info(f"trained for {self.step} steps{reached}; checkpoints in {self.store.directory}")
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends what goes on beside the steps; after an error the save under way, too, and all that shows."""
+        if error is None:
+            self.exchange.close()
+        else:
+            if not distributed.several() or distributed.shared(error):  # else the others do not come to its end
+                self.store.settle()
+            if not distributed.lost(error):  # else whom we would tell is gone
+                self.exchange.close()
+            self.progress.close()
+        self.trace.close()
+        self.trainer.close()
+        if error is not None:
+            self.boards.close()
+
+    def _evaluation_is_due(self) -> bool:
+        return self.evaluates and _evaluated(self.step, self.config)
+
+    def _save_is_due(self) -> bool:
+        return self.step % self.config.train.checkpoint_every == 0 and self.step < self.config.train.steps
+
+    def _save(self, *, wait: bool = False) -> bool:
+        items = {"params": self.state.params, "state": self.state.optimizer}
+        return self.store.save(self.step, items, config=self.config, metadata=self.metadata, wait=wait)
+
+    def _program(self, batch: Batch) -> Any:
+        """The step for a batch of that shape; says so while it compiles."""
+        shapes = {name: x.shape for name, x in batch.arrays.items()}
+        if self.trainer.is_ready(shapes):
+            return self.trainer.program(shapes)
+        what = f"compiling for sources of {shapes['source'][1]} tokens, {shapes['inputs'][1]} slots in a row"
+        with self.clock("compile"), self.progress.aside(what):
+            return self.trainer.program(shapes)
+
+    def _say_what_is_trained(self, examples: int) -> None:
+        train, trainer, params = self.config.train, self.trainer, self.state.params
+        size, own = (sum(x.size for x in jax.tree.leaves(tree)) / 1e6 for tree in (params, trainer.trained(params)))
+        trains = f" ({own:.2f} M are trained)" if own < size else ""
+        if self.step == 0 and train.warmup_steps >= train.steps:
+            logger.warning(
+                f"train.warmup_steps = {train.warmup_steps}: found no fewer than train.steps = {train.steps}; "
+                "the full learning rate comes last or never"
+            )
+        where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
+        logger.info(f"{size:.1f} M parameters{trains}, {examples} training examples, {trainer.model.dtype} on {where}")
+        most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
+        logger.info(f"batches are padded to {most} shapes; each one compiles once, the first {first} at the start")
 
 
 def _same_shapes(chosen: Shapes) -> Shapes:
@@ -356,33 +314,16 @@ def _same_shapes(chosen: Shapes) -> Shapes:
     return Shapes.from_json(distributed.same(chosen.to_json()))
 
 
-def _program(trainer: Trainer, batch: Batch, clock: Clock, progress: Progress) -> Any:
-    """The step for a batch of that shape; says so while it compiles."""
-    shapes = {name: x.shape for name, x in batch.arrays.items()}
-    if trainer.is_ready(shapes):
-        return trainer.program(shapes)
-    what = f"compiling for sources of {shapes['source'][1]} tokens, {shapes['inputs'][1]} slots in a row"
-    with clock("compile"), progress.aside(what):
-        return trainer.program(shapes)
-
-
-def evaluated(step: int, config: Config) -> bool:
+def _evaluated(step: int, config: Config) -> bool:
     """Whether the dev split is decoded after this step."""
     return step % config.train.evaluate_every == 0 or step == config.train.steps
 
 
-def owes(directory: RunDirectory, step: int, config: Config) -> bool:
+def _owes(directory: RunDirectory, step: int, config: Config) -> bool:
     """Whether the log lacks the evaluation after this step, as of a run that was stopped in it."""
-    return step > 0 and evaluated(step, config) and not directory.has("evaluation", step)
+    return step > 0 and _evaluated(step, config) and not directory.has("evaluation", step)
 
 
-def _save(
-    store: Store, step: int, state: TrainState, config: Config, metadata: dict[str, Any], *, wait: bool = False
-) -> bool:
-    items = {"params": state.params, "state": state.optimizer}
-    return store.save(step, items, config=config, metadata=metadata, wait=wait)
-
-
-def _last_line(event: str, step: int, state: TrainState, seconds: dict[str, float]) -> dict[str, Any]:
-    params_fp = digest(fingerprints(state.params))
+def _last_line(event: str, step: int, params: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    params_fp = digest(fingerprints(params))
     return {"event": event, "step": step, "seconds": dict(seconds), "params_fp": params_fp}

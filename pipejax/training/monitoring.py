@@ -211,7 +211,6 @@ class Examiner:
         dev: Any,
         tokenizer: Tokenizer,
         directory: RunDirectory,
-        log: Callable[[str], None],
         write: Callable[[dict[str, Any]], None],
     ) -> None:
         """Encodes the dev examples once; `loss` gives the summed loss and the token count of a batch."""
@@ -221,7 +220,7 @@ class Examiner:
         assert config.model is not None
         self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
-        self.best = Best(directory.path / "best", config, log=log) if self.examples else None
+        self.best = Best(directory.path / "best", config) if self.examples else None
         self.highest, self.without_better = [-np.inf, -np.inf], 0
         for line in directory.logged("evaluation"):
             self._count(score_of(line))

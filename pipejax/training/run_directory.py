@@ -8,9 +8,10 @@ import dataclasses
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -33,6 +34,8 @@ from pipejax.system.files import (
     write_text,
 )
 from pipejax.training import run_log
+
+logger = logging.getLogger(__name__)
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
 # says where a run is computed: neither the data order nor the saved state depends on it. Copies of the log are copies.
@@ -57,13 +60,13 @@ CHANGEABLE = (
 class RunDirectory:
     """WORKDIR, held by one trainer at a time. Use it as a context manager."""
 
-    def __init__(self, path: str | Path, log: Callable[[str], None] = print) -> None:
+    def __init__(self, path: str | Path) -> None:
         """Nothing is created or touched yet.
 
         Raises:
           UserError: the path is taken by a file, cannot be used, or holds something that is no run.
         """
-        self.path, self.log, self.writes = Path(path).absolute(), log, distributed.first()
+        self.path, self.writes = Path(path).absolute(), distributed.first()
         self._waiting: list[str] = []  # lines of the log that the disk did not take
         self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
         self._lock: IO[str] | None = None
@@ -123,7 +126,7 @@ class RunDirectory:
             remove_empty(self._made)
         self._lock.close()
 
-    def begin(self, config: Config, tokenizer: Tokenizer, step: int, log: Callable[[str], None] = print) -> None:
+    def begin(self, config: Config, tokenizer: Tokenizer, step: int) -> None:
         """Brings config.json, the tokenizer and the log to where training goes on from `step`.
 
         From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
@@ -141,17 +144,17 @@ class RunDirectory:
                         self._remove(self.path / "tokenizer")
                     self._keep_tokenizer(tokenizer)
                     if step == 0:
-                        self._set_aside_best(config, log)
+                        self._set_aside_best(config)
                     self._cut_metrics(step)
 
-    def _set_aside_best(self, config: Config, log: Callable[[str], None]) -> None:
+    def _set_aside_best(self, config: Config) -> None:
         """Unless it is of this very run, which then was killed before its first checkpoint and passes there again."""
         best = self.path / "best"
         if _same_run(best, config):
             return
         target = free_name(self.path / "best-before")
         best.rename(target)
-        log(f"{best}: of a run that is lost; kept aside as {target.name}")
+        logger.warning(f"{best}: of a run that is lost; kept aside as {target.name}")
 
     def _remove(self, directory: Path) -> None:
         if directory.is_dir():  # renamed first: a kill leaves no half of it
@@ -221,7 +224,7 @@ class RunDirectory:
                     raise
         except OSError as error:
             if len(self._waiting) == 1:
-                self.log(f"{path}: cannot be written ({error.strerror}); its lines wait for room")
+                logger.warning(f"{path}: cannot be written ({error.strerror}); its lines wait for room")
             return
         self._waiting.clear()
 

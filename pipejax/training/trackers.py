@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +12,21 @@ from pipejax.config import TrainConfig
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 Write = Callable[[int, dict[str, float]], None]
 
 
 class Boards:
     """What the config asks for, in the first process alone. A board that fails is dropped; training goes on."""
 
-    def __init__(self, config: TrainConfig, directory: Path, step: int, log: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, directory: Path, step: int) -> None:
         """Opens them; curves go on after `step`.
 
         Raises:
           UserError: a library is not installed, or refuses to begin.
         """
-        self._log, self._writers, self._ends = log, dict[str, Write](), dict[str, Callable[[], None]]()
+        self._writers, self._ends = dict[str, Write](), dict[str, Callable[[], None]]()
         if not distributed.first():
             return
         if config.tensorboard:
@@ -44,7 +47,9 @@ class Boards:
                 write(values["step"], numbers)
             except Exception as error:  # whatever a library may raise: it is only a copy
                 del self._writers[name]
-                self._log(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; goes on without it")
+                logger.warning(
+                    f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; goes on without it"
+                )
 
     def close(self) -> None:
         """Ends them; once is enough."""
@@ -52,7 +57,7 @@ class Boards:
             try:
                 end()
             except Exception as error:  # as above
-                self._log(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+                logger.warning(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
         self._ends.clear()
 
 

@@ -6,11 +6,11 @@ products.
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import numpy as np
 
 from pipejax.system import compile_cache
 
+logger = logging.getLogger(__name__)
+
 Array = jax.Array
 TARGETS = ("pipejax_added", "pipejax_normed", "pipejax_attend")
 LANES = 16  # outputs of a panel, as in columns.cc
@@ -27,18 +29,18 @@ SOURCE = Path(__file__).parent / "columns.cc"
 VARIABLE = "PIPEJAX_NATIVE"  # "off": do without
 
 
-def use(*, log: Callable[[str], None]) -> bool:
+def use() -> bool:
     """Loads the kernel, compiling it before if need be, and says whether it is there."""
     if os.environ.get(VARIABLE) == "off" or jax.default_backend() != "cpu":
         return False
-    directory = compile_cache.safe_directory(log=log)
+    directory = compile_cache.safe_directory()
     if directory is None:
         return False
     if directory not in _tried:
         try:
-            _tried[directory] = _load(directory, log)
+            _tried[directory] = _load(directory)
         except OSError as error:  # a disk that is full or forbids programs, a file that is no library
-            log(f"decoding goes without its own kernel: {error}")
+            logger.warning(f"decoding goes without its own kernel: {error}")
             _tried[directory] = False
     return _tried[directory]
 
@@ -46,27 +48,29 @@ def use(*, log: Callable[[str], None]) -> bool:
 _tried: dict[Path, bool] = {}  # whether it could be had, by cache
 
 
-def _load(directory: Path, log: Callable[[str], None]) -> bool:
+def _load(directory: Path) -> bool:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        log("no C++ compiler: decoding goes without its own kernel, which is faster (Debian, Ubuntu: apt install g++)")
+        logger.warning(
+            "no C++ compiler: decoding goes without its own kernel, which is faster (Debian, Ubuntu: apt install g++)"
+        )
         return False
     flags = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
     key = hashlib.sha256(repr((SOURCE.read_bytes(), jax.__version__, compiler, flags, _processor())).encode())
     library = directory / f"columns-{key.hexdigest()[:16]}.so"
     if not (library.exists() and compile_cache.ours_alone(library)):
-        log(f"compiling a kernel for this processor (once; kept in {directory})")
+        logger.info(f"compiling a kernel for this processor (once; kept in {directory})")
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / library.name
             command = [*compiler.split(), *flags, str(SOURCE), "-o", str(made)]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:
-                log(f"decoding goes without its own kernel: {compiler}: {error}")
+                logger.warning(f"decoding goes without its own kernel: {compiler}: {error}")
                 return False
             if done.returncode:
                 found = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
-                log(f"decoding goes without its own kernel: {compiler}: {found}")
+                logger.warning(f"decoding goes without its own kernel: {compiler}: {found}")
                 return False
             made.chmod(0o700)  # the linker makes it as open as the umask allows
             made.replace(library)

@@ -1,0 +1,129 @@
+"""Where a run begins: at its own newest good checkpoint, at another's weights, or at random ones."""
+
+import dataclasses
+import logging
+from typing import Any
+
+from pipejax import checkpoint
+from pipejax.checkpoint import Restored, Store
+from pipejax.config import Config
+from pipejax.data import make_task
+from pipejax.data.shapes import Shapes
+from pipejax.data.text import split_rows
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system import distributed
+from pipejax.system.errors import UserError
+from pipejax.training.run_directory import RunDirectory, check_resume, resolve_model
+from pipejax.training.step import Trainer, TrainState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a run begins."""
+
+    trainer: Trainer
+    state: TrainState
+    step: int  # updates already made
+    tokenizer: Tokenizer
+    before: Config | None = None  # of the run so far; its steps and intervals may have been others
+    shapes: Shapes | None = None  # that its batches had so far
+
+
+def begin(config: Config, directory: RunDirectory, store: Store, data: str) -> Start:
+    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which.
+
+    `data` stands for the training examples: they must be those that the run began with.
+    """
+    trainer: Trainer | None = None
+
+    def expect(saved: Config) -> dict[str, Any]:
+        nonlocal trainer
+        wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
+        check_resume(saved, wanted, directory.path)
+        if saved.train.evaluate_examples != wanted.train.evaluate_examples and trainer is None:
+            logger.info(
+                "train.evaluate_examples: found another number than before; best/ goes by the scores of both alike"
+            )
+        if saved.train.steps != wanted.train.steps and wanted.train.schedule != "constant" and trainer is None:
+            schedule = f"the {wanted.train.schedule} schedule now ends there"
+            logger.info(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; {schedule}")
+        trainer = trainer or Trainer(wanted)
+        return trainer.templates()
+
+    had_steps = distributed.same(bool(store.steps()))
+    own = store.newest(expect, set_aside=True)
+    if had_steps and own is None:
+        logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
+    if own is not None and trainer is not None:
+        with distributed.together(UserError):
+            if own.metadata.get("data", data) != data:
+                raise UserError(
+                    f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
+                    "the same on resume; take another --workdir for another experiment"
+                )
+        logger.info(f"resuming at step {own.step} ({own.path})")
+        state = TrainState(own.items["params"], own.items["state"])
+        with distributed.together(UserError):
+            tokenizer = Tokenizer.load(own.tokenizer_files() or directory.path / "tokenizer")
+        shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
+        return Start(trainer, state, own.step, tokenizer, own.config, shapes)
+    with distributed.together(UserError):
+        trainer, tokenizer, origin = _prepare(config)
+    state = trainer.fresh(origin.items["params"] if origin else None)
+    logger.info(
+        f"starting from {config.train.init_from} (its step {origin.step})"
+        if origin
+        else f"starting from random weights (seed {config.train.seed})"
+    )
+    return Start(trainer, state, 0, tokenizer)
+
+
+def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
+    origin: Restored | None = None
+    if config.train.init_from:
+        origin = checkpoint.open_run(config.train.init_from)
+        config = resolve_model(config, origin.config)
+    elif config.train.lora_rank:
+        raise UserError(
+            f"train.lora_rank: found {config.train.lora_rank} without train.init_from; expected a checkpoint that the "
+            "factors adapt, or 0"
+        )
+    elif config.model is None:
+        raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
+    tokenizer = _find_tokenizer(config, origin)
+    assert config.model is not None
+    if tokenizer.size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
+            "the size of the tokenizer"
+        )
+    if config.train.objective == "sequential":
+        _check_separator(config.data.separator, tokenizer)
+    return Trainer(config), tokenizer, origin
+
+
+def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
+    if config.data.tokenizer:
+        return Tokenizer.load(config.data.tokenizer)
+    if own := make_task(config.data).tokenizer():
+        return own
+    if origin and (carried := origin.tokenizer_files()):
+        return Tokenizer.load(carried)
+    raise UserError(
+        "data.tokenizer: found none; expected a directory of tokenizer files"
+        + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
+    )
+
+
+def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
+    """A sequential target can be taken apart again only if the tokenizer knows what parts its rows."""
+    if (
+        separator.strip(" ")
+        and len(split_rows(tokenizer.decode(tokenizer.encode(f"the{separator}the")), separator)) != 2
+    ):
+        raise UserError(
+            f"data.separator: found {separator!r}, which the tokenizer does not give back; expected text that it does, "
+            "such as ' ; ', or spaces where rows need not be told apart"
+        )

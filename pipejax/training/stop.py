@@ -1,0 +1,38 @@
+"""Ending a run in good order when a signal asks for it."""
+
+import signal
+import threading
+from types import FrameType
+
+from pipejax.system import distributed
+
+
+class Stop:
+    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once.
+
+    A signal to any one of several processes stops all of them, at the same step. Only a main thread gets signals.
+    """
+
+    def __init__(self) -> None:
+        """Installs the handlers."""
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        self.signal: int | None = None  # that this process got
+        self.agreed = 0  # that all know of
+        self._vote = distributed.Vote()
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            self.restore()
+            signal.raise_signal(number)
+        self.signal = number
+
+    def asked(self) -> bool:
+        """Whether to stop here. All processes must call it alike: at each step, and in evaluations at each batch."""
+        self.agreed = self.agreed or self._vote(self.signal or 0)
+        return self.agreed > 0
+
+    def restore(self) -> None:
+        """Puts the former handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

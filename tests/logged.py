@@ -1,0 +1,24 @@
+"""What pipejax logs, as the lines that the command line says."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+WORDS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The list that grows by each line that is logged while this is open."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(WORDS.get(record.levelno, "") + record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pipejax")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
