@@ -1,9 +1,11 @@
 """Sphinx extension: what the pages take from the code when the site is built, so that it cannot grow old.
 
-    ```{config-section} train         every key of a section, with type, range, default and the comment beside the field
-    ```{command-help} convert from-hf what the command says of itself
-    ```{results} decode_base.json     a table of a file in benchmarks/results
-    ```{executed} python|shell        code that is run, in one session for each page, with what it prints below it
+It adds these directives:
+
+    config-section: every key of a section, with its range, its default, and the comment beside it in the schema
+    command-help: what a command says of itself
+    results: the table of a file in benchmarks/results
+    executed: code that is run, in one session for each page, with what it prints below it
 """
 
 import dataclasses
@@ -18,12 +20,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import blocks
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-import blocks
 from pipejax.config import Config
 from pipejax.system import fields
 
@@ -82,12 +84,12 @@ def default(field: dataclasses.Field[Any]) -> str:
     """The default in words."""
     if field.default is dataclasses.MISSING:
         return "must be given"
-    return {True: "`true`", False: "`false`", "": "none", None: "none"}.get(field.default) or f"`{plain(field.default)}`"
-
-
-def plain(value: Any) -> str:
-    """A value as `--set` takes it; text whose spaces count stands in quotes."""
-    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
+    value = field.default
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value!r}`" if isinstance(value, str) and value != value.strip() else f"`{value}`"  # spaces count
 
 
 def values(field: dataclasses.Field[Any], kind: Any) -> str:
@@ -137,7 +139,8 @@ class Results(SphinxDirective):
         path = blocks.ROOT / "benchmarks" / "results" / self.arguments[0]
         self.env.note_dependency(str(path))
         found = json.loads(path.read_text(encoding="utf-8"))
-        lines = ["| answer | system | steps | encoder, s | decoder, s | x, decoding | x, both |", "|---|---|--:|--:|--:|--:|--:|"]
+        lines = ["| answer | system | steps | encoder, s | decoder, s | x, decoding | x, both |"]
+        lines += ["|---|---|--:|--:|--:|--:|--:|"]
         patterns = list(dict.fromkeys(r["pattern"] for r in found["results"]))
         for pattern in patterns:
             mine = [r for r in found["results"] if r["pattern"] == pattern]
@@ -151,12 +154,9 @@ class Results(SphinxDirective):
                 lines.append(f"| {' | '.join(cells)} |")
         machine = found["machine"]
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        lines += [
-            "",
-            f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}, Python {machine['python']}, "
-            f"{versions}. Medians over the rounds; x is the quotient of the medians.",
-            *("", "```text", found["command"], "```"),
-        ]
+        where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
+        lines += ["", f"Medians over the rounds; x is their quotient. {where}, Python {machine['python']}, {versions}."]
+        lines += ["", "```text", found["command"], "```"]
         return self.parse_text_to_nodes("\n".join(lines))
 
 
