@@ -45,6 +45,7 @@ class Block(NamedTuple):
     place: str  # PAGE:LINE
     says: str  # what follows "shell" in the fence: "run" or a reason
     code: str
+    shown: bool
 
 
 def pages() -> list[Path]:
@@ -60,7 +61,7 @@ def blocks(page: Path) -> Iterator[Block]:
         line = text.count("\n", 0, found.start()) + 1
         info, shown, hidden = found.groups()
         says = "run" if hidden else info.removeprefix("shell").strip()
-        yield Block(f"{page.relative_to(ROOT)}:{line}", says, hidden or shown)
+        yield Block(f"{page.relative_to(ROOT)}:{line}", says, hidden or shown, not hidden)
 
 
 def environment(folder: Path) -> dict[str, str]:

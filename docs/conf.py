@@ -18,19 +18,21 @@ release = pipejax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generated"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
+smartquotes = False
 default_role = "code"  # docstrings write `name` for code
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 suppress_warnings = ["misc.highlighting_failure"]  # shell blocks show output, too
 
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 100
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"pipejax {release}"
 html_show_sphinx = False
 html_copy_source = False

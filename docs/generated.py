@@ -8,26 +8,22 @@ It adds these directives:
     executed: code that is run, in one session for each page, with what it prints below it
 """
 
-import dataclasses
-import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import tokenize
-import typing
 from pathlib import Path
 from typing import Any
 
 import blocks
+import reference
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from pipejax.config import Config
-from pipejax.system import fields
+from pipejax.config import schema
 
 SYSTEMS = {
     "pipejax-pipelined": "pipelined",
@@ -47,69 +43,9 @@ class ConfigSection(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """The table."""
-        name = self.arguments[0] if self.arguments else ""
-        cls, prefix = (section(name), f"{name}.") if name else (Config, "")
-        said, kinds = comments(cls), fields.types_of(cls)
-        lines = ["| key | default | values | |", "|---|---|---|---|"]
-        for field in dataclasses.fields(cls):
-            if not name and not field.metadata:
-                continue  # a section
-            cells = [f"`{prefix}{field.name}`", default(field), values(field, kinds[field.name]), said[field.name]]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        self.env.note_dependency(inspect.getsourcefile(cls) or "")
-        return self.parse_text_to_nodes("\n".join(lines))
-
-
-def section(name: str) -> type:
-    """The dataclass of a section of the config."""
-    kinds = fields.alternatives(fields.types_of(Config)[name])
-    return next(kind for kind in kinds if dataclasses.is_dataclass(kind))
-
-
-def comments(cls: type) -> dict[str, str]:
-    """The comment beside each field of a dataclass, which says what it is; "" where there is none."""
-    lines, _ = inspect.getsourcelines(cls)
-    names = {field.name for field in dataclasses.fields(cls)}
-    found, current = dict.fromkeys(names, ""), ""
-    for token in tokenize.generate_tokens(iter(lines).__next__):
-        first = token.line.strip().partition(":")[0]
-        if first in names:
-            current = first
-        if token.type == tokenize.COMMENT and current:
-            found[current] = f"{found[current]} {token.string.lstrip('# ')}".strip()
-    return found
-
-
-def default(field: dataclasses.Field[Any]) -> str:
-    """The default in words."""
-    if field.default is dataclasses.MISSING:
-        return "must be given"
-    value = field.default
-    if value is None or value == "":
-        return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f"`{value!r}`" if isinstance(value, str) and value != value.strip() else f"`{value}`"  # spaces count
-
-
-def values(field: dataclasses.Field[Any], kind: Any) -> str:
-    """What a key may hold."""
-    rule = field.metadata
-    if rule.get("choices"):
-        return ", ".join(f"`{choice}`" for choice in rule["choices"] if choice)
-    words = {"least": "at least", "most": "at most", "above": "more than", "below": "less than"}
-    bounds = [f"{word} {number(rule[name])}" for name, word in words.items() if rule.get(name) is not None]
-    if dataclasses.is_dataclass(next(iter(fields.alternatives(kind)))):
-        return "a section"
-    return ", ".join([fields.noun(kind), *bounds])
-
-
-def number(value: float) -> str:
-    """A bound; large powers of two as powers."""
-    whole = int(value)
-    if value == whole and whole >= 2**10 and whole & (whole - 1) == 0:
-        return f"2^{whole.bit_length() - 1}"
-    return f"2^{(whole + 1).bit_length() - 1} - 1" if whole == 2**31 - 1 else f"{value:g}"
+        self.env.note_dependency(reference.__file__)
+        self.env.note_dependency(schema.__file__)
+        return self.parse_text_to_nodes(reference.table(self.arguments[0] if self.arguments else ""))
 
 
 class CommandHelp(SphinxDirective):
@@ -119,10 +55,11 @@ class CommandHelp(SphinxDirective):
     final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
-        """The text."""
+        """The text; another one whenever the command has changed, which only a new run can tell."""
+        self.env.note_reread()
         command = [sys.executable, "-m", "pipejax", *self.arguments[0].split(), "--help"]
         done = subprocess.run(
-            command, cwd=blocks.ROOT, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True, check=False
+            command, cwd=blocks.ROOT, env=os.environ | {"COLUMNS": "90"}, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise ExtensionError(f"{' '.join(command[1:])}: {done.stderr}")
@@ -168,6 +105,7 @@ class Executed(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """The code, marked for `execute`."""
+        self.env.note_dependency(__file__)
         code = "\n".join(self.content)
         block = nodes.literal_block(code, code, language=self.arguments[0])
         block["executed"] = True
@@ -216,7 +154,7 @@ def execute(app: Sphinx, document: nodes.document) -> None:
                 node.parent.insert(node.parent.index(node) + 1, below)
 
 
-def setup(app: Sphinx) -> dict[str, typing.Any]:
+def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.add_directive("config-section", ConfigSection)
     app.add_directive("command-help", CommandHelp)

@@ -59,7 +59,7 @@ def needed(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
 
     return [
         (room, other)
-        for room in ROOMS
+        for room in edges
         for other in sorted(edges[room] - {"system"})
         if not any(other in below(between) for between in edges[room] - {other})
     ]
