@@ -25,7 +25,7 @@ def table(name: str) -> str:
 def section(name: str) -> type:
     """The dataclass of a section of the config."""
     kinds = fields.alternatives(fields.types_of(Config)[name])
-    return next(kind for kind in kinds if dataclasses.is_dataclass(kind))
+    return next(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
 
 
 def comments(cls: type) -> dict[str, str]:
