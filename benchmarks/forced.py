@@ -14,7 +14,8 @@ from pipejax import decoding
 from pipejax.decoding import Carry, Decoded, Part, Pipelined, Query, Sequential
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.inference import programs, step_decoder
-from pipejax.model.t5 import T5, Memory
+from pipejax.inference.backends import Backend, SourceMemory
+from pipejax.model.t5 import T5
 
 Array = jax.Array
 
@@ -95,30 +96,30 @@ class Forced:
 class Decoder:
     """Encodes and decodes with one forced strategy; compiles on the first use of a shape."""
 
-    def __init__(self, model: T5, ready: programs.Ready, strategy: Forced, *, in_panels: bool) -> None:
+    def __init__(self, model: T5, ready: programs.Ready, strategy: Forced, *, backend: Backend) -> None:
         """Nothing compiles yet."""
         self.model, self.ready, self.strategy = model, ready, strategy
-        self._encode = jax.jit(partial(programs.encode_batch, model, in_panels=in_panels))
+        self._encode = jax.jit(partial(programs.encode_batch, model, backend=backend))
         self._begin = jax.jit(self._begun)
         self._decode = jax.jit(self._part, static_argnames=("slots",))
 
-    def _decoder(self, weights: step_decoder.Weights, memory: Memory) -> step_decoder.PackedDecoder:
-        return step_decoder.PackedDecoder(self.model.config, weights, memory, self.model.dtype)
+    def _decoder(self, weights: step_decoder.Weights, memory: SourceMemory) -> step_decoder.StepDecoder:
+        return step_decoder.StepDecoder(self.model.config, weights, memory, self.model.dtype)
 
-    def _begun(self, weights: step_decoder.Weights, memory: Memory, lengths: Array) -> Carry:
+    def _begun(self, weights: step_decoder.Weights, memory: SourceMemory, lengths: Array) -> Carry:
         sizes = programs.schedule(self.strategy, lengths.shape[0])
         return decoding.begin(self.strategy, self._decoder(weights, memory), self.strategy.start(lengths), sizes)
 
-    def _part(self, weights: step_decoder.Weights, memory: Memory, carry: Carry, *, slots: int) -> Part:
+    def _part(self, weights: step_decoder.Weights, memory: SourceMemory, carry: Carry, *, slots: int) -> Part:
         sizes = programs.schedule(self.strategy, memory.mask.shape[0])
         return decoding.decode(self.strategy, self._decoder(weights, memory), carry, schedule=sizes, slots=slots)
 
-    def encode(self, source: np.ndarray, lengths: np.ndarray) -> Memory:
+    def encode(self, source: np.ndarray, lengths: np.ndarray) -> SourceMemory:
         """The memory of padded sources i32 [B, L], once it is there."""
         with programs.precision(self.model.dtype):
             return jax.block_until_ready(self._encode(self.ready.encoding, source, lengths))
 
-    def decode(self, memory: Memory, rows: Sequence[Sequence[int]]) -> Decoded:
+    def decode(self, memory: SourceMemory, rows: Sequence[Sequence[int]]) -> Decoded:
         """Answers with rows of these lengths, one list an example.
 
         Raises:

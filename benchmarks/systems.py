@@ -22,7 +22,8 @@ from pipejax.config import T5Config
 from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.grid import sequential_steps
-from pipejax.inference import kernels
+from pipejax.inference import backends
+from pipejax.inference.backends import Backend
 from pipejax.inference.programs import Ready, prepare
 from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.t5 import T5, init_params
@@ -100,10 +101,10 @@ class Pipejax:
     """Ours, pipelined or sequential."""
 
     def __init__(
-        self, name: str, model: T5, ready: Ready, strategy: Pipelined | Sequential, *, in_panels: bool
+        self, name: str, model: T5, ready: Ready, strategy: Pipelined | Sequential, *, backend: Backend
     ) -> None:
         """Nothing compiles yet."""
-        self.name, self.decoder = name, Decoder(model, ready, Forced(strategy), in_panels=in_panels)
+        self.name, self.decoder = name, Decoder(model, ready, Forced(strategy), backend=backend)
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
         """See `System`."""
@@ -308,6 +309,6 @@ def save(path: str, value: Any) -> None:
 def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
     """Ours, on shared weights."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    own = kernels.use()
-    ready = jax.jit(lambda p: prepare(model, p, in_panels=own))(params)
-    return [Pipejax(name, model, ready, strategy, in_panels=own) for name, strategy in strategies.items()]
+    backend = backends.best()
+    ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
+    return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]

@@ -15,7 +15,7 @@ from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.inference import picture
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import Generator, Record
+from pipejax.inference.generator import Generator, Record, texts
 from pipejax.inference.generator import load as open_run
 from pipejax.system import cli
 from pipejax.system.progress import Progress
@@ -90,10 +90,10 @@ def draw(config: Config, test: list[Example], records: list[Record], path: Path)
     """The page of a right answer with many rows."""
     right = [i for i, (e, r) in enumerate(zip(test, records, strict=True)) if list(e.targets) == r["rows"]]
     chosen = max(
-        right or range(len(test)), key=lambda i: (min(len(records[i]["rows"]), 5), sum(map(len, records[i]["row_ids"])))
+        right or range(len(test)), key=lambda i: (min(len(texts(records[i])), 5), sum(map(len, records[i]["row_ids"])))
     )
     record = records[chosen]
-    tokens = [row.split() for row in record["rows"]]
+    tokens = [row.split() for row in texts(record)]
     page = picture.html(
         tokens,
         delay=config.grid.delay,

@@ -22,7 +22,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Confi
 from pipejax.data import demo
 from pipejax.data.core import Example
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import Record
+from pipejax.inference.generator import Record, texts
 from pipejax.inference.generator import load as open_run
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -153,13 +153,13 @@ def decode(cell: Cell, directory: Path, test: Sequence[Example]) -> dict[str, An
 
 def score(kind: Kind, test: Sequence[Example], records: Sequence[Record]) -> dict[str, Any]:
     """See `decode`."""
-    right = [marks(kind, e.targets, r["rows"]) for e, r in zip(test, records, strict=True)]
+    right = [marks(kind, e.targets, texts(r)) for e, r in zip(test, records, strict=True)]
     places = [[row[i] for row in right if len(row) > i] for i in range(max(map(len, right)))]
     return {
         "rows": _percent([mark for row in right for mark in row]),
         "lower_rows": _percent([mark for row in right for mark in row[1:]]),
         "rows_by_place": [_percent(place) for place in places],
-        "documents": _percent([whole(kind, e.targets, r["rows"]) for e, r in zip(test, records, strict=True)]),
+        "documents": _percent([whole(kind, e.targets, texts(r)) for e, r in zip(test, records, strict=True)]),
     }
 
 

@@ -9,20 +9,21 @@ import jax
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Schedule, Strategy
+from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import decode_batch, encode_batch, prepare, schedule
 from pipejax.model.t5 import T5
 
 
 def compiled(
-    config: T5Config, strategy: Strategy, sizes: Schedule | None = None, *, in_panels: bool = False
+    config: T5Config, strategy: Strategy, sizes: Schedule | None = None, *, backend: Backend = XLA
 ) -> Callable[..., Decoded]:
     """From parameters, source i32 [B, L] and length i32 [B] to what is decoded."""
     model = T5(config)
 
     @jax.jit
     def encode(params: Any, source: jax.Array, length: jax.Array) -> Any:
-        ready = prepare(model, params, in_panels=in_panels)
-        return ready.decoding, encode_batch(model, ready.encoding, source, length, in_panels=in_panels)
+        ready = prepare(model, params, backend=backend)
+        return ready.decoding, encode_batch(model, ready.encoding, source, length, backend=backend)
 
     decode = jax.jit(partial(decode_batch, model, strategy), static_argnames=("sizes", "slots"))
 

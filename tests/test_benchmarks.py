@@ -127,6 +127,6 @@ def test_bytes_of_a_step_are_those_of_its_arguments(params):
     config = SIZES["tiny"]
     (system,) = build(config, params, "float32", strategies={"chain": Sequential(8)})
     weights = system.decoder.ready.decoding
-    matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.nbytes
+    matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.rows.nbytes
     source = 2 * 2 * 64 * 32 * 4  # keys and values, two layers, 64 tokens, 2 heads of 16
     assert systems.step_bytes(config, source=64, slots=0, itemsize=4) == matrices + source

@@ -13,20 +13,15 @@ ROOT = Path(__file__).parents[1]
 def test_a_short_run(tmp_path):
     out, page = tmp_path / "faults.json", tmp_path / "faults.md"
     ended = subprocess.run(
-        [sys.executable, "-m", "experiments.faults", "--short", "--only=kills,order,damage,bits,full",
+        [sys.executable, "-m", "experiments.faults", "--short", "--only=order,bits",
          f"--json={out}", f"--table={page}", f"--scratch={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     parts = json.loads(out.read_text())["parts"]
-    assert parts["kills"]["identical"] == parts["kills"]["trials"] == 2
-    assert parts["damage"]["wrong_states_accepted"] == 0 and parts["damage"]["trials"] == 13
-    assert parts["damage"]["plain_orbax_wrong_states_accepted"] > 0  # else the damage would be too harmless to show
     bits, order = parts["bits"], parts["order"]
     assert bits["silently_other_ids"] == 0 and bits["openings"] == 2 * bits["bits"] == 20
     assert order["ok"] or (order["ok"] is None and "skipped" in order), order["failures"]  # no compiler, or not Linux
-    full = parts["full"]
-    assert full["ok"] or (full["ok"] is None and "mount" in full["skipped"])  # only root may mount a small disk
     assert page.read_text() == table(json.loads(out.read_text()))
     assert not list(tmp_path.glob("faults-*")), "the runs are removed"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.config.schema import Config, T5Config, check
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import alternatives, parse, types_of
 from pipejax.system.files import look
 
@@ -35,7 +35,7 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        message = error.msg if isinstance(error, SyntaxError) else _first_line(error)
+        message = error.msg if isinstance(error, SyntaxError) else first_line(error)
         keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)  # newer Pythons give a hint themselves
         hint = _suggestion(keyword[1]) if keyword else ""
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
@@ -72,7 +72,7 @@ def from_json(text: str, *, where: str) -> Config:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({_first_line(error)})") from error
+        raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
     config = _build(Config, values, "", where)
     check(config, where=where)
     return config
@@ -156,7 +156,3 @@ def _place(error: BaseException, path: Path) -> str:
         return f"{file}:{error.lineno}" if error.lineno else file
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

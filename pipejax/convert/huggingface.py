@@ -20,11 +20,11 @@ from safetensors.numpy import save_file
 
 from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
-from pipejax.convert.tensor_files import Stored, check_finite, first_line, open_tensors, read_json
+from pipejax.convert.tensor_files import Stored, check_finite, open_tensors, read_json
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.parameters import SHARED, check_shape, mapping
 from pipejax.system.cli import note
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look, new_directory
 
 Params = dict[str, Any]  # nested; the leaves are float32 arrays

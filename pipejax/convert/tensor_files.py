@@ -17,7 +17,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -90,11 +90,6 @@ def check_finite(where: str, array: np.ndarray) -> None:
 def damaged(file: Path, expected: str, error: Exception) -> UserError:
     """The error for a file that does not hold what it should."""
     return UserError(f"{file}: found a damaged file ({first_line(error)}); expected {expected}")
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.data.lines import Placed, read_file
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 
 PARQUET = (".parquet", ".pq")
 EXPECTED = "JSON lines, Parquet, or a directory that the library datasets has saved"
@@ -40,7 +40,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
                 number += 1
                 yield f"{path}:{number}", value
     except (OSError, ValueError, arrow.ArrowException) as error:
-        raise UserError(f"{path}: not Parquet, or damaged ({_first_line(error)})") from error
+        raise UserError(f"{path}: not Parquet, or damaged ({first_line(error)})") from error
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
@@ -55,7 +55,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         for number, value in enumerate(rows, start=1):
             yield f"{path}:{number}", value
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
-        raise UserError(f"{path}: not a data set, or damaged ({_first_line(error)})") from error
+        raise UserError(f"{path}: not a data set, or damaged ({first_line(error)})") from error
 
 
 def _library(module: str, package: str, path: Path) -> Any:
@@ -63,7 +63,3 @@ def _library(module: str, package: str, path: Path) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"{path}: cannot be read without the package {package}: pip install {package}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

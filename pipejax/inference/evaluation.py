@@ -20,7 +20,7 @@ from pipejax import metrics
 from pipejax.data import make_task
 from pipejax.data.core import Example
 from pipejax.data.text import sentences
-from pipejax.inference.generator import Generator, Record, load
+from pipejax.inference.generator import Generator, Record, load, texts
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.system import cli, distributed
@@ -60,8 +60,8 @@ def evaluate(
     if metric == "rouge" and not data.separator.strip():
         # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
         for record in records:
-            record["rows"] = sentences(record["text"])
-    gold, predicted = [e.targets for e in examples], [record["rows"] for record in records]
+            record["rows"] = sentences(record["text"] or "")
+    gold, predicted = [e.targets for e in examples], [texts(record) for record in records]
     scores = metrics.score(metric, [e.source for e in examples], gold, predicted)
     result = {
         "strategy": name,
@@ -86,10 +86,12 @@ def _decode(
         decode = partial(generator.stream, strategy=strategy, batch_size=batch_size, report=report, tick=tick)
         if batch_size > 1:
             return list(decode(sources))
-        records = []
+        records: list[Record] = []
         for source in sources:  # one by one they can be timed
             before = report.seconds
-            records += [record | {"seconds": report.seconds - before} for record in decode([source])]
+            for record in decode([source]):
+                record["seconds"] = report.seconds - before
+                records.append(record)
         return records
 
     index, count = jax.process_index(), jax.process_count()
@@ -112,13 +114,13 @@ def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str)
     for rows, members in sorted(groups.items()):
         part = [examples[i] for i in members]
         scores = metrics.score(
-            metric, [e.source for e in part], [e.targets for e in part], [records[i]["rows"] for i in members]
+            metric, [e.source for e in part], [e.targets for e in part], [texts(records[i]) for i in members]
         )
         headline = metrics.HEADLINES[metric]
         line = {"rows": rows, "documents": len(members), headline: scores[headline]}
-        for key in ("steps", "seconds"):
-            if key in records[members[0]]:
-                line[key] = sum(records[i][key] for i in members) / len(members)
+        line["steps"] = sum(records[i]["steps"] for i in members) / len(members)
+        if "seconds" in records[members[0]]:
+            line["seconds"] = sum(records[i]["seconds"] for i in members) / len(members)
         table.append(line)
     return table
 

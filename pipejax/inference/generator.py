@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 
@@ -16,14 +16,33 @@ from pipejax.data.core import cut_source
 from pipejax.data.text import split_rows
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
-from pipejax.inference import kernels, programs, sources
+from pipejax.inference import backends, programs, sources
+from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
-Record = dict[str, Any]
+
+class Record(TypedDict):
+    """What a source was decoded to; a line of decode.py's output."""
+
+    id: str | int  # as given; else the position
+    text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
+    rows: list[str] | None
+    row_ids: list[list[int]]  # token ids
+    steps: int  # of the decoder
+    truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
+    seconds: NotRequired[float]  # by `evaluation`, at batch size 1
+
+
+def texts(record: Record) -> list[str]:
+    """Its rows as texts, which every record has that was decoded with a tokenizer."""
+    assert record["rows"] is not None, "decoded without a tokenizer"
+    return record["rows"]
+
+
 # What `--set` may change when a checkpoint is decoded: sections and keys.
 DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
@@ -39,14 +58,14 @@ class Generator:
         tokenizer: Tokenizer | None,
         *,
         devices: Sequence[jax.Device] | None = None,
-        own_kernel: bool = False,
+        backend: Backend = XLA,
     ) -> None:
-        """`config.model` must be set; `devices`: None is `programs.devices`; `own_kernel`: what `kernels.use` said."""
+        """`config.model` must be set; `devices`: None is `programs.devices`; `backend`: computes decoder steps."""
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         dtype = programs.compute_dtype(config.decode.dtype)
-        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), own_kernel=own_kernel)
+        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
@@ -197,7 +216,7 @@ class Generator:
         elif self.tokenizer is None or not parted:  # where a row ends cannot be seen
             report.other_steps = None
         else:
-            lengths = [len(self.tokenizer.encode(row)) for row in record["rows"]]
+            lengths = [len(self.tokenizer.encode(row)) for row in texts(record)]
             delay = self.config.grid.delay
             report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
 
@@ -228,7 +247,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, own_kernel=kernels.use())
+    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.best())
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 

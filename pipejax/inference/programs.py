@@ -22,6 +22,7 @@ from pipejax.config import T5Config
 from pipejax.data.core import bucket, pad
 from pipejax.decoding import Carry, Decoded, Part, Schedule, Strategy
 from pipejax.inference import step_decoder
+from pipejax.inference.backends import XLA, Backend, SourceMemory
 from pipejax.inference.report import Report
 from pipejax.model import lora
 from pipejax.model.t5 import T5, Memory, cast_params
@@ -68,13 +69,13 @@ def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return function(*arguments, **options)
 
 
-def prepare(model: T5, params: Any, *, in_panels: bool = False, compute: Callable[..., Any] = _call) -> Ready:
+def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable[..., Any] = _call) -> Ready:
     """Merges low-rank factors, casts to the model's dtype, lays the decoder's out (`step_decoder.lay_out`). Jit-able.
 
     Args:
       model: the T5.
       params: of any dtype, with or without factors.
-      in_panels: for our own kernel.
+      backend: what computes the decoder's products.
       compute: computes one of the functions below: a layer at a time, so float32 needs no more room than that.
     """
     encoder, decoder = dict(params["encoder"]), dict(params["decoder"])
@@ -85,10 +86,10 @@ def prepare(model: T5, params: Any, *, in_panels: bool = False, compute: Callabl
     projections = {}
     for i in range(model.config.num_decoder_layers):
         name = f"layers_{i}"
-        projections[name], layer = compute(_decoder_layer, decoder.pop(name), model=model, in_panels=in_panels)
+        projections[name], layer = compute(_decoder_layer, decoder.pop(name), model=model, backend=backend)
         weights.append(layer)
     rest = {**params, "encoder": encoder, "decoder": decoder}
-    encoding, whole = compute(_rest, rest, model=model, in_panels=in_panels)
+    encoding, whole = compute(_rest, rest, model=model, backend=backend)
     encoding = {**encoding, "encoder": {**encoding["encoder"], **layers}, "decoder": projections}
     return Ready(encoding, whole.replace(layers=tuple(weights)))
 
@@ -97,15 +98,15 @@ def _cast(layer: Any, *, model: T5) -> Any:
     return cast_params(lora.merge_factors(layer), model.dtype)
 
 
-def _decoder_layer(layer: Any, *, model: T5, in_panels: bool) -> tuple[Any, step_decoder.Layer]:
+def _decoder_layer(layer: Any, *, model: T5, backend: Backend) -> tuple[Any, step_decoder.Layer]:
     layer = _cast(layer, model=model)
     projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
-    return projections, step_decoder.lay_out_layer(layer, model.dtype, in_panels=in_panels)
+    return projections, step_decoder.lay_out_layer(layer, model.dtype, backend)
 
 
-def _rest(params: Any, *, model: T5, in_panels: bool) -> tuple[Any, step_decoder.Weights]:
+def _rest(params: Any, *, model: T5, backend: Backend) -> tuple[Any, step_decoder.Weights]:
     params = cast_params(params, model.dtype)
-    weights = step_decoder.lay_out(model.config, params, model.dtype, in_panels=in_panels)
+    weights = step_decoder.lay_out(model.config, params, model.dtype, backend)
     return {"shared": params["shared"], "encoder": params["encoder"]}, weights
 
 
@@ -124,15 +125,17 @@ def memory_length(length: int) -> int:
     return max(1 << (length - 1).bit_length(), 64)
 
 
-def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array, *, in_panels: bool = False) -> Memory:
-    """Encodes one padded batch; `model` and `in_panels` are static under jit.
+def encode_batch(
+    model: T5, params: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA
+) -> SourceMemory:
+    """Encodes one padded batch; `model` and `backend` are static under jit.
 
     Args:
       model: the T5.
       params: those of `Ready.encoding`.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
-      in_panels: as in `prepare`.
+      backend: as in `prepare`.
 
     Returns:
       a memory of `memory_length(L)`.
@@ -145,21 +148,21 @@ def encode_batch(model: T5, params: Any, source: jax.Array, length: jax.Array, *
         values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
         mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
     )
-    return step_decoder.memory_in_panels(memory) if in_panels else memory
+    return backend.memory(memory)
 
 
 def decode_batch(
     model: T5,
     strategy: Strategy,
     weights: step_decoder.Weights,
-    memory: Memory,
+    memory: SourceMemory,
     carry: Carry | None,
     *,
     sizes: Schedule,
     slots: int,
 ) -> Part:
     """A part of `decoding.run` for an encoded batch, the first if carry is None; all but arrays is static under jit."""
-    decoder = step_decoder.PackedDecoder(model.config, weights, memory, model.dtype)
+    decoder = step_decoder.StepDecoder(model.config, weights, memory, model.dtype)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(memory.mask.shape[0]), sizes)
     return decoding.decode(strategy, decoder, carry, schedule=sizes, slots=slots)
 
@@ -172,11 +175,11 @@ class Programs:
     """
 
     def __init__(
-        self, config: T5Config, dtype: jnp.dtype, *, devices: Sequence[jax.Device], own_kernel: bool = False
+        self, config: T5Config, dtype: jnp.dtype, *, devices: Sequence[jax.Device], backend: Backend = XLA
     ) -> None:
-        """`own_kernel`: what `kernels.use` said."""
+        """Nothing compiles yet."""
         self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
-        self._in_panels = own_kernel
+        self._backend = backend
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
@@ -192,7 +195,7 @@ class Programs:
             with precision(self.model.dtype):
                 return jax.block_until_ready(jitted(tree, **static))
 
-        self._ready = prepare(self.model, params, in_panels=self._in_panels, compute=compute)
+        self._ready = prepare(self.model, params, backend=self._backend, compute=compute)
         self._forget_copies()
 
     def forget_params(self) -> None:
@@ -271,7 +274,7 @@ class Programs:
             jax.block_until_ready(arguments)  # what is still computed must not count as compilation
             begun = time.perf_counter()
             spread, batch, length = shape
-            function: Callable[..., Any] = partial(encode_batch, self.model, in_panels=self._in_panels)
+            function: Callable[..., Any] = partial(encode_batch, self.model, backend=self._backend)
             name, more = "encoder", ""
             if not isinstance(part, str):
                 sizes = schedule(part, batch)

@@ -1,4 +1,4 @@
-"""The T5 decoder as decoding needs it: one step of packed queries, on weights laid out for it once.
+"""The T5 decoder as decoding needs it: one step of gathered live queries, on weights laid out for it once.
 
 The same function of the same parameters as `t5.Decoder` without dropout, and tests hold the two together. What
 differs is the cost. A step reads every weight for a few tokens, so weights lie in rows as they are read, projections
@@ -21,28 +21,25 @@ from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
 from pipejax.decoding.core import Step
-from pipejax.inference import kernels
-from pipejax.model.t5 import MASKED, Memory, buckets
+from pipejax.inference.backends import Backend, Matrix, SourceMemory, attend
+from pipejax.model.t5 import MASKED, buckets
 
 Array = jax.Array
 
 
 @flax.struct.dataclass
 class Layer:
-    """Weights of a decoder layer, in the compute dtype; norm scales are float32.
-
-    A matrix is [outputs, inputs] or, for our own kernel, in panels [outputs / 16, inputs, 16].
-    """
+    """Weights of a decoder layer, in the compute dtype and laid out for a backend; norm scales are float32."""
 
     self_norm: Array  # [D]
-    self_inwards: Array  # [3 I, D]: query, key, value
-    self_outwards: Array  # [D, I]
+    self_inwards: Matrix  # [3 I, D]: query, key, value
+    self_outwards: Matrix  # [D, I]
     cross_norm: Array  # [D]
-    cross_query: Array  # [I, D]
-    cross_outwards: Array  # [D, I]
+    cross_query: Matrix  # [I, D]
+    cross_outwards: Matrix  # [D, I]
     norm: Array  # [D]
-    inwards: Array  # [F, D], or gate and value [2 F, D]
-    outwards: Array  # [D, F]
+    inwards: Matrix  # [F, D], or gate and value [2 F, D]
+    outwards: Matrix  # [D, F]
 
 
 @flax.struct.dataclass
@@ -52,7 +49,7 @@ class Weights:
     embedding: Array  # [V, D]
     layers: tuple[Layer, ...]
     norm: Array  # [D]
-    head: Array  # [V, D], the embedding itself if tied
+    head: Matrix  # [V, D], the embedding itself if tied
     bias: Array  # f32 [H, distances], the last for all that is farther
 
 
@@ -67,8 +64,8 @@ class Cache:
     values: tuple[Array, ...]  # [B * H, C, K]
 
 
-def lay_out(config: T5Config, params: Any, dtype: DTypeLike, *, in_panels: bool) -> Weights:
-    """The decoder's weights from a T5's parameters but for its layers; `in_panels`: for our own kernel."""
+def lay_out(config: T5Config, params: Any, dtype: DTypeLike, backend: Backend) -> Weights:
+    """The decoder's weights from a T5's parameters, but for its layers."""
     embedding = params["shared"]["embedding"].astype(dtype)
     head = embedding if config.tied_head else params["lm_head"]["kernel"].T.astype(dtype)
     longest = config.relative_attention_max_distance
@@ -78,17 +75,17 @@ def lay_out(config: T5Config, params: Any, dtype: DTypeLike, *, in_panels: bool)
         embedding=embedding,
         layers=(),
         norm=decoder["norm"]["scale"],
-        head=_laid(head, in_panels=in_panels),
+        head=backend.matrix(head),
         bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
     )
 
 
-def lay_out_layer(layer: Any, dtype: DTypeLike, *, in_panels: bool) -> Layer:
+def lay_out_layer(layer: Any, dtype: DTypeLike, backend: Backend) -> Layer:
     """A layer of the decoder from its parameters."""
     own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
 
-    def rows(*parts: Any) -> Array:
-        return _laid(jnp.concatenate([x["kernel"].T for x in parts]).astype(dtype), in_panels=in_panels)
+    def rows(*parts: Any) -> Matrix:
+        return backend.matrix(jnp.concatenate([x["kernel"].T for x in parts]).astype(dtype))
 
     return Layer(
         self_norm=own["norm"]["scale"],
@@ -103,18 +100,13 @@ def lay_out_layer(layer: Any, dtype: DTypeLike, *, in_panels: bool) -> Layer:
     )
 
 
-def _laid(matrix: Array, *, in_panels: bool) -> Array:
-    fits = in_panels and matrix.dtype == jnp.float32 and matrix.shape[0] % kernels.LANES == 0
-    return kernels.panels(matrix) if fits else matrix
-
-
 @dataclasses.dataclass(frozen=True)
-class PackedDecoder:
+class StepDecoder:
     """A `decoding.Model`: the decoder over one batch of encoded sources."""
 
     config: T5Config
     weights: Weights
-    memory: Memory
+    memory: SourceMemory
     dtype: DTypeLike
 
     def cache(self, slots: int, old: Cache | None) -> Cache:
@@ -131,9 +123,8 @@ class PackedDecoder:
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
-        w, memory = self.weights, self.memory
+        w = self.weights
         bias = self._bias(step)
-        memory_bias = jnp.where(memory.mask, 0.0, MASKED)
         x = w.embedding[step.tokens].T
         keys, values = [], []
         for i, layer in enumerate(w.layers):
@@ -144,15 +135,11 @@ class PackedDecoder:
             v = jax.lax.dynamic_update_slice_in_dim(cache.values[i], value.swapaxes(1, 2), step.start, axis=1)
             keys.append(k)
             values.append(v)
-            x = outwards(layer.self_outwards, self._packed(attend(query, k, v, bias), step), x)
+            x = layer.self_outwards.added(self._gathered(attend(query, k, v, bias), step), x)
 
             query = self._at_places(self._inwards(layer.cross_query, x, layer.cross_norm), step)
-            if memory.keys[i].ndim == 5:
-                found = kernels.attend(memory.keys[i], memory.values[i], query, memory_bias)
-            else:
-                found = attend(query, memory.keys[i], memory.values[i], memory_bias[:, None, None])
-            x = outwards(layer.cross_outwards, self._packed(found, step), x)
-            x = outwards(layer.outwards, self._activated(x, layer), x)
+            x = layer.cross_outwards.added(self._gathered(self.memory.attend(i, query), step), x)
+            x = layer.outwards.added(self._activated(x, layer), x)
         logits = self._inwards(w.head, x, w.norm, factor=self._head_factor, dtype=jnp.float32)
         return logits, Cache(tuple(keys), tuple(values))
 
@@ -160,30 +147,8 @@ class PackedDecoder:
     def _head_factor(self) -> float:
         return self.config.d_model**-0.5 if self.config.scale_head else 1.0
 
-    def _inwards(
-        self,
-        matrix: Array,
-        x: Array,
-        scale: Array,
-        *,
-        factor: float = 1.0,
-        relu: bool = False,
-        dtype: DTypeLike | None = None,
-    ) -> Array:
-        """The matrix times the norm of x times a factor; then perhaps relu."""
-        if matrix.ndim == 3:
-            return kernels.normed(matrix, x, scale * factor, epsilon=self.config.layer_norm_epsilon, relu=relu)
-        hidden = self._normed(x, scale)
-        if factor != 1.0:
-            hidden = hidden * jnp.asarray(factor, hidden.dtype)
-        found = jnp.matmul(matrix, hidden, preferred_element_type=dtype)
-        return jax.nn.relu(found) if relu else found
-
-    def _normed(self, x: Array, scale: Array) -> Array:
-        """The root-mean-square norm of each column, in float32."""
-        wide = x.astype(jnp.float32)
-        factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
-        return (wide * factor * scale[:, None]).astype(self.dtype)
+    def _inwards(self, matrix: Matrix, x: Array, scale: Array, **options: Any) -> Array:
+        return matrix.of_normed(x, scale, epsilon=self.config.layer_norm_epsilon, **options)
 
     def _activated(self, x: Array, layer: Layer) -> Array:
         if self.config.feed_forward == "relu":
@@ -210,39 +175,9 @@ class PackedDecoder:
         found = jnp.take(heads, step.places, axis=2, mode="clip")  # fillers get any query
         return jnp.moveaxis(found, 2, 0)
 
-    def _packed(self, found: Array, step: Step) -> Array:
+    def _gathered(self, found: Array, step: Step) -> Array:
         """[B, H, K, Q] -> [I, N]."""
         if step.home is None:
             return found.reshape(-1, found.shape[3])
         columns = found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
         return jnp.take(columns, step.home, axis=1, mode="clip")
-
-
-def outwards(matrix: Array, columns: Array, residual: Array) -> Array:
-    """The residual [O, N] plus the matrix, [O, I] or in panels, times columns [I, N]."""
-    if matrix.ndim == 3:
-        return kernels.added(matrix, columns, residual)
-    return residual + jnp.matmul(matrix, columns)
-
-
-def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
-    batch, heads, width, queries = query.shape
-    rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
-    keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])
-    scores = jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(scores.reshape(batch, heads, queries, -1) + bias, axis=3).astype(query.dtype)
-    found = jnp.einsum("nqc,nck->nqk", weights.reshape(batch * heads, queries, -1), values)
-    return found.reshape(batch, heads, queries, width).swapaxes(2, 3)
-
-
-def memory_in_panels(memory: Memory) -> Memory:
-    """For `kernels.attend`, where the shapes allow it: keys [B, H, L / 16, K, 16], values [B, H, K / 16, L, 16]."""
-    length, width = memory.values[0].shape[2:]
-    if length % kernels.LANES or width % kernels.LANES or memory.values[0].dtype != jnp.float32:
-        return memory
-    return dataclasses.replace(
-        memory,
-        keys=tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.keys),
-        values=tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.values),
-    )

@@ -14,3 +14,8 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     )
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line; its type if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -25,7 +25,7 @@ from pipejax.training.monitoring import Clock, Examiner, Trace, Window
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.start import Start, begin
 from pipejax.training.stop import Stop
-from pipejax.training.trackers import Boards
+from pipejax.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Run:
         self.examined = True  # whether the last evaluation came to its end
         self.clock = Clock()
         directory.begin(config, start.tokenizer, start.step)
-        self.boards = Boards(config.train, directory.path, start.step)
+        self.trackers = Trackers(config.train, directory.path, start.step)
         assert config.model is not None
         with self.clock("data"):
             self.shapes = start.shapes or _same_shapes(
@@ -221,7 +221,7 @@ class Run:
     def write(self, values: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and of what else is kept of it."""
         self.directory.log_metrics(values)
-        self.boards.write(values)
+        self.trackers.write(values)
 
     def end(self) -> int:
         """The last checkpoint and the last lines; the exit code of `fit`."""
@@ -235,7 +235,7 @@ class Run:
         steps = self.config.train.steps
         ended = (self.step >= steps or self.examiner.lost_patience) and self.examined
         self.write(_last_line("end" if ended else "stopped", self.step, self.state.params, self.clock.totals))
-        self.boards.close()
+        self.trackers.close()
         self.progress.close()
         if not done:
             logger.error(f"step {self.step} is not on disk; the same command goes on from the checkpoint before")
@@ -273,7 +273,7 @@ class Run:
         self.trace.close()
         self.trainer.close()
         if error is not None:
-            self.boards.close()
+            self.trackers.close()
 
     def _evaluation_is_due(self) -> bool:
         return self.evaluates and _evaluated(self.step, self.config)

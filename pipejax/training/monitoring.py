@@ -18,7 +18,7 @@ from pipejax.data.core import Batch, Encoded, Example, encode, fixed_batches, pa
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import Generator
+from pipejax.inference.generator import Generator, texts
 from pipejax.metrics import HEADLINES
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
@@ -268,8 +268,8 @@ class Examiner:
         progress.line(
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        samples = [
-            {"id": example.id, "gold": list(example.targets), "predicted": record["rows"]}
+        samples: list[dict[str, Any]] = [
+            {"id": example.id, "gold": list(example.targets), "predicted": texts(record)}
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
         for sample in samples:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Write = Callable[[int, dict[str, float]], None]
 
 
-class Boards:
+class Trackers:
     """What the config asks for, in the first process alone. A board that fails is dropped; training goes on."""
 
     def __init__(self, config: TrainConfig, directory: Path, step: int) -> None:

@@ -15,6 +15,7 @@ from one_program import compiled
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined
 from pipejax.inference import kernels, programs
+from pipejax.inference.backends import OWN_KERNEL
 from pipejax.model import t5
 from pipejax.system import compile_cache
 
@@ -95,12 +96,12 @@ def test_decodes_are_those_without_it(kernel, changes):
     config = dataclasses.replace(CONFIG, **changes)
     model, strategy = t5.T5(config), Pipelined(delay=1, time_max=15, sub_max=10)
 
-    with_it, without = compiled(config, strategy, in_panels=True), compiled(config, strategy)
+    with_it, without = compiled(config, strategy, backend=OWN_KERNEL), compiled(config, strategy)
     source, length = np.arange(40).reshape(4, 10), np.asarray([10, 3, 7, 5], np.int32)
     ready = jax.eval_shape(
-        lambda key: programs.prepare(model, t5.init_params(config, key), in_panels=True), jax.random.key(0)
+        lambda key: programs.prepare(model, t5.init_params(config, key), backend=OWN_KERNEL), jax.random.key(0)
     )
-    memory = jax.eval_shape(partial(programs.encode_batch, model, in_panels=True), ready.encoding, source, length)
+    memory = jax.eval_shape(partial(programs.encode_batch, model, backend=OWN_KERNEL), ready.encoding, source, length)
     part = partial(programs.decode_batch, model, strategy, sizes=programs.schedule(strategy, 4), slots=200)
     text = jax.jit(part).lower(ready.decoding, memory, None).as_text()
     assert {name for name in kernels.TARGETS if name in text} >= {*kernels.TARGETS[0 if changes else 1 :]}
@@ -133,14 +134,14 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
     directory.mkdir(mode=0o700)
     before = os.umask(0)
     try:
-        assert kernels._load(directory, str)
+        assert kernels._load(directory)
     finally:
         os.umask(before)
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
-    assert kernels._load(directory, str) and runs.read_text() == "x\n"  # it is taken as it is
+    assert kernels._load(directory) and runs.read_text() == "x\n"  # it is taken as it is
     library.chmod(0o777)
-    assert kernels._load(directory, str) and runs.read_text() == "x\nx\n"
+    assert kernels._load(directory) and runs.read_text() == "x\nx\n"
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
 

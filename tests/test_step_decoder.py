@@ -16,7 +16,7 @@ from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Schedule, Sequential
 from pipejax.decoding.core import NOWHERE, Filled, Query, pack
 from pipejax.inference import programs
-from pipejax.inference.step_decoder import PackedDecoder
+from pipejax.inference.step_decoder import StepDecoder
 from pipejax.model import t5
 
 CONFIG = T5Config(
@@ -71,7 +71,7 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
     lengths = np.asarray([6, 4, 5][:batch], np.int32)
     model = t5.T5(CONFIG)
     ready = programs.prepare(model, params)
-    decoder = PackedDecoder(
+    decoder = StepDecoder(
         CONFIG, ready.decoding, programs.encode_batch(model, ready.encoding, source, lengths), jnp.float32
     )
     all_rows = [[*ROWS[b:], *ROWS[:b]] for b in range(batch)]

@@ -1,0 +1,201 @@
+"""Who computes a decoder step's products, and how matrices and memories lie for it: XLA, or the kernel of our own.
+
+A backend is chosen once, when a checkpoint is opened. Whatever is laid out for it knows how it is multiplied.
+
+Shapes: O outputs, I inputs, N columns (queries), B batch, H heads, K head width, Q queries, L source length.
+"""
+
+from typing import Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pipejax.inference import kernels
+from pipejax.model.t5 import MASKED, Memory
+
+Array = jax.Array
+
+
+class Matrix(Protocol):
+    """A weight matrix [O, I] as a decoder step multiplies columns [I, N] with it."""
+
+    def of_normed(
+        self,
+        x: Array,
+        scale: Array,
+        *,
+        epsilon: float,
+        factor: float = 1.0,
+        relu: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> Array:
+        """[O, N], the matrix times the root-mean-square norm of x times a factor; then perhaps relu.
+
+        Args:
+          x: [I, N].
+          scale: f32 [I], of the norm.
+          epsilon: of the norm.
+          factor: of the normed columns.
+          relu: whether negative results become 0.
+          dtype: of the result; None: of x.
+        """
+        ...
+
+    def added(self, columns: Array, residual: Array) -> Array:
+        """[O, N], the residual [O, N] plus the matrix times the columns."""
+        ...
+
+
+class SourceMemory(Protocol):
+    """Keys and values of a source in each layer, as a decoder step looks into them."""
+
+    mask: Array  # bool [B, L]
+
+    def attend(self, layer: int, query: Array) -> Array:
+        """What the queries [B, H, K, Q] of a layer find: [B, H, K, Q]."""
+        ...
+
+
+class Backend(Protocol):
+    """Lays out what a decoder step reads. Static under jit."""
+
+    def matrix(self, rows: Array) -> Matrix:
+        """Of a matrix [O, I]."""
+        ...
+
+    def memory(self, memory: Memory) -> SourceMemory:
+        """Of the model's memory."""
+        ...
+
+
+@flax.struct.dataclass
+class Rows:
+    """A matrix for XLA's product."""
+
+    rows: Array  # [O, I]
+
+    def of_normed(
+        self,
+        x: Array,
+        scale: Array,
+        *,
+        epsilon: float,
+        factor: float = 1.0,
+        relu: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> Array:
+        """See `Matrix`."""
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + epsilon)
+        hidden = (wide * inverse * scale[:, None]).astype(self.rows.dtype)
+        if factor != 1.0:
+            hidden = hidden * jnp.asarray(factor, hidden.dtype)
+        found = jnp.matmul(self.rows, hidden, preferred_element_type=dtype)
+        return jax.nn.relu(found) if relu else found
+
+    def added(self, columns: Array, residual: Array) -> Array:
+        """See `Matrix`."""
+        return residual + jnp.matmul(self.rows, columns)
+
+
+@flax.struct.dataclass
+class Panels:
+    """A float32 matrix for our own kernel."""
+
+    panels: Array  # f32 [O / 16, I, 16]
+
+    def of_normed(
+        self,
+        x: Array,
+        scale: Array,
+        *,
+        epsilon: float,
+        factor: float = 1.0,
+        relu: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> Array:
+        """See `Matrix`; always float32."""
+        return kernels.normed(self.panels, x, scale * factor, epsilon=epsilon, relu=relu)
+
+    def added(self, columns: Array, residual: Array) -> Array:
+        """See `Matrix`."""
+        return kernels.added(self.panels, columns, residual)
+
+
+@flax.struct.dataclass
+class PlainMemory:
+    """A memory for XLA's products."""
+
+    keys: tuple[Array, ...]  # a layer each [B, H, K, L]
+    values: tuple[Array, ...]  # [B, H, L, K]
+    mask: Array  # bool [B, L]
+
+    def attend(self, layer: int, query: Array) -> Array:
+        """See `SourceMemory`."""
+        bias = jnp.where(self.mask, 0.0, MASKED)
+        return attend(query, self.keys[layer], self.values[layer], bias[:, None, None])
+
+
+@flax.struct.dataclass
+class PanelMemory:
+    """A float32 memory for our own kernel."""
+
+    keys: tuple[Array, ...]  # f32, a layer each [B, H, L / 16, K, 16]
+    values: tuple[Array, ...]  # f32 [B, H, K / 16, L, 16]
+    mask: Array  # bool [B, L]
+
+    def attend(self, layer: int, query: Array) -> Array:
+        """See `SourceMemory`."""
+        bias = jnp.where(self.mask, 0.0, MASKED)
+        return kernels.attend(self.keys[layer], self.values[layer], query, bias)
+
+
+class Xla:
+    """XLA's own products, on any device and in any dtype."""
+
+    def matrix(self, rows: Array) -> Matrix:
+        """See `Backend`."""
+        return Rows(rows)
+
+    def memory(self, memory: Memory) -> SourceMemory:
+        """See `Backend`."""
+        return PlainMemory(memory.keys, memory.values, memory.mask)
+
+
+class OwnKernel:
+    """The kernel for CPUs, wherever dtype and sizes allow it; only after `kernels.use` said that it is there."""
+
+    def matrix(self, rows: Array) -> Matrix:
+        """See `Backend`."""
+        fits = rows.dtype == jnp.float32 and rows.shape[0] % kernels.LANES == 0
+        return Panels(kernels.panels(rows)) if fits else Rows(rows)
+
+    def memory(self, memory: Memory) -> SourceMemory:
+        """See `Backend`."""
+        length, width = memory.values[0].shape[2:]
+        if length % kernels.LANES or width % kernels.LANES or memory.values[0].dtype != jnp.float32:
+            return XLA.memory(memory)
+        keys = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.keys)
+        values = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.values)
+        return PanelMemory(keys, values, memory.mask)
+
+
+XLA, OWN_KERNEL = Xla(), OwnKernel()
+
+
+def best() -> Backend:
+    """Our own kernel if this machine can have it, XLA otherwise."""
+    return OWN_KERNEL if kernels.use() else XLA
+
+
+def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
+    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
+    batch, heads, width, queries = query.shape
+    rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
+    keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])
+    scores = jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores.reshape(batch, heads, queries, -1) + bias, axis=3).astype(query.dtype)
+    found = jnp.einsum("nqc,nck->nqk", weights.reshape(batch * heads, queries, -1), values)
+    return found.reshape(batch, heads, queries, width).swapaxes(2, 3)
