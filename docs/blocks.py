@@ -33,9 +33,9 @@ COPIED = ("pipejax", "configs", "experiments", "benchmarks", "train.py", "decode
 FENCE = re.compile(r"^```(shell[^\n]*)\n(.*?)^```$|^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 # What every training of these blocks is given last: a few updates of short lines.
 SHORT = (
-    *("train.steps=4", "train.warmup_steps=1", "train.batch_size=4", "train.accumulate=1", "train.length_group=1"),
-    *("train.log_every=1", "train.evaluate_every=2", "train.evaluate_examples=4", "train.checkpoint_every=2"),
-    *("data.max_source=64", "data.max_target=64"),
+    *("train.steps=2", "train.warmup_steps=1", "train.batch_size=4", "train.accumulate=1", "train.length_group=1"),
+    *("train.log_every=1", "train.evaluate_every=2", "train.evaluate_examples=2", "train.checkpoint_every=2"),
+    *("train.shapes=1", "data.max_source=64", "data.max_target=64"),
 )
 
 
