@@ -8,6 +8,7 @@ comment `<!-- run ... -->` is run too and not shown: it makes what a page takes 
 project of its own, with small data and a tiny random T5 under the names that the pages use; trainings are short.
 """
 
+import contextlib
 import csv
 import json
 import os
@@ -82,8 +83,9 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def prepare(folder: Path) -> dict[str, str]:
-    """Fills a folder with a copy of the project and with what the pages take as given; the environment to run in."""
+def prepare(folder: Path, given: Path) -> dict[str, str]:
+    """Fills a folder with a copy of the project and of what the pages take as given; the environment to run in."""
+    shutil.copytree(given, folder, dirs_exist_ok=True)
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -97,7 +99,6 @@ def prepare(folder: Path) -> dict[str, str]:
         f'if test "$1" = train && test "$2" != --help; then set -- "$@" {settings}; fi\n'
         f'exec "{sys.executable}" -m pipejax "$@"\n'
     )
-    give(folder)
     return variables
 
 
@@ -125,18 +126,19 @@ def give(folder: Path) -> None:
         build_tokenizer(Path(tokenizer))
         (folder / "models").mkdir()
         write_hf(model, init_params(model, jax.random.key(0)), folder / "models" / "my-t5", tokenizer)
-    for name in ("flan-t5-base", "t5-base", "t5-large"):
-        from_hf(folder / "models" / "my-t5", folder / "checkpoints" / name)
+    with contextlib.redirect_stdout(sys.stderr):
+        for name in ("flan-t5-base", "t5-base"):
+            from_hf(folder / "models" / "my-t5", folder / "checkpoints" / name)
 
 
-def run(page: Path) -> int:
+def run(page: Path, given: Path) -> int:
     """Runs the blocks of a page, each in the same folder; how many failed."""
     failed = 0
     wanted = [block for block in blocks(page) if block.says == "run"]
     if not wanted:
         return 0
     with tempfile.TemporaryDirectory() as name:
-        variables = prepare(Path(name))
+        variables = prepare(Path(name), given)
         for block in wanted:
             begun = time.monotonic()
             done = subprocess.run(
@@ -162,7 +164,10 @@ def main(names: list[str]) -> int:
     unmarked = [b for page in chosen for b in blocks(page) if b.says != "run" and b.says not in REASONS]
     for block in unmarked:
         print(f"{block.place}: found {block.says!r} after shell; expected run, {', '.join(REASONS)}")
-    return 1 if sum(map(run, chosen)) or unmarked else 0
+    with tempfile.TemporaryDirectory() as given:
+        give(Path(given))
+        failed = sum(run(page, Path(given)) for page in chosen)
+    return 1 if failed or unmarked else 0
 
 
 if __name__ == "__main__":
