@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,7 +16,11 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 
 import jax
 import pytest
-from logged import logged
+
+from support.logged import logged
+
+if TYPE_CHECKING:
+    from pipejax.data.tokenizer import Tokenizer
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
@@ -34,7 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files that take minutes: first, so that no worker is left alone with one of them in the end.
-SLOW = ("trainer", "training", "faults", "processes", "recipes", "tables", "monitoring", "plan", "decoding", "records")
+SLOW = (
+    *("trainer", "training", "faults", "processes", "paper_configs", "tables", "monitoring", "plan", "decoding"),
+    "records",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,3 +65,21 @@ def real_data() -> Path:
     if not Path(directory or "absent").is_dir():
         pytest.skip(f"no real data: PIPEJAX_DATA names no directory (found {directory!r})")
     return Path(directory)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the embedded task's tokenizer. Nobody changes it."""
+    from pipejax.data import demo  # not above: it takes seconds, and not every test needs it
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    demo.build_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_files: Path) -> "Tokenizer":
+    """The embedded task's."""
+    from pipejax.data.tokenizer import Tokenizer
+
+    return Tokenizer.load(tokenizer_files)

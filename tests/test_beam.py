@@ -5,11 +5,8 @@ from collections import Counter
 
 import jax
 import numpy as np
-import oracle
 import pytest
 import torch
-from one_program import compiled
-from test_decoding import padded, rows_of, sources
 from transformers import T5ForConditionalGeneration
 
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
@@ -17,6 +14,9 @@ from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import TRUNCATIONS, Schedule, make
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
+from support import oracle
+from support.batches import padded, rows_of, sources
+from support.one_program import compiled
 
 V1_0 = T5Config(
     vocab_size=10,

@@ -4,13 +4,13 @@ import json
 
 import jax
 import numpy as np
-import oracle
 import pytest
 
 from benchmarks import decode, plot, systems
 from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.system.errors import UserError
+from support import oracle
 
 SOURCE = np.random.default_rng(0).integers(3, 500, (2, 20), np.int32)
 

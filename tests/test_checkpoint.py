@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
-from steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 from experiments.faults import runs
 from pipejax import config as config_lib
@@ -22,6 +21,7 @@ from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
+from support.steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 
 def test_buffers_may_be_donated_while_they_are_saved(tmp_path):

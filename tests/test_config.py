@@ -24,9 +24,9 @@ from pipejax.config import (
     to_json,
 )
 from pipejax.system.errors import UserError
+from support.tiny import MODEL
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
-MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 CONFIG = Config(model=MODEL)
 IMPORTS = "from pipejax.config import *\n"
 

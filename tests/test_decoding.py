@@ -2,12 +2,13 @@
 
 import jax
 import numpy as np
-import oracle
 import pytest
-from one_program import compiled
 
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Pipelined, Schedule, Sequential
+from support import oracle
+from support.batches import padded, rows_of, sources
+from support.one_program import compiled
 
 TINY = T5Config(
     vocab_size=9,
@@ -56,25 +57,9 @@ SETTINGS = [
 MODELS = 24  # random models a setting
 
 
-def sources(rng, batch, vocab):
-    return [rng.integers(0, vocab, rng.integers(1, 17)).tolist() for _ in range(batch)]
-
-
-def padded(batch):
-    length = np.asarray([len(s) for s in batch], np.int32)
-    source = np.full((len(batch), 16), 3, np.int32)  # padding is real-looking: only the length may count
-    for i, ids in enumerate(batch):
-        source[i, : len(ids)] = ids
-    return source, length
-
-
 def small_steps(config, strategy, batch):
     """In sizes that these small grids run through."""
     return compiled(config, strategy, Schedule.fit(strategy, batch, queries=(batch + 2,), slots=(9,)))
-
-
-def rows_of(decoded, b):
-    return [row[:n].tolist() for row, n in zip(decoded.tokens[b], decoded.lengths[b], strict=True)]
 
 
 @pytest.mark.parametrize(

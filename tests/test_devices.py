@@ -8,17 +8,17 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.model import sharding, t5
+from support import oracle
+from support.tiny import MODEL
 
-MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 CONFIG = Config(
     model=MODEL,
     grid=GridConfig(delay=1, time_max=12, sub_max=4),

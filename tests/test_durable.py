@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint
 import pytest
-from steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 from pipejax import config as config_lib
 from pipejax.checkpoint import Best, Store, save_params
@@ -21,6 +20,7 @@ from pipejax.convert.huggingface import write_hf
 from pipejax.system.errors import UserError
 from pipejax.system.files import new_directory, sync_output, write_text
 from pipejax.training.run_directory import RunDirectory
+from support.steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 
 def save(directory, *steps, **options):

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_training import ON_ONE as CONFIG
-from test_training import change
 
 from pipejax.config import Config, DataConfig
 from pipejax.data import demo
@@ -20,6 +18,8 @@ from pipejax.inference.programs import CPU_BATCH
 from pipejax.metrics import rouge
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
+from support.tiny import RUN_ON_ONE as CONFIG
+from support.tiny import change
 
 ROOT = Path(__file__).parents[1]
 

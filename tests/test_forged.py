@@ -7,7 +7,6 @@ import shutil
 
 import jax
 import numpy as np
-import oracle
 import pytest
 from flax.traverse_util import flatten_dict
 
@@ -16,21 +15,21 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import huggingface
-from pipejax.data import demo
 from pipejax.inference.generator import load
 from pipejax.model import parameters, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop
+from support import oracle
 
 # The harness's model: its forgeries name the sizes.
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, tokenizer_files):
     """A run directory with a step 4."""
     here = tmp_path_factory.mktemp("forged")
-    demo.build_tokenizer(here / "run/tokenizer")
+    shutil.copytree(tokenizer_files, here / "run/tokenizer")
     config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(objective="none"))
     store = checkpoint.Store(here / "run/checkpoints", writable=True)
     params = oracle.random_params(MODEL, np.random.default_rng(0))

@@ -4,10 +4,10 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
 from pipejax import grid
+from support import oracle
 
 BOS, EOS = 0, 1
 A, B, C, D, E = 11, 12, 13, 14, 15

@@ -7,10 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from logged import logged
-from one_program import compiled
 
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined
@@ -18,6 +15,9 @@ from pipejax.inference import kernels, programs
 from pipejax.inference.backends import OWN_KERNEL
 from pipejax.model import t5
 from pipejax.system import compile_cache
+from support import oracle
+from support.logged import logged
+from support.one_program import compiled
 
 CONFIG = T5Config(
     vocab_size=48,

@@ -6,10 +6,6 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
-from test_trainer import CONFIG as STEP_CONFIG
-from test_trainer import DEEP, MESHES, change, close, same_bits
-from test_training import ON_ONE as CONFIG
-from test_training import metrics, untimed
 
 from pipejax import checkpoint
 from pipejax.data import demo
@@ -20,6 +16,10 @@ from pipejax.system.errors import UserError
 from pipejax.training import optimizer
 from pipejax.training.loop import fit
 from pipejax.training.step import Trainer, batch_loss
+from support.tiny import DEEP, MESHES, change, metrics, untimed
+from support.tiny import RUN_ON_ONE as CONFIG
+from support.tiny import STEP as STEP_CONFIG
+from support.trees import close, same_bits
 
 RANK = 2
 PER_LAYER = {"encoder": 4 + 2, "decoder": 8 + 2}  # matrices of attention and of a feed-forward with relu

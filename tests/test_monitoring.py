@@ -9,8 +9,6 @@ import types
 
 import numpy as np
 import pytest
-from test_training import ON_ONE as CONFIG
-from test_training import change, metrics
 
 from pipejax import checkpoint
 from pipejax.data import core
@@ -21,6 +19,8 @@ from pipejax.system.progress import Progress
 from pipejax.training import costs, loop
 from pipejax.training.loop import fit
 from pipejax.training.monitoring import Clock
+from support.tiny import RUN_ON_ONE as CONFIG
+from support.tiny import change, metrics
 
 
 def poisoned(monkeypatch, numbers):

@@ -4,8 +4,9 @@ import types
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
+
+from support import oracle
 
 A, B, C, D, E = 2, 3, 4, 5, 6
 FIGURE_2 = [[A, B, C], [D, E]]

@@ -20,24 +20,23 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pyarrow.parquet
 import pytest
 
 import decode
 import pipejax
 from pipejax import checkpoint
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded, Part
 from pipejax.inference import programs, records, sources
 from pipejax.inference.generator import Generator, load
 from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
+from support import oracle
+from support.tiny import MODEL
 
 ROOT = Path(__file__).parents[1]
-MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 PARAMS = oracle.random_params(MODEL, np.random.default_rng(314))  # varied, and far from ties
 GRID = GridConfig(delay=1, time_max=12, sub_max=4)
 KEYS = ["id", "text", "rows", "row_ids", "steps", "truncated"]
@@ -45,18 +44,6 @@ KEYS = ["id", "text", "rows", "row_ids", "steps", "truncated"]
 NOTES = [demo.examples("test")[i].source.split() for i in range(20)]
 TEXTS = [" ".join(note[: 25 + i % 6 if i % 3 == 1 else 1 + i * 7 % 15]) for i, note in enumerate(NOTES)]
 SHORT = [text for text in TEXTS if len(text.split()) < 16]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_files(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    demo.build_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_files):
-    return Tokenizer.load(tokenizer_files)
 
 
 @pytest.fixture(scope="module")

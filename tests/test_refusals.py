@@ -4,12 +4,12 @@ import errno
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 from safetensors.numpy import save_file
 
@@ -18,11 +18,11 @@ import train
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert_main
-from pipejax.data import demo
 from pipejax.inference import programs
 from pipejax.inference.generator import load
 from pipejax.system import cli, environment, files
 from pipejax.system.errors import UserError
+from support import oracle
 
 ROOT = Path(__file__).parents[1]
 MODEL = T5Config(vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, num_decoder_layers=1)
@@ -31,10 +31,10 @@ PRECIOUS = "an older result\n"
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def checkpoints(tmp_path_factory, tokenizer_files):
     """Random weights with a tokenizer, the same without one, and things that are no checkpoints."""
     root = tmp_path_factory.mktemp("checkpoints")
-    demo.build_tokenizer(root / "tokenizer")
+    shutil.copytree(tokenizer_files, root / "tokenizer")
     config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(objective="none"))
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     checkpoint.save_params(root / "good", config, params, tokenizer_source=root / "tokenizer")

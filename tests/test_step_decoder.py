@@ -3,13 +3,10 @@
 import re
 from functools import partial
 
-import full_grid
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from one_program import compiled
 
 from pipejax import grid
 from pipejax.config import T5Config
@@ -18,6 +15,8 @@ from pipejax.decoding.core import NOWHERE, Filled, Query, pack
 from pipejax.inference import programs
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.model import t5
+from support import full_grid, oracle
+from support.one_program import compiled
 
 CONFIG = T5Config(
     vocab_size=40,

@@ -195,6 +195,19 @@ def test_libraries_stay_where_they_are_known(library: str) -> None:
     assert not strangers
 
 
+# Tests.
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_no_test_module_imports_another(path: Path) -> None:
+    """What several of them need is in tests/support, which holds no test itself."""
+    tests = {other.stem for other in (ROOT / "tests").glob("test_*.py")} | {"conftest", "tests"}
+    tree = ast.parse(path.read_text())
+    assert not {name for name in imported(tree) if name.partition(".")[0] in tests}
+    if path.parent.name == "support":
+        assert not [node for node in ast.walk(tree) if getattr(node, "name", "").startswith("test_")]
+
+
 # Files.
 
 
@@ -206,7 +219,7 @@ def test_size_and_name(path: Path) -> None:
     assert not says_nothing & set(path.relative_to(ROOT).with_suffix("").parts)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
 def test_assertions_can_fail(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Assert):

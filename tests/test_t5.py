@@ -5,10 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 import torch
-from one_program import compiled
 from transformers import MT5Config, MT5ForConditionalGeneration, T5ForConditionalGeneration
 from transformers import T5Config as HfConfig
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -19,6 +17,8 @@ from pipejax.convert.huggingface import read_hf
 from pipejax.decoding import make
 from pipejax.model import t5
 from pipejax.model.sharding import path_of
+from support import oracle
+from support.one_program import compiled
 
 SMALL = {
     "vocab_size": 90,

@@ -6,7 +6,6 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
-from test_training import ON_ONE as CONFIG
 
 from experiments.tables import __main__ as command
 from experiments.tables import paper
@@ -16,6 +15,7 @@ from pipejax.checkpoint import Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.metrics import spans
 from pipejax.system.errors import UserError
+from support.tiny import RUN_ON_ONE as CONFIG
 
 GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
 
@@ -165,5 +165,5 @@ def test_predictions_of_other_documents(tmp_path):
     with pytest.raises(UserError, match="found other documents than in"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
     evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).write_text("{}")
-    with pytest.raises(UserError, match=r"not what `python -m pipejax\.evaluate --json` writes"):
+    with pytest.raises(UserError, match=r"not what `python -m pipejax evaluate --json` writes"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])

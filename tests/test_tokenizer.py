@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pipejax.data.demo import build_tokenizer
 from pipejax.data.tokenizer import Tokenizer, check_digests, digests
 from pipejax.system.errors import UserError
 
@@ -51,10 +50,8 @@ def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo")
-    build_tokenizer(directory)
-    return directory
+def demo(tokenizer_files: Path) -> Path:
+    return tokenizer_files
 
 
 @pytest.fixture(scope="module")

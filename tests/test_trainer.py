@@ -8,10 +8,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
-from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.config import TrainConfig
 from pipejax.data import demo
 from pipejax.data.core import (
     Example,
@@ -31,28 +30,10 @@ from pipejax.system.errors import UserError
 from pipejax.training import losses, optimizer
 from pipejax.training.costs import training_flops
 from pipejax.training.step import Trainer, batch_loss, take_apart
-
-MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
-DEEP = dataclasses.replace(MODEL, num_layers=2, num_decoder_layers=3)
-CONFIG = Config(
-    name="tiny",
-    model=MODEL,
-    grid=GridConfig(delay=2, time_max=12, sub_max=4),
-    data=DataConfig(task="demo"),
-    train=TrainConfig(batch_size=24, length_group=2, learning_rate=1e-3, warmup_steps=2, dropout=0.0),
-    mesh=MeshConfig(data=1),
-)
-
-
-def change(config, **sections):
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return demo.DemoTask().tokenizer()
+from support import oracle
+from support.tiny import DEEP, MESHES, MODEL, change
+from support.tiny import STEP as CONFIG
+from support.trees import close, same_bits
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +56,6 @@ def leaf(tree, path):
     for name in path.split("/"):
         tree = tree[name]
     return np.asarray(tree)
-
-
-def close(a, b, **tolerance):
-    for one, other in zip(*map(jax.tree.leaves, (a, b)), strict=True):
-        np.testing.assert_allclose(one, other, **tolerance)
-
-
-def same_bits(a, b):
-    for one, other in zip(*map(jax.tree.leaves, (a, b)), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 # The loss.
@@ -315,15 +286,6 @@ def test_schedules(schedule):
 
 
 # Many devices.
-
-MESHES = [
-    {"data": 1},
-    {"data": 8},
-    {"data": 1, "fsdp": 8},
-    {"data": 2, "fsdp": 2, "tensor": 2},
-    {"data": 2, "tensor": 4},
-    {"data": 4, "fsdp": 1, "tensor": 2},
-]
 
 
 @pytest.mark.parametrize(

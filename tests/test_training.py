@@ -22,7 +22,7 @@ from transformers import T5ForConditionalGeneration
 
 from pipejax import checkpoint, grid
 from pipejax import config as config_lib
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
 from pipejax.data import core, demo
 from pipejax.data.core import Example, Part, TrainingBatches, encode, pack_size, prefetch
@@ -31,57 +31,11 @@ from pipejax.system.errors import UserError
 from pipejax.training import compare, loop, monitoring
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
+from support.tiny import MODEL, change, metrics, untimed
+from support.tiny import RUN as CONFIG
+from support.tiny import RUN_ON_ONE as ON_ONE
 
 ROOT = Path(__file__).parents[1]
-MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
-TRAIN = TrainConfig(
-    steps=6,
-    batch_size=8,
-    length_group=2,
-    shapes=2,
-    learning_rate=1e-3,
-    warmup_steps=2,
-    dropout=0.1,
-    log_every=1,
-    evaluate_every=3,
-    evaluate_examples=8,
-    checkpoint_every=3,
-)
-CONFIG = Config(
-    name="tiny",
-    model=MODEL,
-    grid=GridConfig(delay=2, time_max=12, sub_max=4),
-    data=DataConfig(task="demo"),
-    train=TRAIN,
-    decode=DecodeConfig(max_length=16),
-)
-
-
-def change(config, **sections):
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    )
-
-
-ON_ONE = change(CONFIG, mesh={"data": 1})  # compiles in three quarters of the time
-
-
-def metrics(directory):
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(lines):
-    """Without what the clock says."""
-    return [{k: v for k, v in line.items() if "second" not in k and k != "compiled_shapes"} for line in lines]
-
-
-def quiet(line):
-    pass
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return demo.DemoTask().tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +439,8 @@ def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
 
 
 def test_the_number_of_dev_examples_may_change_on_resume(finished, said):
-    assert fit(change(CONFIG, train={"evaluate_examples": 4}), finished) == 0
+    config = dataclasses.replace(change(CONFIG, train={"evaluate_examples": 4}), name="another label")
+    assert fit(config, finished) == 0
     assert any(line.startswith("train.evaluate_examples: found another number") for line in said)
 
 
@@ -550,7 +505,7 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
         decode=DecodeConfig(max_length=8),
         mesh=MeshConfig(data=1),
         train=dataclasses.replace(
-            TRAIN,
+            CONFIG.train,
             objective="sequential",
             dropout=0.0,
             steps=30,

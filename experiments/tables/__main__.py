@@ -4,7 +4,8 @@
     python -m experiments.tables --output DIR                  # collects what is finished in --workdir
 
 --run trains and evaluates what is missing: each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, made by train.py
-from configs/, and evaluated by `python -m pipejax evaluate` at batch 1, so runs made elsewhere can be put there too.
+from configs/TASK.py and the settings of that size and objective, and evaluated by `python -m pipejax evaluate` at batch
+1, so runs made elsewhere can be put there too.
 The same command goes on after an interruption. Writes DIR/tables.md, figure_4.png, figure_5.png and results.json. The
 size "scratch" is a small T5 pretrained by `python -m experiments.pretraining`, for those without a GPU: the comparison
 is the same, the scores are not comparable with the paper's.

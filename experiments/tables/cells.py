@@ -18,7 +18,12 @@ from pipejax.system.errors import UserError
 
 logger = logging.getLogger("pipejax.tables")
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = ("base", "large", "scratch")
+# What a size sets beyond configs/TASK.py, which is T5-Base's; "scratch" has files of its own.
+SIZES: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "large": ("train.init_from=checkpoints/t5-large", "train.remat=layers", "mesh.fsdp=2"),
+    "scratch": (),
+}
 Scores = dict[str, Any]  # what `python -m pipejax evaluate` writes
 
 
@@ -38,13 +43,12 @@ class Cell:
 
     @property
     def path(self) -> Path:
-        """Its config file: one for each objective, or one for both."""
-        own = ROOT / "configs" / f"{self.task}_{self.size}_{self.objective}.py"
-        return own if own.is_file() else ROOT / "configs" / f"{self.task}_{self.size}.py"
+        """Its config file."""
+        return ROOT / "configs" / f"{self.task}{'_scratch' if self.size == 'scratch' else ''}.py"
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
         """All that is set beyond the config file."""
-        return [*overrides, f"train.objective={self.objective}", f"grid.delay={self.delay}"]
+        return [*SIZES[self.size], *overrides, f"train.objective={self.objective}", f"grid.delay={self.delay}"]
 
     def config(self, overrides: Sequence[str]) -> Config:
         """As it trains."""

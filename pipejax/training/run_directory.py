@@ -38,8 +38,10 @@ from pipejax.training import run_log
 logger = logging.getLogger(__name__)
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
-# says where a run is computed: neither the data order nor the saved state depends on it. Copies of the log are copies.
+# says where a run is computed: neither the data order nor the saved state depends on it. A name is a label, and
+# copies of the log are copies.
 CHANGEABLE = (
+    "name",
     "train.steps",
     "train.shapes",  # those that a run began with are in its checkpoints
     "train.log_every",

@@ -14,10 +14,6 @@ from pipejax.config import Config
 CONFIG = Config(name="numbers")
 
 
-def quiet(line: str) -> None:
-    """A log that nobody reads."""
-
-
 def tree(value: float) -> dict[str, Any]:
     """The items of a step."""
     return {"params": {"a": jnp.full((64, 8), value), "b": {"c": jnp.arange(5.0) + value}}}

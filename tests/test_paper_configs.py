@@ -6,14 +6,15 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from test_published import CASES, lay
 
+from experiments.tables.cells import Cell
+from experiments.tables.paper import REPORTED
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, load
 from pipejax.data import PUBLISHED
@@ -21,18 +22,14 @@ from pipejax.data.builders import prepare
 from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
 from pipejax.training import loop, start
-from pipejax.training.recipes import paper
 from pipejax.training.step import Trainer
+from support import oracle
+from support.published_files import CASES, lay
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NAMES = [
-    f"{task}_{size}_{objective}"
-    for task, size, objective in itertools.product(
-        ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed"),
-        ("base", "large"),
-        ("pipelined", "sequential"),
-    )
-]
+TASKS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed")
+EXPERIMENTS = list(itertools.product(TASKS, ("base", "large"), ("pipelined", "sequential")))
+OF_T5_BASE = [experiment for experiment in EXPERIMENTS if "base" in experiment]
 # Table 1 of the paper, in thousands, to tell by what the steps are counted.
 TRAIN_THOUSANDS = {"msqa": 4.6, "kp20k": 509, "kptimes": 259, "wikihowqa": 129, "cnn_dailymail": 287, "pubmed": 120}
 MODEL = T5Config(vocab_size=384, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, num_decoder_layers=1)
@@ -51,27 +48,73 @@ def tiny(tmp_path_factory):
     return root
 
 
-def test_every_experiment_has_its_config():
-    assert set(NAMES) <= {path.stem for path in CONFIGS.glob("*.py")}
+def says(task: str) -> str:
+    """The docstring of a task's config."""
+    return ast.get_docstring(ast.parse((CONFIGS / f"{task}.py").read_text())) or ""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_the_paper_sets(name):
-    config, (size, objective) = load(CONFIGS / f"{name}.py"), name.split("_")[-2:]
-    task = name.removesuffix(f"_{size}_{objective}")
-    train = config.train
-    assert (config.name, config.data.task, train.objective) == (name, task, objective)
+def settings_of(task: str, size: str, objective: str) -> list[str]:
+    """What its docstring says to set for T5-Large and for the sequential baseline."""
+    lines = [line.strip() for line in says(task).splitlines() if line.strip().startswith("--set ")]
+    wanted = [line for line in lines if f"/t5-{size}" in line or line.endswith(f"={objective}")]
+    assert len(lines) == 2 and len(wanted) == (size == "large") + (objective == "sequential")
+    return [setting.strip() for line in wanted for setting in line.split("--set ")[1:]]
+
+
+def experiment(task: str, size: str, objective: str, settings: Iterable[str] = ()) -> Config:
+    return load(CONFIGS / f"{task}.py", [*settings_of(task, size, objective), *settings])
+
+
+@pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
+def test_what_the_paper_sets(task, size, objective):
+    config = experiment(task, size, objective)
+    train, published = config.train, PUBLISHED[task]
+    assert (config.name, config.data.task, train.objective) == (task, task, objective)
     assert (train.optimizer, train.learning_rate, train.batch_size, config.data.max_source) == ("adamw", 1e-4, 24, 2048)
     assert (config.grid.delay, config.mesh.fsdp) == (1, 2 if size == "large" else 1)
     assert train.init_from == f"checkpoints/t5-{size}" and config.model is None
     epochs = train.steps * train.batch_size / (1000 * TRAIN_THOUSANDS[task])
     assert 9.9 < epochs < 10.1 and train.steps // 10 == train.evaluate_every
-    if PUBLISHED[task].metric != "rouge":
+    if published.metric != "rouge":
         assert (config.grid.time_max, config.grid.sub_max) == (50, 20)
-    text = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
-    assert f"--config configs/{name}.py --workdir runs/{name}" in text
-    assert f"{train.steps:,} steps" in text and f"from-hf google-t5/t5-{size} {train.init_from}" in text
-    assert f"prepare {task} --manual-dir" in text and "The paper, " in text
+    # Where the data's statistics are counted under the bounds of the published set, they are those of training.
+    bounds = config.grid, config.data.max_target, config.data.separator, config.decode.max_length
+    assert bounds == (published.grid, published.max_target, published.separator, published.max_length)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_a_config_says_of_itself(task):
+    text, words = says(task), says(task).split()
+    assert f"--config configs/{task}.py --workdir runs/{Cell(task, 'base', 'pipelined').name}" in text
+    assert f"prepare {task} --manual-dir" in text and "from-hf google-t5/t5-base checkpoints/t5-base" in text
+    for size, objective in itertools.product(("base", "large"), ("pipelined", "sequential")):
+        reported = REPORTED[task, size, objective]
+        for scores in reported.scores.values():
+            pairs = [scores[:2], scores[2:]] if len(scores) == 4 else [scores]
+            assert all("/".join(map(str, pair)) in words for pair in pairs)
+        assert str(reported.examples_per_second) in words
+
+
+@pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
+def test_the_tables_train_what_the_config_says(task, size, objective):
+    assert Cell(task, size, objective).config([]) == experiment(task, size, objective)
+
+
+@pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
+def test_a_former_name_says_what_replaces_it(task, size, objective):
+    former = CONFIGS / f"{task}_{size}_{objective}.py"
+    with pytest.raises(UserError) as error:
+        load(former, [])
+    first, _, flags = str(error.value).partition("this experiment is now --config ")
+    file, *settings = flags.split(" --set ")
+    assert first == f"{former}: no such file; " and load(file, settings) == experiment(task, size, objective)
+
+
+def test_a_former_name_of_another_t5():
+    with pytest.raises(UserError, match=r"msqa\.py --set train\.init_from=checkpoints/flan-t5-base$"):
+        load(CONFIGS / "msqa_base_pipelined_flan_t5.py")
+    with pytest.raises(UserError, match="no such file; expected a config file"):
+        load(CONFIGS / "mine_base_pipelined.py")
 
 
 @pytest.mark.parametrize("size, devices", [("base", 1), ("large", 2)])
@@ -80,10 +123,10 @@ def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
     """By the arithmetic of `plan`, for the longest targets of those that share rows of slots, and of all."""
     packed = [p.max_target for p in PUBLISHED.values() if p.max_target <= 512]
     assert PUBLISHED[task].max_target == {"cnn_dailymail": max(packed), "pubmed": 1024}[task]
-    config = CONFIGS / f"{task}_{size}_pipelined.py"
     # Of 24 GB some belongs to the driver, and some is lost in pieces.
     flags = ["--model", size, "--devices", str(devices), "--memory", "20", "--json"]
-    command = [sys.executable, "-m", "pipejax", "plan", "--config", str(config), *flags]
+    flags += [flag for setting in settings_of(task, size, "pipelined") for flag in ("--set", setting)]
+    command = [sys.executable, "-m", "pipejax", "plan", "--config", str(CONFIGS / f"{task}.py"), *flags]
     done = subprocess.run(command, capture_output=True, check=True, cwd=CONFIGS.parent)
     assert json.loads(done.stdout)["fits"] is True
 
@@ -105,8 +148,8 @@ def trainers():
         yield known
 
 
-@pytest.mark.parametrize("name", [*NAMES, "msqa_base_pipelined_flan_t5"])
-def test_dry_run(name, tiny, trainers, tmp_path):
+@pytest.mark.parametrize("task, size, objective", [*OF_T5_BASE, ("msqa", "large", "pipelined")])
+def test_dry_run(task, size, objective, tiny, trainers, tmp_path):
     """Two steps and an evaluation, as `train.py` makes them, from a tiny checkpoint and on short texts."""
     settings = {
         "train.init_from": tiny / "checkpoint",
@@ -123,7 +166,7 @@ def test_dry_run(name, tiny, trainers, tmp_path):
     # Only so that all share their compiled steps.
     shared = ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")
     settings |= {f"train.{key}": 2 for key in shared} | {"train.weight_decay": 0.01, "train.pack": 3}
-    config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])
+    config = experiment(task, size, objective, [f"{key}={value}" for key, value in settings.items()])
     assert loop.fit(config, tmp_path / "run") == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["event"] == "train"]
@@ -162,17 +205,11 @@ def test_dry_run_of_the_pretraining(tiny, tmp_path):
 
 def test_what_docs_clusters_starts_comes_out_even():
     """Its recipes have eight GPUs, as this machine's eight devices."""
-    started = (CONFIGS.parent / "docs" / "clusters.md").read_text().split("configs/msqa_large_pipelined.py")[1:]
+    started = (CONFIGS.parent / "docs" / "clusters.md").read_text().split("configs/msqa.py")[1:]
     assert len(started) == 5 and all("train.accumulate=1" in text[:200] for text in started)
-    config = load(CONFIGS / "msqa_large_pipelined.py", ["train.accumulate=1"])
-    assert dict(Trainer(dataclasses.replace(config, model=MODEL)).mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1}
-
-
-def test_steps_are_ten_epochs():
-    config = paper("kptimes", size="large", objective="sequential", train_examples=2400)
-    assert (config.train.steps, config.train.evaluate_every, config.train.checkpoint_every) == (1000, 100, 100)
-    with pytest.raises(UserError, match="size: found 'small'; expected one of base, large"):
-        paper("kptimes", size="small", objective="sequential", train_examples=2400)
+    for size, data, fsdp in (("base", 8, 1), ("large", 4, 2)):
+        config = dataclasses.replace(experiment("msqa", size, "pipelined", ["train.accumulate=1"]), model=MODEL)
+        assert dict(Trainer(config).mesh.shape) == {"data": data, "fsdp": fsdp, "tensor": 1}
 
 
 def test_nothing_to_train_on(tiny, tmp_path):
@@ -180,5 +217,5 @@ def test_nothing_to_train_on(tiny, tmp_path):
     prepare(PUBLISHED["msqa"], manual_dir=str(lay(tmp_path / "manual", files)), data_dir=str(tmp_path / "data"))
     overrides = [f"train.init_from={tiny / 'checkpoint'}", f"data.data_dir={tmp_path / 'data'}"]
     with pytest.raises(UserError, match=r"data\.train: found nothing; expected the examples to train on"):
-        loop.fit(load(CONFIGS / "msqa_base_pipelined.py", overrides), tmp_path / "run")
+        loop.fit(load(CONFIGS / "msqa.py", overrides), tmp_path / "run")
     assert not (tmp_path / "run").exists()
