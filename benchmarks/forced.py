@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.decoding import Carry, Decoded, Part, Pipelined, Query, Sequential
+from pipejax.decoding import Carry, Decoded, Pipelined, Query, Sequential, Stretch
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.inference import programs, step_decoder
 from pipejax.inference.backends import Backend, SourceMemory
+from pipejax.model.precision import precision
 from pipejax.model.t5 import T5
 
 Array = jax.Array
@@ -110,13 +111,13 @@ class Decoder:
         sizes = programs.schedule(self.strategy, lengths.shape[0])
         return decoding.begin(self.strategy, self._decoder(weights, memory), self.strategy.start(lengths), sizes)
 
-    def _part(self, weights: step_decoder.Weights, memory: SourceMemory, carry: Carry, *, slots: int) -> Part:
+    def _part(self, weights: step_decoder.Weights, memory: SourceMemory, carry: Carry, *, slots: int) -> Stretch:
         sizes = programs.schedule(self.strategy, memory.mask.shape[0])
-        return decoding.decode(self.strategy, self._decoder(weights, memory), carry, schedule=sizes, slots=slots)
+        return decoding.decode(self.strategy, self._decoder(weights, memory), carry, sizes=sizes, slots=slots)
 
     def encode(self, source: np.ndarray, lengths: np.ndarray) -> SourceMemory:
         """The memory of padded sources i32 [B, L], once it is there."""
-        with programs.precision(self.model.dtype):
+        with precision(self.model.dtype):
             return jax.block_until_ready(self._encode(self.ready.encoding, source, lengths))
 
     def decode(self, memory: SourceMemory, rows: Sequence[Sequence[int]]) -> Decoded:
@@ -127,7 +128,7 @@ class Decoder:
         """
         lengths = np.asarray([self.strategy.wanted(r) for r in rows], np.int32)
         weights = self.ready.decoding
-        with programs.precision(self.model.dtype):
+        with precision(self.model.dtype):
             begun = self._begin(weights, memory, lengths)
             found = decoding.run(
                 lambda slots, carry: self._decode(weights, memory, carry or begun, slots=slots),

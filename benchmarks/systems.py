@@ -309,6 +309,6 @@ def save(path: str, value: Any) -> None:
 def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
     """Ours, on shared weights."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    backend = backends.best()
+    backend = backends.fastest()
     ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]

@@ -13,7 +13,7 @@ import numpy as np
 
 
 def visible(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any:
-    """Whether a query may see a key: its own and lower rows, up to its own time (paper section 3.2, eq. 4)."""
+    """Whether a query may see a key: its own and earlier rows, up to its own time (paper section 3.2, eq. 4)."""
     return (key_row <= query_row) & (key_time <= query_time)
 
 
@@ -25,6 +25,16 @@ def distance(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> An
 def start(row: Any, delay: int) -> Any:
     """The time of a row's bos (paper section 3.2: "the j-th token in the i-th subsequence")."""
     return row * delay
+
+
+def is_start(time: Any, delay: int) -> Any:
+    """Whether a row starts at that time."""
+    return time % delay == 0
+
+
+def next_start(time: Any, delay: int) -> Any:
+    """The first time from `time` on at which a row starts."""
+    return -(-time // delay) * delay
 
 
 class Flat(NamedTuple):

@@ -11,7 +11,7 @@ from transformers import T5ForConditionalGeneration
 
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.huggingface import write_hf
-from pipejax.decoding import TRUNCATIONS, Schedule, make
+from pipejax.decoding import TRUNCATIONS, Sizes, make
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
 from support import oracle
@@ -79,7 +79,7 @@ def until_eos(tokens):
 def test_beam_search_is_that_of_transformers(config, beams, penalty, max_length, batch, queries, slots, in_torch):
     decode = DecodeConfig(max_length=max_length, beams=beams, length_penalty=penalty)
     strategy = make("sequential", GridConfig(), decode, bos=0, eos=1)
-    program = compiled(config, strategy, Schedule.fit(strategy, batch, queries=queries, slots=slots))
+    program = compiled(config, strategy, Sizes.fit(strategy, batch, queries=queries, slots=slots))
     seen = Counter()
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, beams, batch, 5])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pipejax.config import T5Config
-from pipejax.decoding import TRUNCATIONS, Pipelined, Schedule, Sequential
+from pipejax.decoding import TRUNCATIONS, Pipelined, Sequential, Sizes
 from support import oracle
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
@@ -59,7 +59,7 @@ MODELS = 24  # random models a setting
 
 def small_steps(config, strategy, batch):
     """In sizes that these small grids run through."""
-    return compiled(config, strategy, Schedule.fit(strategy, batch, queries=(batch + 2,), slots=(9,)))
+    return compiled(config, strategy, Sizes.fit(strategy, batch, queries=(batch + 2,), slots=(9,)))
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_batches_change_no_score(run, tmp_path):
         results.append(json.loads(out.read_text()))
     assert all(results[0][key] == result[key] for result in results for key in ("em_f1", "pm_f1", "steps", "truncated"))
     assert [result["batch_size"] for result in results] == [1, 7]  # what was used
-    assert load(run).together(50) == CPU_BATCH
+    assert load(run).batch_size_for(50) == CPU_BATCH
     assert "seconds" not in results[1]["by_rows"][0]
 
 

@@ -28,7 +28,7 @@ import pipejax
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
-from pipejax.decoding import Decoded, Part
+from pipejax.decoding import Decoded, Stretch
 from pipejax.inference import programs, records, sources
 from pipejax.inference.generator import Generator, load
 from pipejax.system import cli, compile_cache
@@ -298,7 +298,7 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
         compiled.append(memory.mask.shape)
         none = jnp.zeros(len(memory.mask), jnp.int32)
         decoded = Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
-        return Part(over=none[0] == 0, decoded=decoded, carry=none)
+        return Stretch(over=none[0] == 0, decoded=decoded, carry=none)
 
     monkeypatch.setattr(programs, "decode_batch", nothing)
     generator = pipejax.load(str(checkpoints / "none"), overrides=["decode.max_length=99"])

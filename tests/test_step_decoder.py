@@ -10,8 +10,8 @@ import pytest
 
 from pipejax import grid
 from pipejax.config import T5Config
-from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Schedule, Sequential
-from pipejax.decoding.core import NOWHERE, Filled, Query, pack
+from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Sequential, Sizes
+from pipejax.decoding.core import NOWHERE, Filled, Query, gather
 from pipejax.inference import programs
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.model import t5
@@ -44,7 +44,7 @@ ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 )
 def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, batch, queries, slots):
     strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
-    model, sizes = t5.T5(CONFIG), Schedule.fit(strategy, batch, queries=queries, slots=slots)
+    model, sizes = t5.T5(CONFIG), Sizes.fit(strategy, batch, queries=queries, slots=slots)
     program = compiled(CONFIG, strategy, sizes)
     rng = np.random.default_rng(delay)
     for seed in range(4):
@@ -87,14 +87,14 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
     state, compared, calls, used = strategy.init(batch), 0, 0, 0
     width, queries = 6, 6 * batch
     cache, filled = decoder.cache(16, None), Filled(jnp.full((batch, 16), NOWHERE), jnp.full((batch, 16), NOWHERE))
-    packed_step = jax.jit(lambda query, filled, used: pack(query, filled, used, queries, width))
+    gathered = jax.jit(lambda query, filled, used: gather(query, filled, used, queries, width))
     ask = jax.jit(decoder.__call__)
     while not bool(strategy.done(state).all()):
         state, query = strategy.query(state)
         if used + width > filled.row.shape[1]:
             filled = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 16)), constant_values=NOWHERE), filled)
             cache = decoder.cache(filled.row.shape[1], cache)
-        step, number, filled = packed_step(query, filled, used)
+        step, number, filled = gathered(query, filled, used)
         logits, cache = ask(step, cache)
         used, calls = used + int(query.live.sum(axis=1).max()), calls + 1
         assert query.live.any()
@@ -124,11 +124,11 @@ def test_pack_puts_each_live_query_in_one_place():
         jnp.pad(jnp.asarray([[0, 2], [0, 1], [1, NOWHERE]]), ((0, 0), (0, 8)), constant_values=NOWHERE),
         jnp.full((3, 10), 6),
     )
-    step, number, filled = pack(query, before, jnp.int32(4), 5, 3)
+    step, number, filled = gather(query, before, jnp.int32(4), 5, 3)
     assert step.tokens[:4].tolist() == [10, 12, 13, 19]
     assert [number[0, 0], number[0, 2], number[0, 3], number[2, 1]] == [0, 1, 2, 3]
-    assert step.places.tolist() == [[0, 1, 2], [5, 5, 5], [3, 5, 5]]
-    assert step.home.tolist() == [0, 1, 2, 6, 9]
+    assert step.query_at_place.tolist() == [[0, 1, 2], [5, 5, 5], [3, 5, 5]]
+    assert step.place_of_query.tolist() == [0, 1, 2, 6, 9]
     assert filled.row.tolist() == [
         [0, 2, NOWHERE, NOWHERE, 0, 2, 3] + [NOWHERE] * 3,
         [0, 1] + [NOWHERE] * 8,
@@ -157,7 +157,7 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
     )
     nothing = [NOWHERE] * 4
     before = Filled(jnp.asarray([[1, 0, 0, *nothing, 9]] * 2), jnp.asarray([[1, 0, 1, *nothing, 9]] * 2))
-    step, _, filled = pack(query, before, jnp.int32(4), 4, 2)
+    step, _, filled = gather(query, before, jnp.int32(4), 4, 2)
     assert filled.row[0].tolist() == [1, 0, 0, NOWHERE, 0, 2, NOWHERE, 9]
     assert step.mask[0].astype(int).tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 0, 0]]
     assert step.distance[0, :, [0, 1, 2, 4, 5]].T.tolist() == [[1, 2, 1, 0, 0]] * 2
@@ -166,12 +166,12 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
 def test_schedule_holds_every_decode():
     strategy = Pipelined(delay=2, time_max=9, sub_max=20)
     assert (strategy.rows, strategy.slots) == (5, 9 + 7 + 5 + 3 + 1)
-    sizes = Schedule.fit(strategy, 3, queries=(4, 8, 40), slots=(3, 12, 64))
+    sizes = Sizes.fit(strategy, 3, queries=(4, 8, 40), slots=(3, 12, 64))
     assert sizes.queries == (4, 8, 15)
     assert sizes.slots == (12, 25 + 5)
-    assert Schedule.fit(Sequential(max_length=7), 1, queries=(4, 8), slots=(128,)) == Schedule((1,), (8,))
+    assert Sizes.fit(Sequential(max_length=7), 1, queries=(4, 8), slots=(128,)) == Sizes((1,), (8,))
     assert (Beam(7, 4).rows, Beam(7, 4).slots) == (4, 1 + 6 * 4)
-    assert Schedule.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 30)
+    assert Sizes.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 30)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -182,7 +182,7 @@ def test_schedule_holds_every_decode():
 def test_no_step_copies_the_cache(strategy, batch, number):
     """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
-    sizes = Schedule.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78))
+    sizes = Sizes.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78))
     ready = jax.eval_shape(lambda k: programs.prepare(model, t5.init_params(CONFIG, k)), jax.random.key(0))
     source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     memory = jax.eval_shape(partial(programs.encode_batch, model), ready.encoding, source, length)

@@ -28,7 +28,7 @@ from pipejax.data import core, demo
 from pipejax.data.core import Example, Part, TrainingBatches, encode, pack_size, prefetch
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
-from pipejax.training import compare, loop, monitoring
+from pipejax.training import compare, examiner, loop
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
 from support.tiny import MODEL, change, metrics, untimed
@@ -256,14 +256,14 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
     encoded = [encode(e, tokenizer, wide, MODEL) for e in examples]
     rows = [[len(tokenizer.encode(row)) for row in e.targets] for e in examples]
     steps = max(grid.pipelined_steps(x, delay=2, sub_max=300, time_max=5000) for x in rows)
-    bounds = monitoring.bounded(wide, encoded).grid
+    bounds = examiner.bounded(wide, encoded).grid
     assert 1.5 * steps <= bounds.time_max < 2 * steps + 8 and bounds.sub_max == 1.5 * (max(map(len, rows)) + 1) // 1 + 8
-    assert monitoring.bounded(CONFIG, encoded) == CONFIG  # never wider than asked for
+    assert examiner.bounded(CONFIG, encoded) == CONFIG  # never wider than asked for
     cut = change(wide, data={"max_target": 4})  # says nothing about the answers' lengths
-    assert monitoring.bounded(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
+    assert examiner.bounded(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
     joined = change(wide, train={"objective": "sequential"}, decode={"max_length": 512})
     longest = max(len(tokenizer.encode(" ; ".join(e.targets))) + 1 for e in examples)
-    bound = monitoring.bounded(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
+    bound = examiner.bounded(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
     assert bound == longest + longest // 2 + 8
 
 
@@ -354,7 +354,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipejax.training.monitoring.evaluate", killed)
+        patch.setattr("pipejax.training.examiner.evaluate", killed)
         with pytest.raises(KeyboardInterrupt):
             fit(change(CONFIG, train={"steps": 3}), tmp_path)
     fit(change(CONFIG, train={"steps": 3}), tmp_path)
@@ -363,7 +363,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, tmp_path, monkeypatch, at):
-    config, decode = change(CONFIG, decode={"batch_size": 4}), monitoring.evaluate
+    config, decode = change(CONFIG, decode={"batch_size": 4}), examiner.evaluate
     evaluations = []
 
     def signalled(*args, tick, **kwargs):
@@ -378,7 +378,7 @@ def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, t
         return decode(*args, tick=ask, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(monitoring, "evaluate", signalled)
+        patch.setattr(examiner, "evaluate", signalled)
         assert fit(config, tmp_path) == 128 + signal.SIGTERM
     assert evaluations[-1] == 4  # of eight examples
     lines = metrics(tmp_path)
@@ -406,7 +406,7 @@ def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, 
         tick(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(monitoring, "evaluate", signalled)
+        patch.setattr(examiner, "evaluate", signalled)
         assert fit(config, tmp_path) == 128 + signal.SIGTERM
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Store, "save", killed)

@@ -9,6 +9,15 @@ A run directory, of which a converted checkpoint is one at step 0:
     metrics.jsonl          the log
 
 `python -m pipejax checkpoint verify DIR` checks every step of one.
+
+Who judges a step: `store.Store.restore` and `verify`, in this order,
+
+    manifest.check            the seal of the manifest, and its form
+    trouble.reading           whether what cannot be read is damaged, or only cannot be read just now
+    manifest.check_template   whether it holds the arrays that are wanted
+    fingerprint.difference    the content of every array against the manifest
+
+and `Store.newest` passes over what is damaged, or sets it aside.
 """
 
 from pipejax.checkpoint.arrays import check_place

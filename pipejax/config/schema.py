@@ -5,8 +5,8 @@ import dataclasses
 from pipejax.system.errors import UserError
 from pipejax.system.fields import check_fields, setting
 
-STRATEGIES = ("pipelined", "sequential")
-OBJECTIVES = (*STRATEGIES, "none")
+STRATEGIES = ("pipelined", "sequential")  # of decoding; beam search is sequential with decode.beams > 1
+OBJECTIVES = ("pipelined", "sequential", "none")
 STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
 SCHEDULES = ("constant", "linear", "cosine")

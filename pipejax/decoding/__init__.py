@@ -7,11 +7,11 @@ from pipejax.decoding.core import (
     Carry,
     Decoded,
     Model,
-    Part,
     Query,
-    Schedule,
+    Sizes,
     Step,
     Strategy,
+    Stretch,
     begin,
     decode,
     run,
@@ -27,13 +27,13 @@ __all__ = [
     "Carry",
     "Decoded",
     "Model",
-    "Part",
     "Pipelined",
     "Query",
-    "Schedule",
     "Sequential",
+    "Sizes",
     "Step",
     "Strategy",
+    "Stretch",
     "begin",
     "check",
     "decode",
@@ -58,9 +58,11 @@ def make(name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: in
             bos=bos,
             eos=eos,
         )
-    if decode.beams == 1:
+    if name == "sequential" and decode.beams == 1:
         return Sequential(max_length=decode.max_length, bos=bos, eos=eos)
-    return Beam(decode.max_length, decode.beams, decode.length_penalty, bos=bos, eos=eos)
+    if name == "sequential":
+        return Beam(decode.max_length, decode.beams, decode.length_penalty, bos=bos, eos=eos)
+    raise AssertionError(f"no strategy is made for {name}")
 
 
 def check(name: str, decode: DecodeConfig) -> None:

@@ -1,11 +1,11 @@
 """The decoding loop and the interface of a strategy.
 
 A strategy is a frozen dataclass of plain numbers (static under jit). It says which tokens a step feeds, at which
-places of the grid they stand, and what it takes from the logits; the loop packs them, keeps the coordinates of all that
-was fed, asks the model, and hands the answers back. Nothing here knows the T5.
+places of the grid they stand, and what it takes from the logits; the loop gathers the live ones, keeps the
+coordinates of all that was fed, asks the model, and hands the answers back. Nothing here knows the T5.
 
 The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
-see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Schedule`). A
+see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Sizes`). A
 program holds one `while_loop` a number of queries, each running as long as the decode fits it: a `switch` inside one
 loop would copy the cache. When the cache is full the program ends, and the next one goes on with a larger cache.
 
@@ -29,7 +29,7 @@ Array = jax.Array
 Cache = TypeVar("Cache")
 
 TRUNCATIONS = (None, "time_max", "sub_max", "max_length")  # what the codes in Decoded.truncated stand for
-NOWHERE = 2**30  # the row of a slot that holds nothing: above every query, hence visible to none
+NOWHERE = 2**30  # the row of an empty slot and of a filler query: later than every real row, so none sees it
 
 
 @flax.struct.dataclass
@@ -45,11 +45,14 @@ class Query:
 
 @flax.struct.dataclass
 class Step:
-    """What the model is asked: N queries, packed. `places` and `home` are None if B = 1, where N = Q."""
+    """What the model is asked: N live queries, gathered; the last may be fillers, which stand for no query.
+
+    With one example N = Q, and the two index arrays are None.
+    """
 
     tokens: Array  # i32 [N]
-    places: Array | None  # i32 [B, Q], number of the query at each place of an example; N: none stands there
-    home: Array | None  # i32 [N], place of each query, counted through [B * Q]; B * Q: it is a filler
+    query_at_place: Array | None  # i32 [B, Q], index among the N of the query at each place of an example; N: none
+    place_of_query: Array | None  # i32 [N], index of each query's place among all B * Q; B * Q: it is a filler
     mask: Array  # bool [B, Q, C], True: the query sees that slot, its own included
     distance: Array  # i32 [B, Q, C]
     start: Array  # i32 scalar: keys of place q go to slot start + q
@@ -61,7 +64,7 @@ class Decoded:
 
     tokens: Array  # i32 [B, R, W], R rows, W their longest; meaningless beyond `lengths`
     lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
-    steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4)
+    steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
 
 
@@ -106,7 +109,7 @@ class Model(Protocol[Cache]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Sizes:
     """The static sizes that a decode goes through."""
 
     queries: tuple[int, ...]  # N, ascending; the last holds every step
@@ -115,7 +118,7 @@ class Schedule:
     @classmethod
     def fit(
         cls, strategy: Strategy, batch: int, *, queries: tuple[int, ...] = (), slots: tuple[int, ...] = ()
-    ) -> "Schedule":
+    ) -> "Sizes":
         """The sizes that hold every decode of that strategy.
 
         Args:
@@ -143,50 +146,49 @@ class Carry:
 
     state: Any
     query: Query  # of the next step
-    size: Array  # i32 scalar, index into Schedule.queries that it needs
+    size: Array  # i32 scalar, index into `Sizes.queries`, the least that holds it
     used: Array  # i32 scalar, slots that are taken, by any example
-    calls: Array  # i32 scalar, of the decoder
     filled: Filled
     cache: Any
 
 
 @flax.struct.dataclass
-class Part:
-    """A decode so far."""
+class Stretch:
+    """What a decode came to before its cache was full."""
 
     over: Array  # bool scalar, every example is done; else the cache is full
     decoded: Decoded  # the result, if it is over
     carry: Carry
 
 
-def run(part: Callable[[int, Carry | None], Part], schedule: Schedule) -> Part:
-    """Decodes part by part until every example is done (paper, Algorithm 1).
+def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:
+    """Decodes with growing caches until every example is done (paper, Algorithm 1).
 
-    The parts are programs of their own: a decode that stays short never compiles what a longer one would need.
+    Each cache size is a program of its own: a decode that stays short never compiles what a longer one would need.
 
     Args:
-      part: `decode`, compiled, of that many slots and what the part before left; asked for the sizes in turn.
-      schedule: the sizes; results do not depend on them.
+      decode_stretch: `decode`, compiled: takes the number of slots and what the stretch before it left.
+      sizes: of the caches, in turn; results do not depend on them.
     """
     carry: Carry | None = None
-    for slots in schedule.slots:
-        found = part(slots, carry)
+    for slots in sizes.slots:
+        found = decode_stretch(slots, carry)
         if np.all(found.over):
             break
         carry = found.carry
     return found
 
 
-def begin(strategy: Strategy, model: Model[Cache], state: Any, schedule: Schedule) -> Carry:
+def begin(strategy: Strategy, model: Model[Cache], state: Any, sizes: Sizes) -> Carry:
     """What the first step needs, from `strategy.init(batch)`, with no slot yet."""
     zero, none = jnp.int32(0), jnp.zeros((strategy.done(state).shape[0], 0), jnp.int32)
-    return _opened(strategy, schedule, state, zero, zero, Filled(none, none), model.cache(0, None))
+    return _open_step(strategy, sizes, state, zero, Filled(none, none), model.cache(0, None))
 
 
-def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, schedule: Schedule, slots: int) -> Part:
+def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, sizes: Sizes, slots: int) -> Stretch:
     """Goes on until every example is done, or a cache of that many slots is full; traced."""
-    widths = [min(n, strategy.rows) for n in schedule.queries]
-    limits = jnp.asarray([slots - w for w in widths], jnp.int32)
+    widths = [min(n, strategy.rows) for n in sizes.queries]
+    limits = jnp.asarray([slots - w for w in widths], jnp.int32)  # a step writes `width` slots, its fillers included
     more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
     filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
     carry = dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
@@ -198,13 +200,13 @@ def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, schedule: S
         return going(carry) & (carry.size == size)
 
     def step(size: int, carry: Carry) -> Carry:
-        queries = schedule.queries[size]
-        asked, number_of, filled = pack(carry.query, carry.filled, carry.used, queries, widths[size])
+        queries = sizes.queries[size]
+        asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
         logits, cache = model(asked, carry.cache)
         answers = jax.tree.map(lambda x: x[jnp.minimum(number_of, queries - 1)], strategy.choose(logits))
         used = carry.used + carry.query.live.sum(axis=1).max()
         state = strategy.advance(carry.state, answers)
-        return _opened(strategy, schedule, state, used, carry.calls + 1, filled, cache)
+        return _open_step(strategy, sizes, state, used, filled, cache)
 
     def sweep(carry: Carry) -> Carry:
         for i in range(len(widths)):
@@ -212,16 +214,14 @@ def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, schedule: S
         return carry
 
     carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)
-    return Part(strategy.done(carry.state).all(), strategy.result(carry.state), carry)
+    return Stretch(strategy.done(carry.state).all(), strategy.result(carry.state), carry)
 
 
-def _opened(
-    strategy: Strategy, schedule: Schedule, state: Any, used: Array, calls: Array, filled: Filled, cache: Any
-) -> Carry:
+def _open_step(strategy: Strategy, sizes: Sizes, state: Any, used: Array, filled: Filled, cache: Any) -> Carry:
     state, query = strategy.query(state)
     total = query.live.sum()
-    size = sum((total > n).astype(jnp.int32) for n in schedule.queries[:-1]) + jnp.int32(0)
-    return Carry(state, query, size, used, calls, filled, cache)
+    size = sum((total > n).astype(jnp.int32) for n in sizes.queries[:-1]) + jnp.int32(0)
+    return Carry(state, query, size, used, filled, cache)
 
 
 def first_argmax(logits: Array) -> Array:
@@ -232,7 +232,7 @@ def first_argmax(logits: Array) -> Array:
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
 
 
-def pack(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
+def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
     """Gathers the live queries of a batch into N = `queries`, at most Q = `width` an example.
 
     Returns:
@@ -255,6 +255,7 @@ def pack(query: Query, filled: Filled, start: Array, queries: int, width: int) -
     )
     here = row[:, :, None], time[:, :, None], filled.row[:, None], filled.time[:, None]
     if query.lineage is None:
+        # Fillers stand at NOWHERE as well, and would see the empty slots.
         mask, distance = grid.visible(*here) & (filled.row < NOWHERE)[:, None], grid.distance(*here)
     else:  # whatever rows it runs through, a line is as long as it took
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
@@ -266,9 +267,9 @@ def pack(query: Query, filled: Filled, start: Array, queries: int, width: int) -
 
     before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # live queries of earlier examples
     number = before + place  # [B, S], of a live query among all
-    places = at_places(number, queries)
+    query_at_place = at_places(number, queries)
     numbers = jnp.arange(queries)
     example = (before[:, 0] <= numbers[:, None]).sum(axis=1) - 1
-    home = jnp.where(numbers < live.sum(), example * width + numbers - before[:, 0][example], batch * width)
-    packed = jnp.append(tokens.reshape(-1), 0)[home]
-    return Step(packed, places, home, mask, distance, start), number, filled
+    place_of_query = jnp.where(numbers < live.sum(), example * width + numbers - before[:, 0][example], batch * width)
+    gathered = jnp.append(tokens.reshape(-1), 0)[place_of_query]
+    return Step(gathered, query_at_place, place_of_query, mask, distance, start), number, filled

@@ -18,7 +18,7 @@ class State:
     time: Array  # i32 scalar
     tokens: Array  # i32 [B, S, T + 1], generated ones by row and absolute time
     last: Array  # i32 [B, S], the newest token of each row
-    started: Array  # i32 [B], rows that have started (k of Algorithm 1)
+    started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
     end: Array  # i32 [B, S], time at which a row's eos was generated, else NEVER
     retired: Array  # bool [B, S], that eos was fed
     empty_seen: Array  # bool [B], some row ended at once
@@ -71,11 +71,11 @@ class Pipelined:
     def query(self, state: State) -> tuple[State, Query]:
         """Starts a row where one is due (lines 5-7), then asks for every open row at once (line 8).
 
-        The eos of a row is fed once, since higher rows may see it: together with the next query of such a row, at the
-        place where it was generated. Nobody notices if that query comes later.
+        The eos of a row is fed once, since later rows may see it: together with the next query of a later row, the
+        first that can see it, and at the place where it was generated.
         """
         rows = jnp.arange(self.rows)
-        due = (state.time % self.delay == 0) & (state.started < self.rows) & ~state.done
+        due = grid.is_start(state.time, self.delay) & (state.started < self.rows) & ~state.done
         if not self.literal:
             due &= ~state.empty_seen
         started = state.started + due
@@ -108,7 +108,7 @@ class Pipelined:
             over &= empty_seen | (state.started == self.sub_max)
         done = state.done | over
         idle = ~self._open(state.started, end, done).any() & ~done.all()
-        now = jnp.where(idle, jnp.minimum(-(-time // self.delay) * self.delay, self.time_max), time)
+        now = jnp.where(idle, jnp.minimum(grid.next_start(time, self.delay), self.time_max), time)
         return State(
             time=now,
             tokens=state.tokens.at[:, :, time].set(jnp.where(open_before, next_tokens, 0)),

@@ -71,7 +71,7 @@ class Backend(Protocol):
 
 
 @flax.struct.dataclass
-class Rows:
+class XlaMatrix:
     """A matrix for XLA's product."""
 
     rows: Array  # [O, I]
@@ -101,7 +101,7 @@ class Rows:
 
 
 @flax.struct.dataclass
-class Panels:
+class KernelMatrix:
     """A float32 matrix for our own kernel."""
 
     panels: Array  # f32 [O / 16, I, 16]
@@ -125,7 +125,7 @@ class Panels:
 
 
 @flax.struct.dataclass
-class PlainMemory:
+class XlaMemory:
     """A memory for XLA's products."""
 
     keys: tuple[Array, ...]  # a layer each [B, H, K, L]
@@ -139,7 +139,7 @@ class PlainMemory:
 
 
 @flax.struct.dataclass
-class PanelMemory:
+class KernelMemory:
     """A float32 memory for our own kernel."""
 
     keys: tuple[Array, ...]  # f32, a layer each [B, H, L / 16, K, 16]
@@ -157,11 +157,11 @@ class Xla:
 
     def matrix(self, rows: Array) -> Matrix:
         """See `Backend`."""
-        return Rows(rows)
+        return XlaMatrix(rows)
 
     def memory(self, memory: Memory) -> SourceMemory:
         """See `Backend`."""
-        return PlainMemory(memory.keys, memory.values, memory.mask)
+        return XlaMemory(memory.keys, memory.values, memory.mask)
 
 
 class OwnKernel:
@@ -170,7 +170,7 @@ class OwnKernel:
     def matrix(self, rows: Array) -> Matrix:
         """See `Backend`."""
         fits = rows.dtype == jnp.float32 and rows.shape[0] % kernels.LANES == 0
-        return Panels(kernels.panels(rows)) if fits else Rows(rows)
+        return KernelMatrix(kernels.panels(rows)) if fits else XlaMatrix(rows)
 
     def memory(self, memory: Memory) -> SourceMemory:
         """See `Backend`."""
@@ -179,13 +179,13 @@ class OwnKernel:
             return XLA.memory(memory)
         keys = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.keys)
         values = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.values)
-        return PanelMemory(keys, values, memory.mask)
+        return KernelMemory(keys, values, memory.mask)
 
 
 XLA, OWN_KERNEL = Xla(), OwnKernel()
 
 
-def best() -> Backend:
+def fastest() -> Backend:
     """Our own kernel if this machine can have it, XLA otherwise."""
     return OWN_KERNEL if kernels.use() else XLA
 

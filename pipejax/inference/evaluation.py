@@ -176,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--split {flags.split}: found no examples in it; expected some")
     strategy = flags.strategy or generator.default_strategy
     progress = Progress("evaluating", len(examples), unit="example")
-    size = generator.together(min(flags.batch_size, len(examples)))
+    size = generator.batch_size_for(min(flags.batch_size, len(examples)))
     result, records = evaluate(generator, examples, strategy=strategy, batch_size=size, tick=progress.add)
     progress.close()
     found = {

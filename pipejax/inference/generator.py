@@ -21,6 +21,7 @@ from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
+from pipejax.model.precision import compute_dtype
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
@@ -49,7 +50,10 @@ WINDOW = 16  # batches that are read ahead and sorted by length
 
 
 class Generator:
-    """Parameters, tokenizer and settings, ready to decode."""
+    """Parameters, tokenizer and settings, ready to decode.
+
+    For everybody: `decode`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class Generator:
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
-        dtype = programs.compute_dtype(config.decode.dtype)
+        dtype = compute_dtype(config.decode.dtype)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
@@ -104,8 +108,8 @@ class Generator:
         Programs of other lengths are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48,
         64, 96, ... Returns what it took.
         """
-        chosen, report = self.strategy(strategy or self.default_strategy), Report()
-        for size in map(self.together, batch_sizes):
+        chosen, report = self.make_strategy(strategy or self.default_strategy), Report()
+        for size in map(self.batch_size_for, batch_sizes):
             for length in (min(length, self.config.data.max_source) for length in lengths):
                 self.programs.warm_up(chosen, batch_size=size, length=length, report=report)
         return report
@@ -138,10 +142,10 @@ class Generator:
         Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
         """
         name = strategy or self.default_strategy
-        chosen = self.strategy(name)
+        chosen = self.make_strategy(name)
         devices, wanted = self.programs.devices, batch_size
-        batch_size = self.together(wanted)
-        window *= -(-wanted // batch_size)
+        batch_size = self.batch_size_for(wanted)
+        window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
         waiting, spread = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
             spread = spread or min(len(devices), -(-len(chunk) // batch_size))
@@ -163,12 +167,12 @@ class Generator:
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
 
-    def together(self, wanted: int) -> int:
+    def batch_size_for(self, wanted: int) -> int:
         """How many sources a device decodes at a time when so many are wanted: on a CPU a few at most."""
         on_cpu = self.programs.devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
-    def strategy(self, name: str) -> Strategy:
+    def make_strategy(self, name: str) -> Strategy:
         """The strategy of that name with this config's settings."""
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         return decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos)
@@ -218,16 +222,18 @@ class Generator:
         else:
             lengths = [len(self.tokenizer.encode(row)) for row in texts(record)]
             delay = self.config.grid.delay
-            report.other_steps += grid.pipelined_steps(lengths, delay=delay, sub_max=config_lib.GRID, time_max=2**30)
+            report.other_steps += grid.pipelined_steps(
+                lengths, delay=delay, sub_max=config_lib.GRID, time_max=config_lib.GRID**2
+            )  # no bounds
 
 
 def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> Generator:
     """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
 
-    Compiled programs are kept as the commands keep them (`program_cache`).
+    Compiled programs are kept as the commands keep them (`pipejax.system.compile_cache`).
 
     Args:
-      path: what `pipejax.convert.huggingface from-hf` or `train.py` wrote.
+      path: what `pipejax convert from-hf` or `pipejax train` wrote.
       best: take the best evaluated step.
       overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
 
@@ -247,7 +253,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.best())
+    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.fastest())
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 

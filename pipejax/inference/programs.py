@@ -3,7 +3,6 @@
 Shapes: B batch, L source length (a bucket), E devices.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,35 +19,21 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.core import bucket, pad
-from pipejax.decoding import Carry, Decoded, Part, Schedule, Strategy
+from pipejax.decoding import Carry, Decoded, Sizes, Strategy, Stretch
 from pipejax.inference import step_decoder
 from pipejax.inference.backends import XLA, Backend, SourceMemory
 from pipejax.inference.report import Report
 from pipejax.model import lora
+from pipejax.model.precision import precision
 from pipejax.model.t5 import T5, Memory, cast_params
 
 logger = logging.getLogger(__name__)
 
 QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
 SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
-# More at a time take longer on a CPU: weights are read once for these as well, and what grows is what a batch wastes,
-# on the widest of its answers in attention and on the longest in steps.
+# Larger batches are slower on a CPU. Eight already share the reading of the weights, while attention is computed for
+# the example with the most live rows, and all steps for the one with the longest answer.
 CPU_BATCH = 8
-
-
-def compute_dtype(name: str) -> jnp.dtype:
-    """The dtype of that name; "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
-def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
-    """Around the tracing of a model of that dtype: float32 means float32, of whatever is multiplied.
-
-    By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.
-    """
-    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
 def devices() -> list[jax.Device]:
@@ -110,14 +95,14 @@ def _rest(params: Any, *, model: T5, backend: Backend) -> tuple[Any, step_decode
     return {"shared": params["shared"], "encoder": params["encoder"]}, weights
 
 
-def schedule(strategy: Strategy, batch: int, platform: str = "") -> Schedule:
+def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
     """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
     if (platform or jax.default_backend()) == "cpu":
-        return Schedule.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
-    return Schedule.fit(strategy, batch, slots=SLOTS[1:])
+        return Sizes.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
+    return Sizes.fit(strategy, batch, slots=SLOTS[1:])
 
 
 def memory_length(length: int) -> int:
@@ -158,13 +143,13 @@ def decode_batch(
     memory: SourceMemory,
     carry: Carry | None,
     *,
-    sizes: Schedule,
+    sizes: Sizes,
     slots: int,
-) -> Part:
-    """A part of `decoding.run` for an encoded batch, the first if carry is None; all but arrays is static under jit."""
+) -> Stretch:
+    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static."""
     decoder = step_decoder.StepDecoder(model.config, weights, memory, model.dtype)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(memory.mask.shape[0]), sizes)
-    return decoding.decode(strategy, decoder, carry, schedule=sizes, slots=slots)
+    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots)
 
 
 class Programs:
@@ -224,11 +209,11 @@ class Programs:
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
 
-        def part(slots: int, carry: Carry | None) -> Part:
-            found: Part = self._run(strategy, slots, (ready.decoding, memory, carry), shape, report)
+        def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
+            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry), shape, report)
             return found
 
-        decoded: Decoded = jax.device_get(decoding.run(part, sizes).decoded)
+        decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
 

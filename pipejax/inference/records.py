@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
 from pipejax.inference.generator import WINDOW, Generator, Record
-from pipejax.inference.programs import compute_dtype
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
+from pipejax.model.precision import compute_dtype
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
 from pipejax.system.files import sync, sync_output, write_text

@@ -170,14 +170,14 @@ class StepDecoder:
     def _at_places(self, x: Array, step: Step) -> Array:
         """[M I, N] -> [B, M H, K, Q]: the queries of each example side by side."""
         heads = x.reshape(-1, self.config.d_kv, x.shape[1])
-        if step.places is None:
+        if step.query_at_place is None:
             return heads[None]
-        found = jnp.take(heads, step.places, axis=2, mode="clip")  # fillers get any query
+        found = jnp.take(heads, step.query_at_place, axis=2, mode="clip")  # fillers get any query
         return jnp.moveaxis(found, 2, 0)
 
     def _gathered(self, found: Array, step: Step) -> Array:
         """[B, H, K, Q] -> [I, N]."""
-        if step.home is None:
+        if step.place_of_query is None:
             return found.reshape(-1, found.shape[3])
         columns = found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
-        return jnp.take(columns, step.home, axis=1, mode="clip")
+        return jnp.take(columns, step.place_of_query, axis=1, mode="clip")

@@ -21,7 +21,8 @@ from pipejax.model import sharding
 from pipejax.system import distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-from pipejax.training.monitoring import Clock, Examiner, Trace, Window
+from pipejax.training.examiner import Examiner
+from pipejax.training.monitoring import Clock, Trace, Window
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.start import Start, begin
 from pipejax.training.stop import Stop
@@ -39,8 +40,8 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
       profile: traces that many steps, from the third of this call on, into WORKDIR/profile.
 
     Returns:
-      0; 1 if the last checkpoint could not be written; or 128 + the signal that stopped it, between two steps or in an
-      evaluation, after a checkpoint.
+      0; 1 if the last checkpoint or the best could not be written; or 128 + the signal that stopped it, between two
+      steps or in an evaluation, after a checkpoint.
 
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
@@ -62,6 +63,7 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
             start = begin(config, directory, store, examples.fingerprint)
             if start.step:
                 store.retire(start.step)
+            # An evaluation may be due by the new intervals or have been due by the old ones.
             owed = len(examples.dev) > 0 and any(
                 _owes(directory, start.step, c) for c in (start.trainer.config, start.before) if c
             )
@@ -75,9 +77,9 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
                     run.evaluate()
                 while not run.is_over():
                     run.make_step()
-                    # The log before the checkpoint: whoever goes on from that does not write this line again.
+                    # The log before the checkpoint: a run that resumes there must not log this step twice.
                     run.log_if_due()
-                    # The evaluation, too: who is killed in it repeats it. One that is stopped is made up for on resume.
+                    # The evaluation, too: a run that is killed in it repeats it; one that is stopped makes up for it.
                     run.evaluate_if_due()
                     run.save_if_due()
                     run.show_progress()
@@ -169,14 +171,14 @@ class Run:
         self.trace.before(self.step + 1)
         self.state, metrics = program(self.state, arrays, self.trainer.dropout_key(self.step + 1))
         self.step += 1
-        if self.step == self.saved + 1:  # the save went on beside this one step: a crash costs one interval at most
+        if self.step == self.saved + 1:  # the save ran beside this one step; now it ends, so a crash costs one interval
             jax.block_until_ready(metrics)
             with self.clock("checkpoint"):
                 self.store.settle()
         self.trace.after(self.step, metrics)
         self.window.add(self.step, batch, metrics)
         if self._evaluation_is_due() or self._save_is_due():
-            jax.block_until_ready(metrics)  # what is waited for here is the step's time
+            jax.block_until_ready(metrics)  # so that the step's time is not booked as that of an evaluation or a save
 
     def log_if_due(self) -> None:
         """A line of metrics.jsonl for the steps since the last one.
@@ -261,7 +263,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends what goes on beside the steps; after an error the save under way, too, and all that shows."""
+        """Ends the work beside the steps; after an error also the save under way, the bar and the trackers."""
         if error is None:
             self.exchange.close()
         else:

@@ -19,8 +19,8 @@ from pipejax import grid
 from pipejax.config import Config, T5Config
 from pipejax.data.core import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
-from pipejax.inference.programs import compute_dtype, precision
 from pipejax.model import lora, sharding
+from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -28,8 +28,8 @@ from pipejax.training import losses
 from pipejax.training.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
 
 Array = jax.Array
-Batch = dict[str, Array]
-Shapes = Mapping[str, tuple[int, ...]]  # of a batch's arrays
+Arrays = dict[str, Array]  # of a batch, by name
+ArrayShapes = Mapping[str, tuple[int, ...]]  # of a batch's arrays
 SOURCES = ("source", "source_length")  # arrays of a batch with a row for each example; the others have G rows
 
 
@@ -41,7 +41,7 @@ class TrainState:
     optimizer: optax.OptState
 
 
-def batch_loss(model: T5, params: Any, batch: Batch, dropout: Array | None) -> tuple[Array, Array]:
+def batch_loss(model: T5, params: Any, batch: Arrays, dropout: Array | None) -> tuple[Array, Array]:
     """Summed loss and target tokens of a batch of flat slots (paper section 3.3); without a key no dropout."""
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -74,7 +74,7 @@ def batch_loss(model: T5, params: Any, batch: Batch, dropout: Array | None) -> t
     )
 
 
-def take_apart(batch: Batch, parts: int) -> Batch:
+def take_apart(batch: Arrays, parts: int) -> Arrays:
     """[A, B / A, ...] and [A, G / A, ...]: every A-th row of slots, with its sources, makes a part.
 
     Every A-th, not the next G / A: so each device already holds its share of every part.
@@ -93,14 +93,14 @@ def train_step(
     model: T5,
     optimizer: optax.GradientTransformation,
     state: TrainState,
-    batch: Batch,
+    batch: Arrays,
     key: Array,
     *,
     accumulate: int = 1,
     clip_norm: float = 1.0,
     is_trained: Callable[[str], bool] = lambda path: True,
     place: Callable[[Any], Any] = lambda params: params,
-    rate: optax.Schedule = lambda count: 0.0,
+    rate: optax.Sizes = lambda count: 0.0,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update with the mean loss over the real target tokens of the global batch.
 
@@ -111,7 +111,7 @@ def train_step(
     """
     trained, fixed = split(state.params, is_trained)
 
-    def summed(trained: Any, part: Batch, key: Array) -> tuple[Array, Array]:
+    def summed(trained: Any, part: Arrays, key: Array) -> tuple[Array, Array]:
         return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
@@ -119,7 +119,7 @@ def train_step(
         (total, count), gradient = gradient_of(trained, batch, key)
     else:
 
-        def add(sums: Any, numbered: tuple[Array, Batch]) -> tuple[Any, None]:
+        def add(sums: Any, numbered: tuple[Array, Arrays]) -> tuple[Any, None]:
             number, part = numbered
             own = gradient_of(trained, part, jax.random.fold_in(key, number))
             return jax.tree.map(jnp.add, sums, own), None
@@ -222,11 +222,11 @@ class Trainer:
         )
         return {"params": placed.params, "state": placed.optimizer}
 
-    def step(self, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, dict[str, Array]]:
+    def step(self, state: TrainState, batch: Arrays, key: Array) -> tuple[TrainState, dict[str, Array]]:
         """Makes one update with a placed batch; the given state is used up."""
         return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
-    def program(self, batch: Shapes) -> Any:
+    def program(self, batch: ArrayShapes) -> Any:
         """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
         key = _key(batch)
         known = self._programs.get(key)
@@ -236,7 +236,7 @@ class Trainer:
             known.set_result(self._compile(batch))
         return known.result()
 
-    def is_ready(self, batch: Shapes) -> bool:
+    def is_ready(self, batch: ArrayShapes) -> bool:
         """Whether `program` would give it at once."""
         known = self._programs.get(_key(batch))
         return known is not None and known.done() and not known.cancelled() and not known.exception()
@@ -252,14 +252,14 @@ class Trainer:
         """Begins no other program; for one that is being compiled no command waits."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
-    def _compile_ahead(self, batch: Shapes) -> Any:
+    def _compile_ahead(self, batch: ArrayShapes) -> Any:
         with cli.unneeded():
             return self._compile(batch)
 
-    def _compile(self, batch: Shapes) -> Any:
+    def _compile(self, batch: ArrayShapes) -> Any:
         return self.lower(batch).compile()
 
-    def lower(self, batch: Shapes) -> Any:
+    def lower(self, batch: ArrayShapes) -> Any:
         """The step for such batches, as JAX hands it to the compiler."""
         arrays = {
             name: jax.ShapeDtypeStruct(
@@ -288,7 +288,7 @@ class Trainer:
         return jax.random.fold_in(self.key, step)
 
 
-def _key(batch: Shapes) -> tuple[Any, ...]:
+def _key(batch: ArrayShapes) -> tuple[Any, ...]:
     return batch["source"], batch["inputs"]
 
 

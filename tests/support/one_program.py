@@ -8,14 +8,14 @@ import jax
 
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.decoding import Decoded, Schedule, Strategy
+from pipejax.decoding import Decoded, Sizes, Strategy
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import decode_batch, encode_batch, prepare, schedule
 from pipejax.model.t5 import T5
 
 
 def compiled(
-    config: T5Config, strategy: Strategy, sizes: Schedule | None = None, *, backend: Backend = XLA
+    config: T5Config, strategy: Strategy, sizes: Sizes | None = None, *, backend: Backend = XLA
 ) -> Callable[..., Decoded]:
     """From parameters, source i32 [B, L] and length i32 [B] to what is decoded."""
     model = T5(config)

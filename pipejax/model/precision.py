@@ -1,0 +1,22 @@
+"""The dtype of a computation, and what float32 means in it."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def compute_dtype(name: str) -> jnp.dtype:
+    """The dtype of that name; "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Around the tracing of a model of that dtype: float32 means float32, of whatever is multiplied.
+
+    By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.
+    """
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()

@@ -1,0 +1,150 @@
+"""The dev split of a run: its loss, its scores as decoded, the best parameters, and when patience ends."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pipejax.checkpoint import Best
+from pipejax.checkpoint.fingerprint import digest, fingerprints
+from pipejax.config import Config
+from pipejax.data.core import Encoded, Example, encode, fixed_batches, pack_size
+from pipejax.data.shapes import Shapes
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference.evaluation import evaluate
+from pipejax.inference.generator import Generator, texts
+from pipejax.metrics import HEADLINES
+from pipejax.system import distributed
+from pipejax.system.progress import Progress
+from pipejax.training.monitoring import few
+from pipejax.training.run_directory import RunDirectory
+from pipejax.training.run_log import score_of
+
+Array = jax.Array
+SAMPLES = 3  # documents whose predictions each evaluation shows
+
+
+def bounded(config: Config, encoded: Sequence[Encoded]) -> Config:
+    """The config with bounds of decoding that are no wider than these targets, and half as much again, call for.
+
+    A model that has not learned to stop fills whatever it may, and its first evaluation would take minutes. What a
+    `data.max_target` has cut tells no bound.
+    """
+    if not encoded or any(e.target_was_cut for e in encoded):
+        return config
+
+    def bound(most: int, needed: int) -> int:
+        return min(most, needed + needed // 2 + 8)
+
+    steps, rows = (max(int(getattr(e.target, axis).max()) + 1 for e in encoded) for axis in ("time", "row"))
+    grid = dataclasses.replace(
+        config.grid, time_max=bound(config.grid.time_max, steps), sub_max=bound(config.grid.sub_max, rows)
+    )
+    decode = dataclasses.replace(config.decode, max_length=bound(config.decode.max_length, steps))
+    return dataclasses.replace(config, grid=grid, decode=decode)
+
+
+class _Stopped(Exception):
+    """Ends a decode between two batches."""
+
+
+class Examiner:
+    """Scores the dev split and keeps the best parameters apart."""
+
+    def __init__(
+        self,
+        config: Config,
+        loss: Callable[[Any, dict[str, np.ndarray]], tuple[Array, Array]],
+        shapes: Shapes,
+        dev: Any,
+        tokenizer: Tokenizer,
+        directory: RunDirectory,
+        write: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Encodes the dev examples once; `loss` gives the summed loss and the token count of a batch."""
+        self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
+        most = config.train.evaluate_examples
+        self.examples: list[Example] = list(dev[:most] if most else dev)
+        assert config.model is not None
+        self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
+        self.generator: Generator | None = None
+        self.best = Best(directory.path / "best", config) if self.examples else None
+        self.highest, self.without_better = [-np.inf, -np.inf], 0
+        for line in directory.logged("evaluation"):
+            self._count(score_of(line))
+        self.highest, self.without_better = distributed.same([self.highest, self.without_better])
+        # No more at once than a training step has: what fits there fits here.
+        part = config.train.batch_size // config.train.accumulate
+        self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
+
+    @property
+    def lost_patience(self) -> bool:
+        """Whether `train.patience` evaluations in a row were no better than the best."""
+        return 0 < self.config.train.patience <= self.without_better
+
+    def evaluate(self, step: int, params: Any, progress: Progress, stopped: Callable[[], bool]) -> bool:
+        """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
+
+        `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
+        behind. The line in the log comes last: who is killed before it evaluates again, so no best step is missed.
+
+        Returns:
+          whether the evaluation came to its end.
+        """
+        if stopped():
+            return False
+        if self.generator is None:
+            self.generator = Generator(bounded(self.config, self.encoded), params, self.tokenizer)
+        else:
+            self.generator.programs.set_params(params)
+
+        def tick(count: int) -> None:
+            if stopped():
+                raise _Stopped
+
+        try:
+            size = self.config.decode.batch_size
+            values, records = evaluate(self.generator, self.examples, batch_size=size, tick=tick)
+        except _Stopped:
+            return False
+        finally:
+            self.generator.programs.forget_params()  # training needs the room
+        loss = self._dev_loss(params, stopped)
+        if loss is None:
+            return False
+        headline = HEADLINES[values["metric"]]
+        progress.line(
+            f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
+        )
+        samples: list[dict[str, Any]] = [
+            {"id": example.id, "gold": list(example.targets), "predicted": texts(record)}
+            for example, record in zip(self.examples[:SAMPLES], records, strict=False)
+        ]
+        for sample in samples:
+            gold, predicted = (few(sample[key]) or "(nothing)" for key in ("gold", "predicted"))
+            progress.line(f"  {sample['id']}: {predicted[:200]}  (expected: {gold[:200]})")
+        score = tuple(distributed.same([values[headline], -loss]))
+        if self.best is not None:
+            self.best.offer(step, score, params)
+        params_fp = digest(fingerprints(params))
+        line = {"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp}
+        used = self.generator.config
+        bounds = {"time_max": used.grid.time_max, "sub_max": used.grid.sub_max, "max_length": used.decode.max_length}
+        self.write(line | {"bounds": bounds, "samples": samples})
+        self._count(score)
+        return True
+
+    def _count(self, score: Sequence[float]) -> None:
+        better = [*score] > self.highest
+        self.highest, self.without_better = ([*score], 0) if better else (self.highest, self.without_better + 1)
+
+    def _dev_loss(self, params: Any, stopped: Callable[[], bool]) -> float | None:
+        sums = []
+        for batch in fixed_batches(self.encoded, self.parts, self.shapes):
+            if stopped():
+                return None
+            sums.append(jax.device_get(self.loss(params, batch.arrays)))
+        totals, counts = np.asarray(sums, np.float64).T
+        return float(totals.sum() / max(counts.sum(), 1))
