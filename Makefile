@@ -12,7 +12,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo test check package venv venv-bench venv-programs venv-run clean
+.PHONY: help demo test test-all check docs docs-run package venv venv-bench venv-docs venv-programs venv-run clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
@@ -20,7 +20,10 @@ help:  ## this list
 demo: venv-run  ## train a small model on the CPU and decode with it
 	@$(RUN) -m experiments.demo $(ARGS)
 
-test: venv  ## the test suite, on two cores; make test ARGS="-k grid" for a part of it
+test: venv  ## the quick tests, on two cores; make test ARGS="-k grid" for a part of them
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+
+test-all: venv  ## the whole suite, on two cores
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: venv  ## lint, format and types: ruff, mypy and shellcheck
@@ -32,11 +35,21 @@ check: venv  ## lint, format and types: ruff, mypy and shellcheck
 package:  ## build the wheel, install it alone into an environment of its own, and decode with it
 	@tools/package.sh "$(PYTHON)"
 
+docs: venv-docs  ## the site, into docs/_build/html; a warning is an error
+	@$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+docs-run: venv-docs  ## run the shell blocks of README.md and docs/, in minutes; make docs-run ARGS=decoding for a page
+	@$(RUN) docs/blocks.py $(ARGS)
+
 venv: venv-run  ## only .venv, with what the tests need
 	@tools/venv.sh requirements-test.txt "$(PYTHON)"
 
 venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTranslate2; and matplotlib
 	@tools/venv.sh requirements-bench.txt "$(PYTHON)"
+
+venv-docs: venv-run  ## what builds the site, into .venv: Sphinx
+	@tools/venv.sh requirements-docs.txt "$(PYTHON)"
 
 venv-programs: venv-run  ## the compilers for GPUs and TPUs that benchmarks.programs asks, beside .venv's packages
 	@tools/venv.sh requirements-programs.txt "$(PYTHON)"

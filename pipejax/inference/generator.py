@@ -89,7 +89,7 @@ class Generator:
         """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
         Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position, unless one is
-        given. See the README.
+        given. docs/decoding.md says what each field holds.
 
         Raises:
           UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.

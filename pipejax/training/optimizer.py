@@ -18,7 +18,7 @@ with extra("train", "training"):
 FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # how the paths of parameters begin that are not trained
 
 
-def learning_rate(config: TrainConfig) -> optax.Sizes:
+def learning_rate(config: TrainConfig) -> optax.Schedule:
     """Linear warm-up to `learning_rate`, then constant, or down to 0 at `steps` in a line or half a cosine."""
     warmup, peak = max(config.warmup_steps, 1), config.learning_rate
     rest = max(config.steps - warmup, 1)
@@ -51,7 +51,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(optax.identity(), update)  # clipping was first here once: so its states are read still
 
 
-def _decay(rate: optax.Sizes, decay: float, decays: Callable[[Any], Any]) -> optax.GradientTransformation:
+def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Any], Any]) -> optax.GradientTransformation:
     """Adds -rate x decay x parameter to finished updates, where `decays` says so."""
 
     def update(updates: Any, state: optax.ScaleByScheduleState, params: Any) -> tuple[Any, Any]:

@@ -103,7 +103,7 @@ def train_step(
     clip_norm: float = 1.0,
     is_trained: Callable[[str], bool] = lambda path: True,
     place: Callable[[Any], Any] = lambda params: params,
-    rate: optax.Sizes = lambda count: 0.0,
+    rate: optax.Schedule = lambda count: 0.0,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update with the mean loss over the real target tokens of the global batch.
 
