@@ -15,6 +15,14 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 
 COLOURS = ("#0b6e4f", "#6bbf8f", "#4a4e69", "#c9762c", "#e8b04b", "#9a8c98")
+NAMES = {
+    "pipejax-pipelined": "pipelined",
+    "pipejax-sequential": "sequential",
+    "hf": "Hugging Face",
+    "ct2-fp32": "CTranslate2",
+    "ct2-int8": "CTranslate2 int8",
+}
+PANELS = 2  # beside each other
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,38 +50,49 @@ def title(found: dict[str, Any]) -> str:
     return f"T5-{size}, batch {batch}, {about.get('threads')} threads of {about.get('processor')}"
 
 
+def in_words(pattern: str) -> str:
+    """A pattern of rows and tokens as a heading: "8x14u" is "8 rows of 14 tokens, one half as long again"."""
+    rows, _, tokens = pattern.removesuffix("u").partition("x")
+    return f"{rows} rows of {tokens} tokens" + (", one half as long again" if pattern.endswith("u") else "")
+
+
 def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
     """One panel a pattern, each with its own scale: seconds of an answer, and how many times the fastest they are."""
     import matplotlib
 
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "pipejax"  # the same results give the same file
     from matplotlib import pyplot
 
     patterns = list(dict.fromkeys(r["pattern"] for r in results))
-    figure, axes = pyplot.subplots(1, len(patterns), figsize=(3.6 * len(patterns) + 1.2, 3.4), squeeze=False)
-    names = list(dict.fromkeys(r["system"] for r in results))
-    for panel, pattern in zip(axes[0], patterns, strict=True):
+    systems = list(dict.fromkeys(r["system"] for r in results))
+    columns = min(PANELS, len(patterns))
+    shape = -(-len(patterns) // columns), columns
+    size = 4.2 * shape[1] + 0.9, (0.3 * len(systems) + 0.75) * shape[0] + 0.5
+    figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False)
+    places = np.arange(len(systems))[::-1]
+    for panel in axes.flat[len(patterns) :]:
+        panel.set_axis_off()
+    for panel, pattern in zip(axes.flat, patterns, strict=False):
         mine = {r["system"]: r for r in results if r["pattern"] == pattern}
-        own = mine[names[0]]["decode_s"]
-        places = np.arange(len(names))[::-1]
-        for place, name, colour in zip(places, names, COLOURS * 2, strict=False):
-            r = mine[name]
-            panel.barh(place, r["encode_s"], color="#d9d9d9", height=0.7)
-            panel.barh(place, r["decode_s"], left=r["encode_s"], color=colour, height=0.7)
-            label = f" {r['decode_s']:.2f} s, {r['steps']} steps" + (
-                f", {r['decode_s'] / own:.1f}x" if name != names[0] else ""
-            )
-            panel.text(r["encode_s"] + r["decode_s"], place, label, va="center", fontsize=8)
-        panel.set_yticks(places, names if panel is axes[0][0] else [""] * len(names), fontsize=9)
-        panel.set_xlim(0, 1.55 * max(r["encode_s"] + r["decode_s"] for r in mine.values()))
-        panel.set_title(pattern, fontsize=10)
-        panel.set_xlabel("seconds (grey: encoder)", fontsize=8)
+        own = mine[systems[0]]["decode_s"]
+        for place, name, colour in zip(places, systems, COLOURS * 2, strict=False):
+            encode, decode, steps = (mine[name][key] for key in ("encode_s", "decode_s", "steps"))
+            panel.barh(place, encode, color="#d9d9d9", height=0.7)
+            panel.barh(place, decode, left=encode, color=colour, height=0.7)
+            times = f", {decode / own:.1f}x" if name != systems[0] else ""
+            panel.text(encode + decode, place, f" {decode:.2f} s, {steps} steps{times}", va="center", fontsize=8)
+        first = panel in axes[:, 0]
+        panel.set_yticks(places, [NAMES.get(name, name) if first else "" for name in systems], fontsize=9)
+        panel.set_xlim(0, 1.6 * max(r["encode_s"] + r["decode_s"] for r in mine.values()))
+        panel.set_title(in_words(pattern), fontsize=9, loc="left")
         panel.tick_params(axis="x", labelsize=8)
+        panel.tick_params(axis="y", length=0)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    figure.suptitle(heading, fontsize=9)
+    figure.suptitle(f"{heading}\nseconds; grey: encoder; figures: decoding alone", fontsize=9)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
 """All commands behind one name: `pipejax COMMAND ...`, or `python -m pipejax COMMAND ...`."""
 
+# PYTHON_ARGCOMPLETE_OK: argcomplete looks for this word here
+
+import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from pipejax.system import cli
 from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
 
 # What each does, and the module whose `main` it is; that is imported only when it is asked for.
 COMMANDS = {
@@ -28,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: there is none of that name.
     """
+    if cli.COMPLETING in os.environ:
+        argv = [command_to_complete()]
     name = argv[0] if argv else "--help"
     if name in ("--help", "-h"):
         print(usage())
@@ -43,9 +50,25 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
+def command_to_complete() -> str:
+    """The command on the line that a shell wants completed; its own parser answers for what follows it.
+
+    While the command itself is being typed, the shell gets the names that fit, and the process ends.
+    """
+    with extra("completion", "completion"):
+        import argcomplete
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+    if len(words) == 2:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("command", choices=COMMANDS)
+        argcomplete.autocomplete(parser)
+    os.environ[cli.COMPLETING] = "2"  # words that come before the flags
+    return words[1]
+
+
 def usage() -> str:
     """The list of commands."""
-    lines = ["usage: pipejax COMMAND ...   (pipejax COMMAND --help says more of each)", ""]
+    lines = ["usage: pipejax COMMAND ...   (not installed: python -m pipejax COMMAND; --help behind it says more)", ""]
     return "\n".join([*lines, *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items())])
 
 

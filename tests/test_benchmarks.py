@@ -130,3 +130,14 @@ def test_bytes_of_a_step_are_those_of_its_arguments(params):
     matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.rows.nbytes
     source = 2 * 2 * 64 * 32 * 4  # keys and values, two layers, 64 tokens, 2 heads of 16
     assert systems.step_bytes(config, source=64, slots=0, itemsize=4) == matrices + source
+
+
+def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
+    assert plot.in_words("8x14") == "8 rows of 14 tokens"
+    assert plot.in_words("8x14u") == "8 rows of 14 tokens, one half as long again"
+    times = {"batch": 1, "encode_s": 0.5, "decode_s": 1.0, "steps": 7}
+    results = [times | {"pattern": p, "system": s} for p in ("3x4", "2x5", "2x5u") for s in ("pipejax-pipelined", "hf")]
+    (tmp_path / "found.json").write_text(json.dumps({"results": results, "machine": {}}))
+    for name in ("a.svg", "b.svg"):
+        assert plot.main([str(tmp_path / "found.json"), "--output", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

@@ -238,7 +238,7 @@ def test_what_a_lost_run_left_is_kept_aside(tmp_path, said):
 @pytest.mark.parametrize("key, value, library", [("tensorboard", True, "tensorboardX"), ("wandb", "ours", "wandb")])
 def test_an_absent_library_is_one_line(tmp_path, monkeypatch, key, value, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(UserError, match=rf"train\.{key}: found no {library}; expected it installed"):
+    with pytest.raises(UserError, match=rf"train\.{key}: found no {library}; expected what the extra pipejax\[{key}\]"):
         fit(change(CONFIG, train={key: value}), tmp_path / "run")
 
 

@@ -553,7 +553,7 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="found the splits train; expected one of them"):
         list(records.read_records(tmp_path / "set"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="without the package datasets: pip install datasets"):
+    with pytest.raises(UserError, match=r"found no datasets; expected what the extra pipejax\[datasets\] installs"):
         list(records.read_records(tmp_path / "set" / "train"))
 
     class Saved:  # with `with_format("numpy")`

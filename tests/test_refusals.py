@@ -177,7 +177,7 @@ def decode_flags(**changes):
         (decode_flags(checkpoint="{checkpoints}/empty"), ["{checkpoints}/empty: found no checkpoints/"]),
         (decode_flags(checkpoint="{checkpoints}/other"), ["{checkpoints}/other: found no checkpoints/"]),
         (decode_flags(checkpoint="{checkpoints}/hollow"), ["{checkpoints}/hollow/checkpoints: found no good step"]),
-        (decode_flags(checkpoint="{checkpoints}/hf"), ["{checkpoints}/hf", "python -m pipejax convert from-hf"]),
+        (decode_flags(checkpoint="{checkpoints}/hf"), ["{checkpoints}/hf", "pipejax convert from-hf"]),
         (["--best", *decode_flags()], ["{checkpoints}/good: found no best/"]),
         (decode_flags(checkpoint="{checkpoints}/bare"), ["in.jsonl:1: found text", "no tokenizer", "source_ids"]),
     ],

@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import graphlib
 import importlib.metadata
 import re
@@ -10,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from pipejax import config
 
@@ -19,7 +21,7 @@ SOURCES = sorted(
         *ROOT.glob("*.py"),
         *(
             path
-            for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests")
+            for folder in ("pipejax", "benchmarks", "configs", "experiments", "tests", "tools")
             for path in (ROOT / folder).rglob("*.py")
         ),
     ]
@@ -66,7 +68,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("convert.*", "data.tokenizer", "data.demo"),
     "huggingface_hub": ("convert.*", "data.tokenizer", "data.demo"),
     "tensorflow_datasets": ("data.*",),
-    "grain": ("data.*",),
+    "grain": ("data.*", "training.command"),
     "nltk": ("metrics.*",),
     "rouge_score": ("metrics.rouge",),
     "tensorflow": (),
@@ -235,7 +237,11 @@ def test_configs_load() -> None:
         assert isinstance(config.load(path), config.Config)
 
 
-# Requirements.
+# Requirements: pyproject.toml names the libraries and what each is at least; requirements*.txt lock exact versions.
+
+REQUIREMENTS = sorted(path.name for path in ROOT.glob("requirements*.txt"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MARKER = r'(; python_version (?:<|>=) "3\.\d+")?'
 
 
 def normalised(name: str) -> str:
@@ -248,29 +254,82 @@ def lines_of(file: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def required() -> set[str]:
-    return {normalised(re.split("[=;]", line)[0]) for line in lines_of("requirements.txt")}
+def pins(file: str) -> dict[tuple[str, str], str]:
+    """The versions that a file itself writes, by library and marker."""
+    found = (re.fullmatch(rf"([\w.-]+)==([\w.]+){MARKER}", line) for line in lines_of(file))
+    return {(normalised(pin[1]), pin[3] or ""): pin[2] for pin in found if pin}
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in ROOT.glob("requirements*.txt")))
+def wanted(*extras: str) -> dict[str, Requirement]:
+    """What pyproject.toml asks for, by library: for the core, and for these extras with those that they include."""
+    lines, waiting = list(PROJECT["dependencies"]), list(extras)
+    while waiting:
+        lines += PROJECT["optional-dependencies"][waiting.pop()]
+        waiting += [inner for line in lines for inner in re.findall(r"^pipejax\[(\w+)\]$", line)]
+        lines = [line for line in lines if not line.startswith("pipejax[")]
+    return {normalised(requirement.name): requirement for requirement in map(Requirement, lines)}
+
+
+@pytest.mark.parametrize("file", REQUIREMENTS)
 def test_requirements_are_pinned(file: str) -> None:
-    pinned = r'[\w.-]+==[\w.]+(; python_version (<|>=) "3\.\d+")?'
-    for line in lines_of(file):
-        included = file != "requirements.txt" and re.fullmatch(r"-r requirements\.txt|jax\[\w+\]", line)
-        assert included or re.fullmatch(pinned, line), line
+    """A line is an exact version, the one file that is included, or a variant of the JAX that is pinned there."""
+    others = len(lines_of(file)) - len(pins(file))
+    included = [line for line in lines_of(file) if line.startswith("-r ")]
+    variants = [line for line in lines_of(file) if re.fullmatch(r"jax\[\w+\]", line)]
+    assert others == len(included) + len(variants) and len(included) <= 1
+    assert all(line.removeprefix("-r ") in REQUIREMENTS for line in included)
+
+
+def test_each_version_is_written_once() -> None:
+    written = [pin for file in REQUIREMENTS for pin in pins(file)]
+    assert sorted(set(written)) == sorted(written)
+
+
+def test_the_compilers_are_those_of_the_jax_that_is_pinned() -> None:
+    jax = {marker: version for (name, marker), version in pins("requirements.txt").items() if name == "jax"}
+    programs = pins("requirements-programs.txt")
+    for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt"):
+        assert {marker: version for (found, marker), version in programs.items() if found == name} == jax
 
 
 def test_project_and_requirements_agree() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {normalised(re.split("[<>=]", line)[0]) for line in project["dependencies"]} == required()
+    assert set(wanted("train", "metrics", "data")) == {name for name, _ in pins("requirements.txt")}
+    every = wanted(*PROJECT["optional-dependencies"])
+    locked = [(name, version) for file in REQUIREMENTS for (name, _), version in pins(file).items()]
+    for name, version in locked:
+        assert name not in every or every[name].specifier.contains(version), f"{name}=={version}"
 
 
-def test_every_import_is_required() -> None:
-    """A library that arrives only because another one wants it can leave the same way."""
-    scripts = [*(ROOT / "pipejax").rglob("*.py"), *ROOT.glob("*.py"), *(ROOT / "experiments").glob("demo.py")]
-    distributions = importlib.metadata.packages_distributions()
-    for path in scripts:
-        names = {name.partition(".")[0] for name in imported(ast.parse(path.read_text()))}
-        for name in names - {"pipejax", "experiments", "benchmarks"} - sys.stdlib_module_names:
-            candidates = {normalised(distribution) for distribution in distributions.get(name, [name])}
-            assert candidates & required(), f"{path.relative_to(ROOT)} imports {name}"
+def test_the_demo_needs_no_more_than_requirements() -> None:
+    required = {name for name, _ in pins("requirements.txt")}
+    for path in [*ROOT.glob("*.py"), ROOT / "experiments" / "demo.py"]:
+        for name, candidates in libraries(ast.parse(path.read_text())).items():
+            assert candidates & required, f"{path.relative_to(ROOT)} imports {name}"
+
+
+DISTRIBUTIONS = functools.cache(importlib.metadata.packages_distributions)  # by package; it takes a second
+
+
+def libraries(tree: ast.AST) -> dict[str, set[str]]:
+    """The packages of others that are imported, and for each the libraries that may have brought it."""
+    distributions = DISTRIBUTIONS()
+    names = {name.partition(".")[0] for name in imported(tree)} - {"pipejax", "experiments"} - sys.stdlib_module_names
+    return {name: {normalised(library) for library in distributions.get(name, [name])} for name in names}
+
+
+@pytest.mark.parametrize("module", sorted(TREES))
+def test_what_the_core_lacks_is_imported_from_its_extra(module: str) -> None:
+    """That is, inside `with extra(NAME, ...)`: where it is absent people read its name, not a traceback.
+
+    A library that arrives only because another one wants it counts as absent: it can leave the same way.
+    """
+    tree = ast.parse(ast.unparse(TREES[module]))
+    for node in ast.walk(tree):
+        call = node.items[0].context_expr if isinstance(node, ast.With) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "extra":
+            if isinstance(call.args[0], ast.Constant):
+                for name, candidates in libraries(node).items():
+                    assert candidates & set(wanted(str(call.args[0].value))), f"{name} is not in the extra"
+            node.body = [ast.Pass()]  # type: ignore[attr-defined]
+    for name, candidates in libraries(tree).items():
+        assert candidates & set(wanted()), f"{name} is not required by the core"

@@ -8,7 +8,7 @@ A run directory, of which a converted checkpoint is one at step 0:
     best/STEP/             params and manifest of the best evaluation
     metrics.jsonl          the log
 
-`python -m pipejax checkpoint verify DIR` checks every step of one.
+`pipejax checkpoint verify DIR` checks every step of one.
 
 Who judges a step: `store.Store.restore` and `verify`, in this order,
 

@@ -1,6 +1,6 @@
 """Checks every step of a run directory, and the tokenizer, against what its manifest says; changes nothing.
 
-    python -m pipejax checkpoint verify DIR [--json]
+    pipejax checkpoint verify DIR [--json]
 
 Exit codes: 0 all steps are good; 1 at least one is damaged, cannot be read now, or has another tokenizer than it was
 saved with; 2 DIR is no run directory.
@@ -18,7 +18,7 @@ from pipejax.system.errors import UserError
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = cli.Parser(prog="python -m pipejax checkpoint", description=__doc__)
+    parser = cli.Parser(prog="pipejax checkpoint", description=__doc__)
     parser.add_argument("action", choices=["verify"])
     parser.add_argument("directory", metavar="DIR", help="a run directory or a converted checkpoint")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")

@@ -24,23 +24,23 @@ PLACES = 2**24  # of a grid at the most: beyond that no device holds what decodi
 class T5Config:
     """The architecture of a T5 (names as in Hugging Face's config.json where one exists)."""
 
-    vocab_size: int = setting(least=2, most=2**24)
-    d_model: int = setting(least=1, most=2**16)
-    d_kv: int = setting(least=1, most=2**12)
-    d_ff: int = setting(least=1, most=2**18)
-    num_heads: int = setting(least=1, most=2**10)
-    num_layers: int = setting(least=1, most=2**10)
-    num_decoder_layers: int = setting(least=1, most=2**10)
-    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)
-    relative_attention_max_distance: int = setting(128, least=4)
-    dropout_rate: float = setting(0.1, least=0.0, below=1.0)
-    layer_norm_epsilon: float = setting(1e-6, above=0.0)
-    feed_forward: str = setting("relu", choices=FEED_FORWARDS)
+    vocab_size: int = setting(least=2, most=2**24)  # rows of the embedding table
+    d_model: int = setting(least=1, most=2**16)  # width of the model
+    d_kv: int = setting(least=1, most=2**12)  # width of an attention head
+    d_ff: int = setting(least=1, most=2**18)  # inner width of the feed-forward layers
+    num_heads: int = setting(least=1, most=2**10)  # attention heads
+    num_layers: int = setting(least=1, most=2**10)  # layers of the encoder
+    num_decoder_layers: int = setting(least=1, most=2**10)  # layers of the decoder
+    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)  # of distances, each with a bias of its own
+    relative_attention_max_distance: int = setting(128, least=4)  # farther tokens share the last bucket
+    dropout_rate: float = setting(0.1, least=0.0, below=1.0)  # kept for Hugging Face; training goes by train.dropout
+    layer_norm_epsilon: float = setting(1e-6, above=0.0)  # added to the mean square under the root
+    feed_forward: str = setting("relu", choices=FEED_FORWARDS)  # "gated-gelu": v1.1, Flan and mT5
     tied_head: bool = setting(True)  # the head is the embedding table (v1.0); False: lm_head/kernel (v1.1, mT5)
     scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
-    pad_token_id: int = setting(0, least=0)
-    eos_token_id: int = setting(1, least=0)
-    decoder_start_token_id: int = setting(0, least=0)
+    pad_token_id: int = setting(0, least=0)  # fills up batches
+    eos_token_id: int = setting(1, least=0)  # ends sources and rows
+    decoder_start_token_id: int = setting(0, least=0)  # bos: what every row begins with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +57,16 @@ class GridConfig:
 class DataConfig:
     """Where examples come from, and how long they may be (in tokens)."""
 
-    task: str = setting("jsonl")
-    train: str = setting("")  # paths of the tasks `jsonl` and `csv`; "" = none
-    dev: str = setting("")
-    test: str = setting("")
+    task: str = setting("jsonl")  # "jsonl" and "csv" are files of your own
+    train: str = setting("")  # paths of the tasks `jsonl` and `csv`; "": none
+    dev: str = setting("")  # for evaluations in training
+    test: str = setting("")  # for `pipejax evaluate`
     source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
     targets: str = setting("targets")  # `jsonl`, `csv`: the field that holds the rows
     rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
     delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
     metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
-    data_dir: str = setting("")  # where `python -m pipejax data prepare` wrote; "" = TFDS's own directory
+    data_dir: str = setting("")  # where `pipejax data prepare` wrote; "" = TFDS's own directory
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
     max_source: int = setting(2048, least=2, most=2**20)  # longer sources are cut here, eos kept
     max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)
@@ -78,38 +78,34 @@ class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
     objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
-    steps: int = setting(1000, least=1)
-    batch_size: int = setting(24, least=1, most=2**20)
+    steps: int = setting(1000, least=1)  # updates
+    batch_size: int = setting(24, least=1, most=2**20)  # examples of an update
     accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
-    pack: int = setting(0, least=0)  # examples whose targets share a row of slots, against padding; 0: see data.core
-    length_group: int = setting(
-        16, least=1, most=2**16
-    )  # batches drawn together and parted by length, against padding; 1: none
-    remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: nothing, all but dots, layers
-    shapes: int = setting(22, least=1)  # padded shapes of batches, at the most but for rare lengths: each compiles once
-    optimizer: str = setting("adamw", choices=OPTIMIZERS)
+    pack: int = setting(0, least=0)  # examples whose targets share a row of slots; 0: up to four, by the batch size
+    length_group: int = setting(16, least=1, most=2**16)  # batches drawn together and sorted by length; 1: each alone
+    remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: all but products, or layers
+    shapes: int = setting(22, least=1)  # padded shapes of batches, at the most but for rare lengths; each compiles once
+    optimizer: str = setting("adamw", choices=OPTIMIZERS)  # "adafactor" needs less memory
     freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
-    lora_rank: int = setting(
-        0, least=0, most=2**16
-    )  # of low-rank factors, which alone are trained; 0: none, all is trained
-    learning_rate: float = setting(1e-4, above=0.0)
+    lora_rank: int = setting(0, least=0, most=2**16)  # of the factors that are trained instead of the weights; 0: none
+    learning_rate: float = setting(1e-4, above=0.0)  # after the warm-up
     schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
-    warmup_steps: int = setting(100, least=0)
-    weight_decay: float = setting(0.0, least=0.0)
-    beta1: float = setting(0.9, least=0.0, below=1.0)  # beta1, beta2 and epsilon are AdamW's
-    beta2: float = setting(0.999, least=0.0, below=1.0)
-    epsilon: float = setting(1e-8, above=0.0)
+    warmup_steps: int = setting(100, least=0)  # in which the rate rises from 0
+    weight_decay: float = setting(0.0, least=0.0)  # decoupled: times the rate, at every update
+    beta1: float = setting(0.9, least=0.0, below=1.0)  # of AdamW: decay of the mean gradient
+    beta2: float = setting(0.999, least=0.0, below=1.0)  # of AdamW: decay of the mean square
+    epsilon: float = setting(1e-8, above=0.0)  # of AdamW: added to the root of the mean square
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
-    dropout: float = setting(0.1, least=0.0, below=1.0)
+    dropout: float = setting(0.1, least=0.0, below=1.0)  # in training alone
     dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
-    seed: int = setting(0, least=0, most=2**31 - 1)
-    max_bad_steps: int = setting(10, least=1)  # steps in a row whose loss or gradient is not finite; then training ends
+    seed: int = setting(0, least=0, most=2**31 - 1)  # of initial weights, order of the data and dropout
+    max_bad_steps: int = setting(10, least=1)  # in a row whose loss or gradient is not finite; then training ends
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
-    log_every: int = setting(50, least=1)
-    evaluate_every: int = setting(500, least=1)
+    log_every: int = setting(50, least=1)  # updates between two lines of the log
+    evaluate_every: int = setting(500, least=1)  # updates between two evaluations
     evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
     patience: int = setting(0, least=0)  # evaluations in a row without a better one; then training ends; 0: never
-    checkpoint_every: int = setting(500, least=1)
+    checkpoint_every: int = setting(500, least=1)  # updates between two checkpoints: the most that a kill costs
     keep_checkpoints: int = setting(3, least=1)  # the newest that stay on disk
     keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
     tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
@@ -123,25 +119,25 @@ class DecodeConfig:
     max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
     beams: int = setting(1, least=1)  # of the sequential decoder: 1 is greedy, more is beam search
     length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**this
-    batch_size: int = setting(8, least=1, most=2**16)
-    dtype: str = setting("auto", choices=DTYPES)
+    batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
+    dtype: str = setting("auto", choices=DTYPES)  # of the computation, as train.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Devices along each mesh axis; data = -1 takes all that the other two leave."""
 
-    data: int = setting(-1, least=-1)
-    fsdp: int = setting(1, least=1)
-    tensor: int = setting(1, least=1)
+    data: int = setting(-1, least=-1)  # devices that split batches; -1: all that the other two leave
+    fsdp: int = setting(1, least=1)  # devices that split batches and parameters
+    tensor: int = setting(1, least=1)  # devices that split heads and vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One experiment. `model` is None when the weights come from `train.init_from`."""
 
-    name: str = setting("experiment")
-    model: T5Config | None = setting(None)
+    name: str = setting("experiment")  # of the experiment, for people
+    model: T5Config | None = setting(None)  # the architecture, for random weights
     grid: GridConfig = dataclasses.field(default_factory=GridConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)

@@ -8,7 +8,7 @@ from pipejax.system.cli import Parser, run
 
 def main(argv: Sequence[str]) -> int:
     """The command line: `from-hf SRC OUT` and `to-hf CHECKPOINT OUT`."""
-    parser = Parser(prog="python -m pipejax convert", description="T5 checkpoints, from and to Hugging Face")
+    parser = Parser(prog="pipejax convert", description="T5 checkpoints, from and to Hugging Face")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf}")
     incoming = commands.add_parser("from-hf", help="Hugging Face directory or hub id -> checkpoint")
     incoming.add_argument("source", metavar="SRC", help="directory with config.json and weights, or a hub id")

@@ -1,7 +1,7 @@
 """Prepares published data sets, and says what a task's data is like.
 
-    python -m pipejax data prepare TASK --manual-dir DIR [--data-dir DIR]
-    python -m pipejax data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
+    pipejax data prepare TASK --manual-dir DIR [--data-dir DIR]
+    pipejax data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
 
 `prepare` reads what the publisher gives (DIR) and writes what training reads (--data-dir, by itself that of TFDS:
 ~/tensorflow_datasets). A TASK without its files says which ones it needs. `stats` takes the bounds of the task, or
@@ -27,7 +27,7 @@ SPLITS = ("train", "dev", "test")
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = cli.Parser(prog="python -m pipejax data", description=__doc__)
+    parser = cli.Parser(prog="pipejax data", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=cli.Parser)
     prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")
     prepare.add_argument("task", metavar="TASK", help=", ".join(PUBLISHED))

@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import tensorflow_datasets as tfds
-from tensorflow_datasets.datasets.scientific_papers import scientific_papers_dataset_builder as scientific_papers
-from tensorflow_datasets.summarization.cnn_dailymail import CnnDailymail
-from tensorflow_datasets.summarization.wikihow import Wikihow
-
 from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
 from pipejax.data.manual import Manual
 from pipejax.data.published import Published, Record, Records, data_root
 from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
 from pipejax.system.files import look
 from pipejax.system.progress import Progress
+
+with extra("data", "data prepare"):
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.datasets.scientific_papers import scientific_papers_dataset_builder as scientific_papers
+    from tensorflow_datasets.summarization.cnn_dailymail import CnnDailymail
+    from tensorflow_datasets.summarization.wikihow import Wikihow
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +123,8 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
             raise UserError(f"--manual-dir: found none; expected a directory with {published.files}")
         elif importlib.util.find_spec("tensorflow") is None:
             raise UserError(
-                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected it (pip install "
-                f"-r requirements-prepare.txt), or --manual-dir with {published.files}"
+                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected it (the extra "
+                f"pipejax[prepare]), or --manual-dir with {published.files}"
             )
         if manual_dir:
             tfds.disable_progress_bar()  # there is one of ours

@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import grain
 import numpy as np
 
 from pipejax import grid
 from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data.shapes import Pair, Shapes, choose, round_up
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.system.extras import extra
 
 SAMPLE, CHARACTERS = 4000, 4_000_000  # examples whose lengths the shapes are chosen by, and their text, at the most
 
@@ -274,6 +274,8 @@ class TrainingBatches(Sequence[Batch]):
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
         self.shapes = shapes or choose_shapes(examples, tokenizer, config, model)
+        with extra("train", "training"):
+            import grain
         self._encoded = (
             grain.MapDataset.source(examples)
             .seed(self.seed)
@@ -334,6 +336,8 @@ def _blank(name: str, source: int, slots: int, *cut: bool) -> Encoded:
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
     """Batches from the `start`-th on, made in a thread of its own a few ahead of their use."""
+    with extra("train", "training"):
+        import grain
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(reading))
     iterator.set_state({"next_index": start})

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipejax.data.lines import Placed, read_file
 from pipejax.system.errors import UserError, first_line
+from pipejax.system.extras import extra
 
 PARQUET = (".parquet", ".pq")
 EXPECTED = "JSON lines, Parquet, or a directory that the library datasets has saved"
@@ -32,7 +33,7 @@ def is_dataset(path: Path) -> bool:
 def _read_parquet(path: Path) -> Iterator[Placed]:
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
-    library, arrow = _library("pyarrow.parquet", "pyarrow", path), _library("pyarrow", "pyarrow", path)
+    library, arrow = _library("pyarrow.parquet", "parquet", path), _library("pyarrow", "parquet", path)
     number = 0
     try:
         for batch in library.ParquetFile(path).iter_batches():
@@ -49,7 +50,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(found.name for found in path.iterdir() if is_dataset(found)))
         raise UserError(f"{path}: found the splits {splits or 'none'}; expected one of them, such as {path}/train")
-    library, arrow = _library("datasets", "datasets", path), _library("pyarrow", "pyarrow", path)
+    library, arrow = _library("datasets", "datasets", path), _library("pyarrow", "datasets", path)
     try:
         rows = library.load_from_disk(str(path)).with_format(None)  # a format that was saved gives arrays, not lists
         for number, value in enumerate(rows, start=1):
@@ -58,8 +59,6 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(f"{path}: not a data set, or damaged ({first_line(error)})") from error
 
 
-def _library(module: str, package: str, path: Path) -> Any:
-    try:
+def _library(module: str, extra_name: str, path: Path) -> Any:
+    with extra(extra_name, path):
         return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{path}: cannot be read without the package {package}: pip install {package}") from error

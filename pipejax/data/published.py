@@ -13,6 +13,7 @@ from pipejax.data.manual import Manual
 from pipejax.data.text import plain
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
 from pipejax.system.files import look
 
 Record = dict[str, Any]  # of texts and lists of texts
@@ -41,13 +42,14 @@ class Published:
 
 def data_root(data_dir: str) -> Path:
     """That directory, or TFDS's own (the environment's TFDS_DATA_DIR, ~/tensorflow_datasets) where it is ""."""
-    import tensorflow_datasets as tfds
+    with extra("data", "data.data_dir"):
+        import tensorflow_datasets as tfds
 
     return Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
 
 
 class PublishedTask:
-    """Reads a data set that `python -m pipejax data prepare` wrote, each example only when it is asked for."""
+    """Reads a data set that `pipejax data prepare` wrote, each example only when it is asked for."""
 
     def __init__(self, published: Published, config: DataConfig) -> None:
         """Files are opened only when a split is asked for."""
@@ -74,14 +76,15 @@ class PublishedTask:
         return None
 
     def _source(self, split: str) -> Sequence[Any] | None:
-        import tensorflow_datasets as tfds
+        with extra("data", f"data.task={self.published.name}"):
+            import tensorflow_datasets as tfds
 
         root = data_root(self._data_dir)
         directory = root / self.published.directory
         if look(directory / "dataset_info.json", "data.data_dir:") != "file":
             raise UserError(
                 f"data.data_dir: found no {self.published.directory} in {root}; expected what "
-                f"`python -m pipejax data prepare {self.published.name}` writes"
+                f"`pipejax data prepare {self.published.name}` writes"
             )
         builder = tfds.builder_from_directory(str(directory))
         form = builder.info.file_format

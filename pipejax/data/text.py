@@ -5,6 +5,7 @@ import string
 from collections.abc import Mapping, Sequence
 
 from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
 
 # The backtick is not among T5's pieces; these are the quotation marks of treebank tokenizers.
 _QUOTES = (("``", '"'), ("''", '"'), ("`", "'"))
@@ -29,7 +30,8 @@ def split(text: str, delimiter: str) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """The sentences of English text."""
-    import sentencex
+    with extra("metrics", "sentences"):
+        import sentencex
 
     return [sentence for part in sentencex.segment("en", text) if (sentence := part.strip())]
 

@@ -1,6 +1,6 @@
 """Decodes a file of sources with a trained or converted checkpoint.
 
-    python decode.py --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
+    pipejax decode --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
 
 Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task makes its source of, such as
 "question" and "context"; "-" is standard input or output. Compiled programs are kept in the user's cache directory, or
@@ -16,9 +16,9 @@ def main(argv: Sequence[str]) -> int:
     """The command line; all logic is in `pipejax.inference.records` and `pipejax.inference.generator`."""
     from pipejax.config import STRATEGIES
 
-    parser = cli.Parser(prog="decode.py", description=__doc__)
+    parser = cli.Parser(prog="pipejax decode", description=__doc__)
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of train.py"
+        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
     )
     parser.add_argument(
         "--input",

@@ -1,6 +1,6 @@
 """Decodes examples and scores them; the command does it for a split of a task.
 
-    python -m pipejax evaluate --checkpoint DIR --task msqa --split test --json OUT [--predictions FILE.jsonl]
+    pipejax evaluate --checkpoint DIR --task msqa --split test --json OUT [--predictions FILE.jsonl]
 
 One document at a time by default, as throughput is reported in the paper; --batch-size for speed. The JSON object
 holds the scores, steps, what was cut, examples a second (generate and detokenise, compilation and tokenisation left
@@ -138,7 +138,7 @@ def peak_memory() -> dict[str, int]:
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = cli.Parser(prog="python -m pipejax evaluate", description=__doc__)
+    parser = cli.Parser(prog="pipejax evaluate", description=__doc__)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR")
     parser.add_argument("--task", help="default: the one that it was trained on")
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
@@ -171,6 +171,7 @@ def main(argv: Sequence[str]) -> int:
             f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
         )
     task = make_task(data)
+    metrics.require(data.metric or task.metric)
     examples = task.examples(flags.split)[: flags.limit]
     if not len(examples):
         raise UserError(f"--split {flags.split}: found no examples in it; expected some")

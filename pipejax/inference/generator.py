@@ -27,7 +27,7 @@ from pipejax.system.errors import UserError
 
 
 class Record(TypedDict):
-    """What a source was decoded to; a line of decode.py's output."""
+    """What a source was decoded to; a line of what `pipejax decode` writes."""
 
     id: str | int  # as given; else the position
     text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
@@ -86,10 +86,10 @@ class Generator:
         strategy: str | None = None,
         batch_size: int | None = None,
     ) -> list[Record]:
-        """Decodes texts, lists of token ids (eos included) or records as decode.py reads them; gives a record each.
+        """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
         Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position, unless one is
-        given. See the README.
+        given. docs/decoding.md says what each field holds.
 
         Raises:
           UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.

@@ -1,6 +1,6 @@
 """A picture of one example's grid as it fills: SVG, or a page that plays it. Standard library only.
 
-    python -m pipejax picture RECORDS.jsonl --id ID --output PICTURE.html
+    pipejax picture RECORDS.jsonl --id ID --output PICTURE.html
 
 Rows and times are those of `pipejax.grid`: the j-th generated token of row i, eos included, stands at time
 i * delay + j, where i counts from 0 and j from 1.
@@ -296,9 +296,9 @@ def _text(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draws one record of what decode.py wrote."""
-    parser = Parser(prog="python -m pipejax picture", description=main.__doc__)
-    parser.add_argument("records", metavar="RECORDS.jsonl", help="what `decode.py --output` wrote")
+    """Draws one record of what `pipejax decode` wrote."""
+    parser = Parser(prog="pipejax picture", description=main.__doc__)
+    parser.add_argument("records", metavar="RECORDS.jsonl", help="what `pipejax decode --output` wrote")
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
     parser.add_argument("--delay", type=whole(1, GRID), default=1, help="grid.delay of the decode (default: 1)")
@@ -343,7 +343,7 @@ def _tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[s
     texts: Any = record.get("rows")
     tokens: Any = record.get("row_tokens")
     if not _is_table(ids):
-        raise UserError(f"{place}: row_ids: found no list of lists; expected a record of decode.py")
+        raise UserError(f"{place}: row_ids: found no list of lists; expected a record of pipejax decode")
     if texts is None:  # decoded without a tokenizer
         tokens = ids if tokens is None else tokens
         texts = [" ".join(map(str, row)) for row in ids]

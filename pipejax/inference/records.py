@@ -1,4 +1,4 @@
-"""Files of sources in, files of records out: what decode.py does."""
+"""Files of sources in, files of records out: what `pipejax decode` does."""
 
 import dataclasses
 import hashlib

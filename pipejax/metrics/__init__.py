@@ -10,6 +10,16 @@ from pipejax.metrics.sums import bootstrap, total
 HEADLINES = {"spans": "em_f1", "keyphrases": "present_f1@M", "rouge": "rougeLsum"}
 
 
+def require(name: str) -> None:
+    """Imports the libraries of a metric: to be called before the work that is to be scored.
+
+    Raises:
+      UserError: one of them is not installed.
+    """
+    if name != "spans":
+        from pipejax.metrics import keyphrases, rouge  # noqa: F401  # one extra brings the libraries of both
+
+
 def score(
     name: str,
     sources: Sequence[str],

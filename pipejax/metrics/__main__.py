@@ -1,6 +1,6 @@
 """Scores a file of predictions.
 
-    python -m pipejax metrics spans|keyphrases|rouge FILE.jsonl
+    pipejax metrics spans|keyphrases|rouge FILE.jsonl
 
 Lines are `{"id", "source", "gold": [row, ...], "pred": [row, ...]}`; `source` is read by keyphrases alone, and `id` may
 be left out. Prints one JSON object of scores in percent, not rounded, and nothing else on standard output.
@@ -27,7 +27,7 @@ class Documents(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Reads, checks, scores, prints."""
-    parser = cli.Parser(prog="python -m pipejax metrics", description=__doc__)
+    parser = cli.Parser(prog="pipejax metrics", description=__doc__)
     parser.add_argument("metric", choices=list(metrics.HEADLINES), help="the family of scores")
     parser.add_argument("file", metavar="FILE.jsonl", help="documents with their gold and predicted rows")
     flags = parser.parse_args(argv)

@@ -4,9 +4,11 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from nltk.stem.porter import PorterStemmer
-
 from pipejax.metrics.sums import total
+from pipejax.system.extras import extra
+
+with extra("metrics", "metrics"):
+    from nltk.stem.porter import PorterStemmer
 
 MOST_PREDICTIONS = 200  # of one document; those after them do not count
 CUTS = {"@5": 5, "@M": None}  # the first five predictions of a kind, however few there are; or all of them

@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from nltk.stem.porter import PorterStemmer
-from rouge_score import rouge_scorer, tokenize
-
 from pipejax.metrics.sums import total
+from pipejax.system.extras import extra
+
+with extra("metrics", "metrics"):
+    from nltk.stem.porter import PorterStemmer
+    from rouge_score import rouge_scorer, tokenize
 
 TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 

@@ -10,10 +10,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipejax.system import environment, streams
 from pipejax.system.errors import UserError, out_of_memory
+from pipejax.system.extras import extra
 from pipejax.system.fields import WHOLE
 from pipejax.system.files import look, write_text
 from pipejax.system.progress import say
@@ -26,6 +27,7 @@ REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENODEV, errno.ENXIO),
 )
+COMPLETING = "_ARGCOMPLETE"  # the variable by which a shell asks what could come next on its line
 LINE = 1000  # characters of a line that is said; what is longer loses its middle
 
 
@@ -39,6 +41,14 @@ class Parser(argparse.ArgumentParser):
     def add_overrides(self, text: str) -> None:
         """The repeatable flag --set KEY=VALUE, as `overrides`."""
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse does; where a shell asks what could come next, it is told, and the process ends."""
+        if COMPLETING in os.environ:
+            with extra("completion", "completion"):
+                import argcomplete
+            argcomplete.autocomplete(self)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for anything that it cannot parse."""
@@ -124,6 +134,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     streams.make_safe()
     logger = logging.getLogger("pipejax")
     logger.addHandler(_lines)
+    logger.propagate = False  # a library may give the root logger a handler, which would say each line again
     logger.setLevel(logging.INFO)
     logger.propagate = False  # absl gives the root logger a handler as it logs; that one would say each line again
     try:

@@ -1,6 +1,6 @@
 """Trains a T5 with the pipelined or the sequential objective.
 
-    python train.py --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
+    pipejax train --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
 
 The same command again goes on from the newest good checkpoint. Several processes, on one machine or many: started by
 srun, mpirun or a Kubernetes JobSet they find each other; otherwise each is told with the flags (docs/clusters.md).
@@ -15,7 +15,7 @@ from pipejax.system import cli, environment
 
 def main(argv: Sequence[str]) -> int:
     """The command line; all logic is in `pipejax.training.loop`."""
-    parser = cli.Parser(prog="train.py", description=__doc__)
+    parser = cli.Parser(prog="pipejax train", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
     parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config/schema.py lists all")
@@ -56,6 +56,10 @@ def main(argv: Sequence[str]) -> int:
         environment.check()
 
         from pipejax.system import compile_cache
+        from pipejax.system.extras import extra
+
+        with extra("train", "training"):
+            import grain  # noqa: F401  # data.core asks for it only when the model stands: too late to find it absent
         from pipejax.training.loop import fit
 
         if not distributed.first():

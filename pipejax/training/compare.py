@@ -1,6 +1,6 @@
 """Training runs side by side, from their logs: what each reached, and what it cost.
 
-python -m pipejax compare RUN RUN ...
+pipejax compare RUN RUN ...
 """
 
 import json
@@ -53,8 +53,8 @@ def summary(run: str, lines: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = cli.Parser(prog="python -m pipejax compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a --workdir of train.py")
+    parser = cli.Parser(prog="pipejax compare", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a --workdir of pipejax train")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     flags = parser.parse_args(argv)
     rows = [summary(run, read(run)) for run in flags.runs]

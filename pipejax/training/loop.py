@@ -17,6 +17,7 @@ from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.core import Batch, Part, TrainingBatches, choose_shapes, fingerprint, pack_size, prefetch
 from pipejax.data.shapes import EVERY, Shapes
+from pipejax.metrics import require
 from pipejax.model import sharding
 from pipejax.system import distributed, environment
 from pipejax.system.errors import UserError
@@ -107,6 +108,8 @@ class Examples:
         with distributed.together(UserError):
             task = make_task(config.data)
             train, dev = task.examples("train"), task.examples("dev")
+            if len(dev):
+                require(config.data.metric or task.metric)
             if not len(train):
                 raise UserError("data.train: found nothing; expected the examples to train on")
             data, most = fingerprint(train), config.train.evaluate_examples

@@ -5,12 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax.config import TrainConfig
 from pipejax.model import lora
 from pipejax.model.t5 import VECTORS
+from pipejax.system.extras import extra
+
+with extra("train", "training"):
+    import optax
 
 FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # how the paths of parameters begin that are not trained
 

@@ -1,6 +1,6 @@
 """How much memory a training step needs on each device, before anything is bought or started.
 
-    python -m pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--compile | --measure]
+    pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--compile | --measure]
 
 An estimate by arithmetic for the longest batch that the config allows: every source and target as long as it may be.
 With --compile, beside it, what XLA sets aside for the step compiled for this machine's CPU (as many devices as the mesh
@@ -175,7 +175,7 @@ def measured_bytes(trainer: Any, config: Config, *, steps: int = 3) -> tuple[flo
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = cli.Parser(prog="python -m pipejax plan", description=__doc__)
+    parser = cli.Parser(prog="pipejax plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
     parser.add_argument(

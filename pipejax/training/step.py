@@ -12,7 +12,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 
 from pipejax import grid
@@ -24,8 +23,12 @@ from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
 from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
 from pipejax.training import losses
 from pipejax.training.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
+
+with extra("train", "training"):
+    import optax
 
 Array = jax.Array
 Arrays = dict[str, Array]  # of a batch, by name

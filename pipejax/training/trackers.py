@@ -11,6 +11,7 @@ from typing import Any
 from pipejax.config import TrainConfig
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,6 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
 
 
 def _import(module: str, key: str) -> Any:
-    library = module.partition(".")[0]
-    try:
-        importlib.import_module(library)
+    with extra(key.removeprefix("train."), key):
+        importlib.import_module(module.partition(".")[0])
         return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{key}: found no {library}; expected it installed (pip install {library})") from error

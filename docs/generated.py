@@ -1,0 +1,164 @@
+"""Sphinx extension: what the pages take from the code when the site is built, so that it cannot grow old.
+
+It adds these directives:
+
+    config-section: every key of a section, with its range, its default, and the comment beside it in the schema
+    command-help: what a command says of itself
+    results: the table of a file in benchmarks/results
+    executed: code that is run, in one session for each page, with what it prints below it
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import blocks
+import reference
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+
+from pipejax.config import schema
+
+SYSTEMS = {
+    "pipejax-pipelined": "pipelined",
+    "pipejax-sequential": "sequential",
+    "pipejax-pipelined-40-rows": "pipelined, a grid of 40 rows",
+    "pipejax-dense": "the whole grid",
+    "hf": "Hugging Face",
+    "ct2-fp32": "CTranslate2",
+    "ct2-int8": "CTranslate2 int8",
+}
+
+
+class ConfigSection(SphinxDirective):
+    """A table of the keys of a section of the config; the argument "" stands for those above all sections."""
+
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """The table."""
+        self.env.note_dependency(reference.__file__)
+        self.env.note_dependency(schema.__file__)
+        return self.parse_text_to_nodes(reference.table(self.arguments[0] if self.arguments else ""))
+
+
+class CommandHelp(SphinxDirective):
+    """What `pipejax COMMAND --help` prints."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        """The text; another one whenever the command has changed, which only a new run can tell."""
+        self.env.note_reread()
+        command = [sys.executable, "-m", "pipejax", *self.arguments[0].split(), "--help"]
+        done = subprocess.run(
+            command, cwd=blocks.ROOT, env=os.environ | {"COLUMNS": "90"}, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise ExtensionError(f"{' '.join(command[1:])}: {done.stderr}")
+        return [nodes.literal_block(done.stdout, done.stdout, language="text")]
+
+
+class Results(SphinxDirective):
+    """The table of a file that `benchmarks.decode --json` wrote, with the command and the machine below it."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """The table."""
+        path = blocks.ROOT / "benchmarks" / "results" / self.arguments[0]
+        self.env.note_dependency(str(path))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        lines = ["| answer | system | steps | encoder, s | decoder, s | x, decoding | x, both |"]
+        lines += ["|---|---|--:|--:|--:|--:|--:|"]
+        patterns = list(dict.fromkeys(r["pattern"] for r in found["results"]))
+        for pattern in patterns:
+            mine = [r for r in found["results"] if r["pattern"] == pattern]
+            for i, r in enumerate(mine):
+                decoding = r["decode_s"] / mine[0]["decode_s"]
+                both = (r["decode_s"] + r["encode_s"]) / (mine[0]["decode_s"] + mine[0]["encode_s"])
+                cells = [
+                    *(pattern if i == 0 else "", SYSTEMS.get(r["system"], r["system"]), str(r["steps"])),
+                    *(f"{r['encode_s']:.3f}", f"{r['decode_s']:.3f}", f"{decoding:.2f}", f"{both:.2f}"),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+        machine = found["machine"]
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
+        lines += ["", f"Medians over the rounds; x is their quotient. {where}, Python {machine['python']}, {versions}."]
+        lines += ["", "```text", found["command"], "```"]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+class Executed(SphinxDirective):
+    """A block of Python or shell that is run when the site is built; what it prints follows it."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """The code, marked for `execute`."""
+        self.env.note_dependency(__file__)
+        code = "\n".join(self.content)
+        block = nodes.literal_block(code, code, language=self.arguments[0])
+        block["executed"] = True
+        return [block]
+
+
+# Reads [[language, code], ...] and writes what each printed; stops at the first that fails.
+SESSION = """
+import contextlib, io, json, subprocess, sys
+names, printed = {}, []
+for language, code in json.load(open(sys.argv[1])):
+    if language == "shell":
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], stdout=-1, stderr=-2, text=True)
+        if done.returncode:
+            sys.exit(done.stdout)
+        printed.append(done.stdout)
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, "a block of the page", "exec"), names)
+        printed.append(out.getvalue())
+json.dump(printed, open(sys.argv[2], "w"))
+"""
+
+
+def execute(app: Sphinx, document: nodes.document) -> None:
+    """Runs the marked blocks of a page in an empty folder, in one session, and puts below each what it printed.
+
+    Raises:
+      ExtensionError: a block failed.
+    """
+    marked = [node for node in document.findall(nodes.literal_block) if node.get("executed")]
+    if not marked:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        variables = blocks.environment(folder)
+        given, printed = folder / ".given.json", folder / ".printed.json"
+        given.write_text(json.dumps([[node["language"], node.astext()] for node in marked]))
+        command = [sys.executable, "-c", SESSION, str(given), str(printed)]
+        done = subprocess.run(command, cwd=folder, env=variables, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise ExtensionError(f"{app.env.docname}: a block failed\n{done.stderr}")
+        for node, output in zip(marked, json.loads(printed.read_text()), strict=True):
+            if output.strip():
+                below = nodes.literal_block(output.rstrip(), output.rstrip(), language="text", classes=["output"])
+                node.parent.insert(node.parent.index(node) + 1, below)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.add_directive("config-section", ConfigSection)
+    app.add_directive("command-help", CommandHelp)
+    app.add_directive("results", Results)
+    app.add_directive("executed", Executed)
+    app.connect("doctree-read", execute)
+    return {"parallel_read_safe": False, "env_version": 1}

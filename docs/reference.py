@@ -1,0 +1,74 @@
+"""The keys of the config as Markdown, from the schema: ranges, defaults, and the comment beside each field."""
+
+import dataclasses
+import inspect
+import tokenize
+from typing import Any
+
+from pipejax.config import Config
+from pipejax.system import fields
+
+
+def table(name: str) -> str:
+    """The keys of a section; of "" those that stand above all sections."""
+    cls, prefix = (section(name), f"{name}.") if name else (Config, "")
+    said, kinds = comments(cls), fields.types_of(cls)
+    lines = ["| key | default | values | |", "|---|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        if not name and not field.metadata:
+            continue  # a section
+        cells = [f"`{prefix}{field.name}`", default(field), values(field, kinds[field.name]), said[field.name]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def section(name: str) -> type:
+    """The dataclass of a section of the config."""
+    kinds = fields.alternatives(fields.types_of(Config)[name])
+    return next(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
+
+
+def comments(cls: type) -> dict[str, str]:
+    """The comment beside each field of a dataclass, which says what it is; "" where there is none."""
+    lines, _ = inspect.getsourcelines(cls)
+    names = {field.name for field in dataclasses.fields(cls)}
+    found, current = dict.fromkeys(names, ""), ""
+    for token in tokenize.generate_tokens(iter(lines).__next__):
+        first = token.line.strip().partition(":")[0]
+        if first in names:
+            current = first
+        if token.type == tokenize.COMMENT and current:
+            found[current] = f"{found[current]} {token.string.lstrip('# ')}".strip()
+    return found
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    """The default in words."""
+    if field.default is dataclasses.MISSING:
+        return "must be given"
+    value = field.default
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value!r}`" if isinstance(value, str) and value != value.strip() else f"`{value}`"  # spaces count
+
+
+def values(field: dataclasses.Field[Any], kind: Any) -> str:
+    """What a key may hold."""
+    rule = field.metadata
+    if rule.get("choices"):
+        return ", ".join(f"`{choice}`" for choice in rule["choices"] if choice)
+    words = {"least": "at least", "most": "at most", "above": "more than", "below": "less than"}
+    bounds = [f"{word} {number(rule[name])}" for name, word in words.items() if rule.get(name) is not None]
+    if dataclasses.is_dataclass(next(iter(fields.alternatives(kind)))):
+        return "a section"
+    return ", ".join([fields.noun(kind), *bounds])
+
+
+def number(value: float) -> str:
+    """A bound; large powers of two as powers."""
+    whole = int(value)
+    if value == whole and whole >= 2**10 and whole & (whole - 1) == 0:
+        return f"2^{whole.bit_length() - 1}"
+    return f"2^{(whole + 1).bit_length() - 1} - 1" if whole == 2**31 - 1 else f"{value:g}"

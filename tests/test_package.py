@@ -1,0 +1,124 @@
+"""What an installed pipejax must do: decode without the libraries of its extras, and answer to all its commands."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipejax
+from pipejax import checkpoint
+from pipejax.__main__ import COMMANDS
+from pipejax.data import demo
+from support import oracle, tiny
+
+ROOT = Path(__file__).parents[1]
+# What no library of the core imports either, so that it can be taken away.
+ABSENT = ("tensorflow_datasets", "importlib_resources", "grain", "nltk", "rouge_score", "sentencex")
+BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"  # None: its import fails
+
+
+def python(
+    *arguments: str, folder: Path = ROOT, more: Mapping[str, str] = types.MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), **more}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows by the command without them as by the API with them, and no line about what is absent."""
+    trained = tmp_path / "run"
+    params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
+    checkpoint.save_params(trained, tiny.RUN, params, tokenizer_source=tokenizer_files)
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")  # spares the test a C++ compiler's time
+    texts = [demo.examples("test")[i].source for i in range(2)]
+    expected = pipejax.load(trained).decode(texts, strategy="pipelined")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"source": text}) + "\n" for text in texts))
+    code = f"{BLOCKED}from pipejax.__main__ import script; script()"
+    flags = ("--checkpoint", str(trained), "--input", "in.jsonl", "--output", "out.jsonl", "--strategy", "pipelined")
+    ended = python("-c", code, "decode", *flags, folder=tmp_path)
+    assert ended.returncode == 0 and "extra" not in ended.stderr, ended.stderr
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert any(record["rows"] for record in found)
+    assert [record["rows"] for record in found] == [record["rows"] for record in expected]
+
+
+@pytest.mark.parametrize(
+    "command, line",
+    [
+        ("metrics rouge in.jsonl", "metrics: found no nltk; expected what the extra pipejax[metrics] installs"),
+        ("data prepare msqa --manual-dir .", "data prepare: found no tensorflow_datasets; expected"),
+        ("data stats msqa --data-dir .", "data.task=msqa: found no tensorflow_datasets; expected"),
+        ("data stats jsonl --set data.train=text.jsonl --set data.rows=sentences", "sentences: found no sentencex"),
+        ("train --config {root}/configs/demo.py --workdir run", "training: found no grain; expected what the extra"),
+    ],
+)
+def test_an_absent_extra_is_one_line(tmp_path: Path, command: str, line: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"gold": ["a b"], "pred": ["a c"]}\n')
+    (tmp_path / "text.jsonl").write_text('{"source": "a", "targets": "One. Two."}\n')
+    arguments = command.format(root=ROOT).split()
+    ended = python("-c", f"{BLOCKED}from pipejax.__main__ import script; script()", *arguments, folder=tmp_path)
+    last = ended.stderr.splitlines()[-1]
+    assert ended.returncode == 2 and last.startswith(f"error: {line}") and "pip install" in last, ended.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# Commands.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_how_it_is_used(name: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(COMMANDS[name][1]).main(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: pipejax {name} ")
+
+
+@pytest.mark.parametrize("name", ["plan", "evaluate", "picture", "convert", "data", "metrics", "checkpoint"])
+def test_former_commands(name: str) -> None:
+    ended = python("-m", f"pipejax.{name}", "--help")
+    assert ended.returncode == 0 and ended.stdout.startswith(f"usage: pipejax {name} "), ended.stderr
+
+
+def test_an_unknown_command_is_one_line() -> None:
+    ended = python("-m", "pipejax", "decodes")
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr == f"error: pipejax: found 'decodes'; expected one of {', '.join(COMMANDS)}\n"
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("pipejax co", {"convert", "compare"}),
+        ("pipejax decode --b", {"--best", "--batch-size"}),
+        ("pipejax metrics rou", {"rouge"}),
+        ("pipejax decodes --b", set()),
+    ],
+)
+def test_a_shell_completes_commands_and_flags(tmp_path: Path, line: str, expected: set[str]) -> None:
+    """Asked as argcomplete's shell function asks: by variables; the answer goes into a file."""
+    pytest.importorskip("argcomplete")
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    position = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    python("-m", "pipejax", more=asked | position)
+    answer = tmp_path / "answer"
+    assert set((answer.read_text() if answer.exists() else "").split()) == expected
+
+
+def test_a_line_is_said_once_whatever_handler_a_library_adds() -> None:
+    """Some versions of what JAX and TFDS import call `logging.basicConfig`."""
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "from pipejax.system import cli\n"
+        "cli.run(lambda argv: logging.getLogger('pipejax.training').info('step 1') or 0, [])"
+    )
+    assert python("-c", code).stderr == "step 1\n"

@@ -1,0 +1,79 @@
+#!/bin/sh
+# Brings .venv up to date with a requirements file: tools/venv.sh requirements-test.txt [PYTHON]
+#
+# Without PYTHON, python3 makes .venv if there is none. With it, a .venv of another Python is made anew.
+# .venv/.made holds the path that .venv was made for, each requirements file as it was installed, and "unfinished" while
+# pip runs: a .venv that moved, broke or was interrupted is made anew.
+set -eu
+
+cd "$(dirname "$0")/.."
+requirements=$1
+asked=${2:-}
+python=${asked:-python3}
+made=.venv/.made
+here=$(pwd -P)
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+version_of() { # 3.12
+    ("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])') 2>/dev/null
+}
+
+contents() { # a requirements file, and the one that it includes
+    cat "$1"
+    included=$(sed -n 's/^-r //p' "$1")
+    test -z "$included" || contents "$included"
+}
+
+usable() {
+    test ! -e $made/unfinished || return 1
+    test ! -d $made || test "$(cat $made/path)" = "$here" || return 1
+    .venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || return 1
+    test -z "$asked" || test "$(version_of "$asked")" = "$(version_of .venv/bin/python)"
+}
+
+begin() {
+    mkdir -p $made
+    printf '%s\n' "$here" >$made/path
+    touch $made/unfinished
+}
+
+make_venv() {
+    test ! -e .venv || test -d $made || fail ".venv is no Python 3.11 or newer with pip; remove it"
+    version=$(version_of "$python") || fail "$python does not run; name a Python 3.11 or newer: make PYTHON=..."
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "$python is Python $version; expected 3.11 or newer: make PYTHON=..."
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python has no venv; install it (Debian, Ubuntu: apt install python$version-venv)"
+    rm -rf .venv
+    begin
+    echo "making .venv with Python $version" >&2
+    "$python" -m venv .venv
+    rm $made/unfinished
+}
+
+install() {
+    echo "installing $requirements into .venv (the first time takes minutes)" >&2
+    begin
+    rm -f "$made/$requirements"
+    set -- --no-input --disable-pip-version-check -r "$requirements"
+    test -t 2 || set -- --quiet "$@"
+    # Compilers for devices that are not here lie beside .venv's packages, where no JAX looks for devices.
+    test "$requirements" != requirements-programs.txt || set -- --no-deps --upgrade --target .venv/programs "$@"
+    PIP_USER=0 .venv/bin/python -m pip install "$@" >&2 || {
+        code=$?
+        test $code -gt 128 || rm $made/unfinished # pip cleans up behind its own errors, not when it is killed
+        exit $code
+    }
+    contents "$requirements" >"$made/$requirements"
+    rm $made/unfinished
+}
+
+exec 9<"$0" # two makes take turns, where flock exists
+if command -v flock >/dev/null; then flock 9 2>/dev/null || true; fi
+
+usable || make_venv
+test "$(contents "$requirements")" = "$(cat "$made/$requirements" 2>/dev/null)" || install
