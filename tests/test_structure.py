@@ -313,7 +313,8 @@ DISTRIBUTIONS = functools.cache(importlib.metadata.packages_distributions)  # by
 def libraries(tree: ast.AST) -> dict[str, set[str]]:
     """The packages of others that are imported, and for each the libraries that may have brought it."""
     distributions = DISTRIBUTIONS()
-    names = {name.partition(".")[0] for name in imported(tree)} - {"pipejax", "experiments"} - sys.stdlib_module_names
+    ours = {"pipejax", "experiments", "benchmarks"}
+    names = {name.partition(".")[0] for name in imported(tree)} - ours - sys.stdlib_module_names
     return {name: {normalised(library) for library in distributions.get(name, [name])} for name in names}
 
 
