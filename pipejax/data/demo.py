@@ -1,9 +1,10 @@
 """The embedded tasks: delivery notes, made up from a seed, and what they ask to deliver.
 
-A note is a shuffled run of clauses. Each "deliver" in it has one answer; answers have the order of the note. In the task
-"demo" the answers are the 1-3 words after it: 0-2 adjectives (size, age, colour) and a noun. These words occur in
-answers alone, and none in two answers of one note, so that a small model learns the task from scratch in minutes. There
-are 1-6 answers; the task is small enough for tests.
+A note is a shuffled run of clauses. Each "deliver" in it has one answer, and the answers have the order of the note.
+
+In the task "demo" an answer is the 1-3 words after the "deliver": 0-2 adjectives (size, age, colour) and a noun. These
+words occur in answers alone, and none in two answers of one note, so that a small model learns the task from scratch in
+minutes. There are 1-6 answers; the task is small enough for tests.
 
 In the task "demo_long" a note asks for 5-7 of the baskets in `BASKETS`, and an answer is a basket's name and contents:
 6-9 words, the same ones whenever that basket is asked for. For so many words the pipelined decoder takes a quarter of
