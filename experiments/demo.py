@@ -107,10 +107,10 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(config: Config, test: list[Example], records: list[Record], path: Path) -> None:
-    """The page of a right answer with many rows."""
-    right = [i for i, (e, r) in enumerate(zip(test, records, strict=True)) if list(e.targets) == r["rows"]]
+    """The page of a right answer with many rows; as in the score, their order does not matter."""
+    right = [i for i, (e, r) in enumerate(zip(test, records, strict=True)) if sorted(e.targets) == sorted(texts(r))]
     chosen = max(
-        right or range(len(test)), key=lambda i: (min(len(texts(records[i])), 5), sum(map(len, records[i]["row_ids"])))
+        right or range(len(test)), key=lambda i: (min(len(texts(records[i])), 6), sum(map(len, records[i]["row_ids"])))
     )
     record = records[chosen]
     tokens = [row.split() for row in texts(record)]
