@@ -134,7 +134,6 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     streams.make_safe()
     logger = logging.getLogger("pipejax")
     logger.addHandler(_lines)
-    logger.propagate = False  # a library may give the root logger a handler, which would say each line again
     logger.setLevel(logging.INFO)
     logger.propagate = False  # absl gives the root logger a handler as it logs; that one would say each line again
     try:
