@@ -23,6 +23,7 @@ def draw(shape, seed):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("shape", [(B, H, Q, C), (1, H, Q, C), (B, 1, Q, C), (B, 1, 1, C), (1, 1, 1, C)], ids=str)
 def test_value_and_gradient_are_those_of_softmax(shape, rate):
@@ -48,6 +49,7 @@ def test_value_and_gradient_are_those_of_softmax(shape, rate):
     assert not gradients[1][:, :, 2].any() and not gradients[3][..., 2].any()  # what is masked is not learned from
 
 
+@pytest.mark.slow
 def test_in_bfloat16_too_the_gradients_of_a_row_of_scores_cancel():
     """Softmax does not change when all scores of a query grow alike; 0.9 is no number of bfloat16."""
     shapes = [(4, 8, n, 32) for n in (64, 48, 48)]
@@ -71,6 +73,7 @@ def test_large_scores_stay_finite():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_bfloat16_keeps_its_dtype_and_stays_near(rate):
     arrays = [draw((B, H, n, K), seed).astype(jnp.bfloat16) for seed, n in enumerate((Q, C, C))]

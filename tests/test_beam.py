@@ -71,6 +71,7 @@ def until_eos(tokens):
     return (tokens[: tokens.index(1)], None) if 1 in tokens else (tokens, "max_length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, beams, penalty, max_length, batch, queries, slots",
     SETTINGS,
@@ -99,6 +100,7 @@ def test_beam_search_is_that_of_transformers(config, beams, penalty, max_length,
     assert seen[None] and seen["max_length"] and min(seen["other than greedy"], seen["ahead of another"]) > 2, seen
 
 
+@pytest.mark.slow
 def test_generator_decodes_with_beams(in_torch):
     """In its own sizes, sources of any length, batches filled up."""
     rng = np.random.default_rng(8)

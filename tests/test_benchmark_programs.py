@@ -118,6 +118,7 @@ def test_a_gpu_is_described_by_its_figures() -> None:
     assert said.count("{") == said.count("}")
 
 
+@pytest.mark.slow
 def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache() -> None:
     config, here = SIZES["tiny"], jax.sharding.SingleDeviceSharding(jax.devices()[0])
     cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `step_decoder.Cache` holds them

@@ -41,6 +41,7 @@ def test_no_patterns(text):
         decode.rows_of(text)
 
 
+@pytest.mark.slow
 def test_ours_decode_what_is_asked_for(params):
     strategies = {"grid": Pipelined(2, 30, 6), "chain": Sequential(40)}
     rows = [[3, 1, 5], [7]]
@@ -85,6 +86,7 @@ def test_all_take_turns():
     assert paired([Run(1, 2), Run(1, 4)], [Run(2, 4), Run(1, 19)], whole=True) == 3.0
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "speed.json"
     flags = [

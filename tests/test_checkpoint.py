@@ -153,6 +153,7 @@ def finished(config, tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_path, monkeypatch, said):
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=2)  # params and state of step 4
@@ -187,6 +188,7 @@ def test_reads_that_are_abandoned_say_nothing(tmp_path, monkeypatch):
     assert not told
 
 
+@pytest.mark.slow
 def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     for step in (4, 8):
@@ -226,6 +228,7 @@ def test_a_run_killed_before_older_steps_were_removed_removes_them(config, finis
     assert "already trained" in said[-1] and runs.committed(tmp_path / "run") == [8]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     longer = ["train.steps=9", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]

@@ -62,6 +62,7 @@ def small_steps(config, strategy, batch):
     return compiled(config, strategy, Sizes.fit(strategy, batch, queries=(batch + 2,), slots=(9,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", SETTINGS, ids=lambda s: f"{'gated' if s[0] is GATED else 'tiny'}-" + "-".join(map(str, s[1:]))
 )
@@ -109,6 +110,7 @@ def test_the_random_models_run_into_every_case():
     assert rows > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [TINY, GATED], ids=["tied", "gated"])
 def test_sequential_is_greedy_t5_and_pipelined_with_one_row(config):
     sequential = small_steps(config, Sequential(max_length=12), 4)

@@ -35,6 +35,7 @@ def alone():
     return Generator(CONFIG, PARAMS, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, fsdp=2, tensor=2)], ids=["one device", "mesh"])
 def test_records_are_the_same_on_every_mesh(mesh, alone):
     """Eight devices decode two sources each and more; nothing crosses from one to another."""
@@ -87,6 +88,7 @@ def test_no_two_layers_of_float32_lie_on_a_device():
         assert a.dtype == b.dtype and (a == b).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Pipelined(1, 2000, 1), Sequential(2000)])
 def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
     """Bounds may be generous: sizes of the cache double up to the bound, and each compiles when it is reached."""

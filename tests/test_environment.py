@@ -43,6 +43,7 @@ def test_every_pinned_setting_is_one_of_jax_and_its_default():
     assert "jax_default_matmul_precision" in found
 
 
+@pytest.mark.slow
 def test_a_shell_does_not_change_what_is_drawn():
     """The numbers are those that JAX itself draws with nothing set."""
     plain = python("import pipejax; " + DRAW)

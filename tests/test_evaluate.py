@@ -31,6 +31,7 @@ def run(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_the_scores_are_those_of_the_kept_predictions(run, tmp_path, capsys):
     out, kept = tmp_path / "out.json", tmp_path / "kept.jsonl"
     flags = [

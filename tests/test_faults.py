@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from experiments.faults.__main__ import table
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path):
     out, page = tmp_path / "faults.json", tmp_path / "faults.md"
     ended = subprocess.run(

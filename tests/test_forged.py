@@ -78,6 +78,7 @@ def trained(tmp_path_factory):
     return here / "run", config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["decode", "resume", "start from", "convert"])
 def test_a_tokenizer_that_is_not_the_one_of_the_run(what, trained, tmp_path):
     """Other ids would be read and written, and nothing would say so."""

@@ -46,6 +46,7 @@ def kernel(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 12, 20, 33])
 @pytest.mark.parametrize("outputs, inputs", [(96, 40), (16, 1), (1200, 768)])
 def test_products_equal_numpys(kernel, outputs, inputs, columns):
@@ -90,6 +91,7 @@ def test_attention_equals_numpys(kernel, columns, spread):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5 * max(spread, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"d_model": 32, "d_ff": 48}, {"d_model": 32, "feed_forward": "gated-gelu"}])
 def test_decodes_are_those_without_it(kernel, changes):
     """Where matrices fit panels and where they do not."""

@@ -66,6 +66,7 @@ def by_hand(params):
     return merged
 
 
+@pytest.mark.slow
 def test_every_matrix_of_the_layers_gets_factors_that_change_nothing(arrays):
     plain = t5.init_params(DEEP, jax.random.key(0))
     params = lora.add(plain, RANK, jax.random.key(1))
@@ -79,6 +80,7 @@ def test_every_matrix_of_the_layers_gets_factors_that_change_nothing(arrays):
     same_bits(lora.merge_factors(params), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layers"])
 def test_loss_and_gradient_are_those_of_the_merged_weights(arrays, remat):
     params = random_factors()
@@ -99,6 +101,7 @@ def test_loss_and_gradient_are_those_of_the_merged_weights(arrays, remat):
         np.testing.assert_allclose(own[f"{stem}/lora_b"], a.T @ kernel, rtol=1e-3, atol=2e-4, err_msg=path)
 
 
+@pytest.mark.slow
 def test_only_factors_change_and_have_moments_on_every_mesh(arrays):
     config = change(STEP_CONFIG, train={"lora_rank": RANK, "learning_rate": 1e-2})
     ends = []
@@ -118,6 +121,7 @@ def test_only_factors_change_and_have_moments_on_every_mesh(arrays):
     close(ends[0][0], ends[1][0], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_whole_weights_and_ends_as_such(whole, tmp_path):
     settings = {"init_from": str(whole), "lora_rank": RANK, "learning_rate": 1e-2, "steps": 4}
     settings |= {"evaluate_every": 100, "evaluate_examples": 1, "checkpoint_every": 100}
@@ -147,6 +151,7 @@ def test_decoding_merges_factors():
     close(prepare(t5.T5(DEEP), params), prepare(t5.T5(DEEP), merged), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adafactor_moves_factors_that_begin_as_zero(arrays):
     config = change(STEP_CONFIG, train={"lora_rank": RANK, "optimizer": "adafactor", "learning_rate": 1e-3})
     config = change(config, train={"warmup_steps": 1})

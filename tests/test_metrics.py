@@ -173,6 +173,7 @@ def test_evaluation_scores_by_the_metric(name) -> None:
         assert {key: result[key] for key in expected} == expected
 
 
+@pytest.mark.slow
 def test_the_headline_picks_the_best(tmp_path, monkeypatch, said) -> None:
     """Of a training run: its second evaluation has the highest ROUGE-Lsum, and the lowest of all else."""
     headlines = iter([10.0, 30.0, 20.0])

@@ -50,6 +50,7 @@ def test_laps_add_up():
     assert clock.lap()["data"] == 0 and clock.totals["data"] == lap["data"]
 
 
+@pytest.mark.slow
 def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
     poisoned(monkeypatch, {1, 4})
     assert fit(CONFIG, tmp_path / "run") == 0
@@ -64,6 +65,7 @@ def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
         assert np.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     poisoned(monkeypatch, {2, 3, 4, 5})
     config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})
@@ -75,6 +77,7 @@ def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     assert len(ids) == 8
 
 
+@pytest.mark.slow
 def test_every_line_is_json_without_nan(tmp_path, monkeypatch):
     poisoned(monkeypatch, {0})
     fit(change(CONFIG, train={"steps": 2}), tmp_path / "run")
@@ -86,6 +89,7 @@ def test_every_line_is_json_without_nan(tmp_path, monkeypatch):
         json.loads(line, parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
     asked = loop.Stop.asked
 
@@ -106,6 +110,7 @@ def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
     assert lines[-1]["event"] == "end" and set(lines[-1]["seconds"]) >= {"compile", "data", "step", "checkpoint"}
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
@@ -147,12 +152,14 @@ def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_warm_up_as_long_as_training_is_told(tmp_path, said):
     fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path)
     assert sum("warning: train.warmup_steps = 2" in line for line in said) == 1
     assert sum("trained for 2 steps (loss " in line for line in said) == 1
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
     logged, opened, axes, ended = [], [], {}, []
     run = types.SimpleNamespace(
@@ -170,6 +177,7 @@ def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
     assert ended == [1]
 
 
+@pytest.mark.slow
 def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch, said):
     def full(values):
         raise OSError(28, "No space left on device")
@@ -192,6 +200,7 @@ def test_a_board_that_does_not_begin_is_one_line(tmp_path, monkeypatch):
         fit(change(CONFIG, train={"wandb": "ours"}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_logged_rate_is_the_one_that_was_used(tmp_path, monkeypatch):
     """A step that is left out does not advance the schedule."""
     poisoned(monkeypatch, {1})
@@ -201,6 +210,7 @@ def test_the_logged_rate_is_the_one_that_was_used(tmp_path, monkeypatch):
     np.testing.assert_allclose(rates, [1.0, 1.0, 1.0, 0.8, 0.6, 0.4], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatch):
     save, asked = checkpoint.Store.save, loop.Stop.asked
     failing = []
@@ -222,6 +232,7 @@ def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatc
     assert checkpoint.open_run(tmp_path / "run").step == 3
 
 
+@pytest.mark.slow
 def test_what_a_lost_run_left_is_kept_aside(tmp_path, said):
     """Without a good checkpoint it is another run: its tokenizer and its best are its own."""
     fit(CONFIG, tmp_path / "run")

@@ -52,6 +52,7 @@ def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypa
     assert [record["rows"] for record in found] == [record["rows"] for record in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, line",
     [

@@ -117,6 +117,7 @@ def test_a_former_name_of_another_t5():
         load(CONFIGS / "mine_base_pipelined.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, devices", [("base", 1), ("large", 2)])
 @pytest.mark.parametrize("task", ["cnn_dailymail", "pubmed"])
 def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
@@ -148,6 +149,7 @@ def trainers():
         yield known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task, size, objective", [*OF_T5_BASE, ("msqa", "large", "pipelined")])
 def test_dry_run(task, size, objective, tiny, trainers, tmp_path):
     """Two steps and an evaluation, as `train.py` makes them, from a tiny checkpoint and on short texts."""
@@ -184,6 +186,7 @@ def ends_at_two(config: Config, run: Path) -> bool:
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kp20k_scratch", "cnn_dailymail_scratch"])
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
 def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, trainers, tmp_path):
@@ -194,6 +197,7 @@ def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, trainers, tmp_p
     assert ends_at_two(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_dry_run_of_the_pretraining(tiny, tmp_path):
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"id": str(i), "source": "a b", "targets": ["a b"]}) + "\n" for i in range(16)))

@@ -66,6 +66,7 @@ def test_a_file_of_a_tokenizer(template, tmp_path):
         tokenizer.digests(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PRIVILEGED, reason="these tests ran without privilege")
 def test_once_more_without_privilege():
     program = "import sys, pytest; from experiments.faults.unprivileged import drop; drop(); sys.exit(pytest.main())"

@@ -25,6 +25,7 @@ def config(source, mesh, **train):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, mesh, train",
     [
@@ -43,6 +44,7 @@ def test_the_estimate_is_near_what_the_compiler_sets_aside(source, mesh, train):
     assert 0.75 * compiled < sum(terms.values()) < 1.35 * compiled
 
 
+@pytest.mark.slow
 def test_the_state_is_counted_exactly():
     chosen = config(64, {"data": 1, "fsdp": 2, "tensor": 2})
     _, terms = plan.plan(chosen)
@@ -60,6 +62,7 @@ def _leaves(tree):
     return jax.tree.leaves(tree)
 
 
+@pytest.mark.slow
 def test_a_measured_step_is_a_step():
     chosen = config(32, {"data": 1})
     peak, seconds = plan.measured_bytes(Trainer(chosen), chosen, steps=1)
@@ -76,6 +79,7 @@ def test_published_sizes():
         assert abs(matrices / 1e6 - millions) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat, fits", [("layers", True), ("none", False)])
 def test_the_command(remat, fits, tmp_path):
     command = [sys.executable, "-m", "pipejax", "plan", "--config", "configs/jsonl.py", "--model", "large", "--json"]

@@ -80,6 +80,7 @@ def test_some_heads_look_at_neighbours_from_the_start():
     assert favourite("decoder", False)[:2] == [0, 1]  # distances back
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     numbered = [f"Number {i} begins. {DOCUMENTS[i % 5]}" for i in range(250)]
     lines = "".join(json.dumps({"source": text}) + "\n" for text in numbered)

@@ -133,7 +133,7 @@ def canned(monkeypatch, answers: Any = None) -> list[str]:
     """No training, and right rows but for those that `answers` changes; returns what would have been trained."""
     trained: list[str] = []
 
-    def fit(config, directory: Path, *, log) -> int:
+    def fit(config, directory: Path) -> int:
         trained.append(directory.name)
         directory.mkdir(parents=True)
         return 0
@@ -143,7 +143,7 @@ def canned(monkeypatch, answers: Any = None) -> list[str]:
         records = [{"rows": [change(generator.name, row) for row in e.targets]} for e in test]
         return {"examples": len(test), "steps": 8.0, "truncated": {}}, records
 
-    def open_run(directory: Path, *, log):
+    def open_run(directory: Path):
         return type("Generator", (), {"name": directory.name, "config": probes.CONFIG})
 
     monkeypatch.setattr(probes, "fit", fit)
@@ -241,6 +241,7 @@ def test_refusals_come_before_the_work(tmp_path, monkeypatch, arguments, message
     assert trained == [] and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_real_training(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(probes, "EXAMPLES", {"train": 64, "test": 8})
     sizes = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")

@@ -158,6 +158,7 @@ def of(directory, event):
     return [line for line in runs.metrics(directory) if line["event"] == event]
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(config, tmp_path):
     results = {}
     for count in (1, 2):
@@ -172,6 +173,7 @@ def test_two_processes_equal_one(config, tmp_path):
     assert results[2] == pytest.approx(results[1], rel=1e-6, abs=1e-6)  # sums of float32 in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, None)], ids=str)
 def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
     workdir, again = tmp_path / "run", ("train.steps=8", "train.evaluate_every=6")
@@ -200,11 +202,11 @@ def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
 EXCHANGE = """
 import os, sys, time
 from jax._src import distributed
-from pipejax import processes
+from pipejax.system import distributed as pipejax_distributed
 
 own = int(sys.argv[2])
-processes.join(sys.argv[1], 2, own, heartbeat=5)
-exchange, gone = processes.Exchange(), processes.Exchange()
+pipejax_distributed.join(sys.argv[1], 2, own, heartbeat=5)
+exchange, gone = pipejax_distributed.Exchange(), pipejax_distributed.Exchange()
 for call in range(4):
     said = exchange(b"%d of %d" % (call, own))
     assert said == [b"%d of 0" % call, b"%d of 1" % call], said
@@ -212,7 +214,7 @@ if own == 0:
     try:
         exchange(b"more")
     except RuntimeError as error:
-        assert processes.lost(error), error
+        assert pipejax_distributed.lost(error), error
     held = [key for key, _ in distributed.global_state.client.key_value_dir_get_bytes("pipejax/exchange/0")]
     print(sorted(held), flush=True)
     gone(b"is anybody there")

@@ -105,6 +105,7 @@ def without_ids(found):
     return [{key: value for key, value in record.items() if key != "id"} for record in found]
 
 
+@pytest.mark.slow
 def test_records_are_those_of_the_oracle(decoded, tokenizer):
     """Text gets an eos, ids are taken as they are; fields, rows, steps and truncation by Algorithm 1 in plain lists."""
     ids = [tokenizer.encode(text) for text in SHORT[:6]]
@@ -140,6 +141,7 @@ def test_rows_hold_neither_eos_nor_empty_ones(decoded):
     assert all(len(record["rows"]) == len(record["row_ids"]) for record in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, texts", [("pipelined", TEXTS), ("none", SHORT)], ids=["pipelined", "sequential"])
 def test_neither_batch_nor_neighbours_count(decoded, model, texts):
     """Order and content are those of the input, alone or among others, padded much or little."""
@@ -201,6 +203,7 @@ def test_strategy(decoded, model, flag, used, warnings):
     assert (len(found[0]["row_ids"]) == 1) == (used == "sequential")
 
 
+@pytest.mark.slow
 def test_settings_take_effect_and_truncation_is_told(decoded, tokenizer):
     values, seen = [{"source": text} for text in SHORT], Counter[str | None]()
     encoded = [oracle.encode(PARAMS, MODEL, [*tokenizer.encode(text), 1]) for text in SHORT[:3]]
@@ -344,7 +347,7 @@ def test_python_refuses_what_would_decode_its_column_names(checkpoints, given, f
 def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     """And those that were warmed up compile nothing at all."""
     opened = []
-    monkeypatch.setattr(compile_cache, "use", lambda *, log: opened.append(1))
+    monkeypatch.setattr(compile_cache, "use", lambda: opened.append(1))
     generator = load(checkpoints / "pipelined")
     assert opened  # the cache on disk, as the commands have it
     for count in range(1, 9):
@@ -595,6 +598,7 @@ def process(*flags, **pipes):
         running.wait()
 
 
+@pytest.mark.slow
 def test_a_pipe_is_answered_line_by_line(checkpoints, decoded):
     expected, _ = decoded([{"source": text} for text in SHORT])
     flags = "--checkpoint", checkpoints / "none", "--input", "-", "--output", "-"
@@ -608,6 +612,7 @@ def test_a_pipe_is_answered_line_by_line(checkpoints, decoded):
     assert err.decode().startswith(f"sequential: {len(SHORT)} examples, ")
 
 
+@pytest.mark.slow
 def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
     """Ctrl-C, and a kill that no program sees coming."""
     source, targets = tmp_path / "in.jsonl", [tmp_path / "interrupted.jsonl", tmp_path / "killed.jsonl"]

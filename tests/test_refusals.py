@@ -451,6 +451,7 @@ def test_help_is_no_error(capsys, main):
     assert caught.value.code == 0 and "usage:" in out and err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, words",
     [

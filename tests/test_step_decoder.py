@@ -34,6 +34,7 @@ CONFIG = T5Config(
 ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "delay, time_max, sub_max, literal, batch, queries, slots",
     [
@@ -61,6 +62,7 @@ def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, bat
             assert TRUNCATIONS[found.truncated[b]] == expected["truncated"][b]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("delay", [1, 2, 5])
 def test_cached_decoding_equals_teacher_forcing(delay, batch):
@@ -174,6 +176,7 @@ def test_schedule_holds_every_decode():
     assert Sizes.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
     "strategy", [Pipelined(delay=1, time_max=23, sub_max=10), Sequential(max_length=200), Beam(60, 5)]

@@ -25,6 +25,7 @@ cli.run(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "redirected, code, out, err",
     [

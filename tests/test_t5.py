@@ -73,6 +73,7 @@ def causal(n):
     return (i[None, :] <= i[:, None])[None], jnp.abs(i[None, :] - i[:, None])[None]
 
 
+@pytest.mark.slow
 def test_logits_equal_torch(pair):
     model, config, params = pair
     rng = np.random.default_rng(0)
@@ -88,6 +89,7 @@ def test_logits_equal_torch(pair):
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_greedy_equals_generate(pair):
     model, config, params = pair
     source, mask = ragged(np.random.default_rng(1), config.vocab_size, [12, 5, 30, 1])
@@ -146,6 +148,7 @@ def tiny():
     return params, source, np.ones(source.shape, bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [1, 2, 3, 6])
 def test_teacher_forcing_equals_the_definition(tiny, delay):
     params, source, mask = tiny
@@ -242,6 +245,7 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
     assert 0 < np.abs(rough - exact).max() < 0.1 * np.abs(exact).max()
 
 
+@pytest.mark.slow
 def test_gradients_of_frequent_words_are_not_lost_in_bfloat16(tiny):
     """A sum of like numbers in bfloat16 stops growing at 256 of them."""
     params, words = jax.tree.map(jnp.asarray, tiny[0]), np.full((1, 2048), 5)

@@ -61,6 +61,7 @@ def leaf(tree, path):
 # The loss.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [1, 2, 7])
 @pytest.mark.parametrize("delay", [1, 2, 4])
 def test_pipelined_loss_is_the_definition(tokenizer, delay, pack):
@@ -80,6 +81,7 @@ def test_pipelined_loss_is_the_definition(tokenizer, delay, pack):
     assert abs(float(total) - expected) < 1e-5 * expected
 
 
+@pytest.mark.slow
 def test_a_loss_in_parts_is_the_loss(monkeypatch):
     rng = np.random.default_rng(0)
     hidden, table = rng.normal(size=(3, 24, 8)).astype(np.float32), rng.normal(size=(8, 50)).astype(np.float32)
@@ -95,6 +97,7 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
     close(jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, table), whole, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat, dropout", [("dots", 0.0), ("layers", 0.0), ("layers", 0.3)])
 def test_rematerialisation_changes_no_gradient(batches, remat, dropout):
     params = oracle.random_params(DEEP, np.random.default_rng(3))
@@ -155,6 +158,7 @@ def test_padded_lengths_are_few_and_tight():
 # The step.
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_full_batch(batches):
     """Lengths are uneven, so the mean of the parts' means would be another loss."""
     arrays = [batches[0].arrays] * 3
@@ -181,6 +185,7 @@ def test_parts_keep_rows_with_their_sources(batches):
     assert len(seen) == 8
 
 
+@pytest.mark.slow
 def test_a_program_made_beside_the_work_is_the_same(batches):
     arrays = batches[0].arrays
     trainer, other = Trainer(CONFIG), Trainer(CONFIG)
@@ -217,6 +222,7 @@ def test_float32_is_not_rounded_in_products(dtype, precise):
     assert products and all(("HIGHEST" in line) == precise for line in products)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
@@ -237,6 +243,7 @@ def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_decay_is_the_rate_times_the_weight(name):
     config = TrainConfig(optimizer=name, weight_decay=0.1, learning_rate=0.01, warmup_steps=1)
@@ -248,6 +255,7 @@ def test_decay_is_the_rate_times_the_weight(name):
     assert not changes["norm"]["scale"].any() and optimizer.updates_made(state) == 1
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_keeps_its_bits_and_has_no_moments(batches):
     config = change(CONFIG, train={"freeze": "encoder"})
     born = jax.device_get(Trainer(config).fresh())
@@ -260,6 +268,7 @@ def test_a_frozen_encoder_keeps_its_bits_and_has_no_moments(batches):
     assert sum(x.size for x in jax.tree.leaves(state.optimizer) if x.ndim) == 2 * trained
 
 
+@pytest.mark.slow
 def test_one_step_of_adamw_by_hand(batches):
     """Update number 1: clip to norm 1, both moments corrected, so every weight moves by the rate against its sign."""
     config = change(CONFIG, train={"weight_decay": 0.1, "warmup_steps": 1})
@@ -288,6 +297,7 @@ def test_schedules(schedule):
 # Many devices.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -109,6 +109,7 @@ def test_batches_are_a_function_of_their_number(tokenizer):
     assert other[0].ids != in_order[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows",
     [
@@ -170,6 +171,7 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
         assert made[index] <= drawn * (1 / n + len(held) / 8) and made[index] < drawn
 
 
+@pytest.mark.slow
 def test_resume_is_exact(finished, tmp_path, said):
     assert fit(change(CONFIG, train={"steps": 2}), tmp_path) == 0
     assert fit(change(CONFIG, train={"steps": 5}), tmp_path) == 0
@@ -183,6 +185,7 @@ def test_resume_is_exact(finished, tmp_path, said):
     assert re.fullmatch("[0-9a-f]{16}", whole[-1]["params_fp"])
 
 
+@pytest.mark.slow
 def test_the_same_command_twice_gives_the_same_metrics(finished, tmp_path):
     fit(CONFIG, tmp_path)
     assert untimed(metrics(tmp_path)) == untimed(metrics(finished))
@@ -227,6 +230,7 @@ def test_runs_side_by_side(finished, tmp_path, capsys):
         compare.main([str(tmp_path / "absent")])
 
 
+@pytest.mark.slow
 def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatch, capsys, said):
     """Nothing is learned at such a rate: the first evaluation stays the best. Off the main thread, without signals."""
     config = change(
@@ -267,10 +271,12 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
     assert bound == longest + longest // 2 + 8
 
 
+@pytest.mark.slow
 def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path, said):
     fit(CONFIG, tmp_path)
     for data in (tmp_path / "checkpoints/6/params").rglob("d/*"):
         data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))  # of one byte it might not matter
+    said.clear()
     restored = checkpoint.open_run(tmp_path)
     assert restored.step == 3 and "checkpoints/6: damaged" in said[0]
     assert (tmp_path / "checkpoints/6").is_dir()  # reading changes nothing
@@ -303,6 +309,7 @@ def test_a_step_of_a_lost_stretch_is_saved_again(tmp_path):
     assert restored.metadata == {"score": [2.0]} and restored.items["params"]["a"].tolist() == [2.0] * 3
 
 
+@pytest.mark.slow
 def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tmp_path, monkeypatch):
     lost = []
     write = RunDirectory.log_metrics
@@ -327,6 +334,7 @@ def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tm
     assert len(lost) == 12 and set(lost) == {1, 2}
 
 
+@pytest.mark.slow
 def test_other_training_examples_are_refused_on_resume(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer")
     lines = [
@@ -349,6 +357,7 @@ def test_other_training_examples_are_refused_on_resume(tokenizer, tmp_path):
     assert metrics(tmp_path / "run")[-1]["step"] == 3
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
     def killed(*args, **kwargs):
         raise KeyboardInterrupt
@@ -361,6 +370,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
     assert [line["step"] for line in metrics(tmp_path) if line["event"] == "evaluation"] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, tmp_path, monkeypatch, at):
     config, decode = change(CONFIG, decode={"batch_size": 4}), examiner.evaluate
@@ -393,6 +403,7 @@ def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, t
     assert fit(config, tmp_path) == 0 and metrics(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, monkeypatch):
     config, save = change(CONFIG, train={"steps": 3}), checkpoint.Store.save
 
@@ -496,6 +507,7 @@ def converted(tmp_path_factory):
     return model.eval(), root / "ours"
 
 
+@pytest.mark.slow
 def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
     """The first sequential loss is torch's on the same labels; the loss falls; the result goes back to Hugging Face."""
     model, ours = converted
@@ -547,6 +559,7 @@ def test_a_config_that_contradicts_its_starting_checkpoint(converted, tmp_path):
         fit(dataclasses.replace(CONFIG, model=None), tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
     command = [
