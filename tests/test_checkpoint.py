@@ -202,6 +202,7 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said
     assert whole == again
 
 
+@pytest.mark.slow
 def test_a_damaged_best_step_is_kept_aside_when_training_goes_on(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     flip(tmp_path / f"run/best/{Store(finished / 'best').steps()[0]}")
@@ -211,6 +212,7 @@ def test_a_damaged_best_step_is_kept_aside_when_training_goes_on(config, finishe
     assert open_run(tmp_path / "run", best=True).step == 9  # the first that was evaluated since
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run/metrics.jsonl"
@@ -220,6 +222,7 @@ def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):
         assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_older_steps_were_removed_removes_them(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     assert runs.committed(tmp_path / "run") == [4, 8]

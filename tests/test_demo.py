@@ -45,6 +45,7 @@ def test_the_table_says_both_ratios() -> None:
     assert "predict a step ratio of 4.10" in lines[-1]
 
 
+@pytest.mark.slow
 def test_the_larger_model_takes_the_steps_of_its_rows() -> None:
     timed = demo.at_size(SIZES["tiny"], {"3 rows of 4 tokens": [4] * 3, "one of 2": [2]}, source=20, rounds=1)
     steps = [(line["sequential"]["steps"], line["pipelined"]["steps"]) for line in timed]

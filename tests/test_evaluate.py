@@ -84,6 +84,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
     assert joined["rougeLsum"] == by_hand != rouge.score([gold], [[" ".join(said)]])["rougeLsum"]
 
 
+@pytest.mark.slow
 def test_where_rows_are_not_told_apart_no_ratio_is_told(run, tmp_path):
     out = tmp_path / "out.json"
     flags = ["--checkpoint", str(run), "--limit", "3", "--batch-size", "3", "--json", str(out)]
@@ -94,6 +95,7 @@ def test_where_rows_are_not_told_apart_no_ratio_is_told(run, tmp_path):
     assert (found["step"], found["params_fp"], found["limit"]) == (3, last["params_fp"], 3)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_nothing_of_the_other_file(run, tmp_path, capsys):
     kept = tmp_path / "predictions.jsonl"
     flags = ["--checkpoint", str(run), "--limit", "3", "--json", "/dev/full", "--predictions", str(kept)]
@@ -104,6 +106,7 @@ def test_a_full_disk_costs_nothing_of_the_other_file(run, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == [kept.name]
 
 
+@pytest.mark.slow
 def test_batches_change_no_score(run, tmp_path):
     results = []
     for size in ("1", "50"):
@@ -116,6 +119,7 @@ def test_batches_change_no_score(run, tmp_path):
     assert "seconds" not in results[1]["by_rows"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [

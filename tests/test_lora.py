@@ -145,6 +145,7 @@ def test_a_run_starts_from_whole_weights_and_ends_as_such(whole, tmp_path):
     assert leaves(best.items["params"]).keys() == origin.keys()
 
 
+@pytest.mark.slow
 def test_decoding_merges_factors():
     params = random_factors()
     merged = unflatten_dict(by_hand(params), sep="/")

@@ -34,6 +34,7 @@ def python(
     )
 
 
+@pytest.mark.slow
 def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows by the command without them as by the API with them, and no line about what is absent."""
     trained = tmp_path / "run"

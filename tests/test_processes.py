@@ -228,6 +228,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_an_exchange_forgets_what_all_have_read_and_ends_with_those_who_take_part():
     place = f"127.0.0.1:{free_port()}"
     started = [
@@ -245,6 +246,7 @@ def test_an_exchange_forgets_what_all_have_read_and_ends_with_those_who_take_par
     assert started[0].returncode != 0, "the wait for a process that is gone has an end"
 
 
+@pytest.mark.slow
 def test_processes_that_were_told_different_things(config, tmp_path):
     codes, said = end(start(config, tmp_path / "run", 2, second=["--set=train.seed=1"]))
     assert codes == [2, 2], said

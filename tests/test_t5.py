@@ -187,6 +187,7 @@ def test_causality_by_gradient(tiny):
         np.testing.assert_array_equal(touched, lower, err_msg=f"slot {slot}")
 
 
+@pytest.mark.slow
 def test_padding_and_batch_do_not_change_logits(tiny):
     params, source, _ = tiny
     model, (flat, seen, distance) = t5.T5(CONFIG), layout(ROWS, 1)

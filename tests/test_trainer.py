@@ -195,6 +195,7 @@ def test_a_program_made_beside_the_work_is_the_same(batches):
     trainer.close()
 
 
+@pytest.mark.slow
 def test_a_program_that_failed_beside_the_work_is_compiled_again(batches, monkeypatch):
     """As where memory was short at that moment; and no command waits for what is compiled ahead."""
     arrays, compiled, unneeded = batches[0].arrays, Trainer._compile, []

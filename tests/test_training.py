@@ -191,6 +191,7 @@ def test_the_same_command_twice_gives_the_same_metrics(finished, tmp_path):
     assert untimed(metrics(tmp_path)) == untimed(metrics(finished))
 
 
+@pytest.mark.slow
 def test_a_finished_run_repeated_changes_nothing(finished, said):
     def everything():
         return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(finished.rglob("*")) if p.is_file()}
@@ -201,6 +202,7 @@ def test_a_finished_run_repeated_changes_nothing(finished, said):
     assert said[-1] == "already trained for 6 of 6 steps; nothing to do"
 
 
+@pytest.mark.slow
 def test_the_log_shows_epochs_and_what_was_predicted(finished):
     lines = metrics(finished)
     count = len(demo.examples("train"))
@@ -215,6 +217,7 @@ def test_the_log_shows_epochs_and_what_was_predicted(finished):
             assert bounds["sub_max"] == CONFIG.grid.sub_max  # the targets would allow for more
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(finished, tmp_path, capsys):
     assert compare.main([str(finished), str(finished), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -287,6 +290,7 @@ def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path, said)
     assert checkpoint.open_run(tmp_path).step == 6
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatch):
     before = sorted(p.name for p in (finished / "checkpoints").iterdir())
 
@@ -428,6 +432,7 @@ def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, 
     assert checkpoint.open_run(tmp_path, best=True).step == 3
 
 
+@pytest.mark.slow
 def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_holds(finished, tmp_path):
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, .*, not pipelined"):
         fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run")
@@ -442,6 +447,7 @@ def test_a_separator_that_the_tokenizer_loses(tmp_path):
         fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
     with pytest.raises(UserError, match=r"grid.delay: 2 -> 3; expected no change on resume"):
         fit(change(CONFIG, grid={"delay": 3}), finished)
@@ -449,6 +455,7 @@ def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
         fit(change(CONFIG, train={"batch_size": 16}), finished)
 
 
+@pytest.mark.slow
 def test_the_number_of_dev_examples_may_change_on_resume(finished, said):
     config = dataclasses.replace(change(CONFIG, train={"evaluate_examples": 4}), name="another label")
     assert fit(config, finished) == 0
@@ -596,6 +603,7 @@ def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
     assert metrics(tmp_path / "run")[-1]["step"] == step
 
 
+@pytest.mark.slow
 def test_resolved_config_is_written_beside_the_checkpoint(finished):
     written = config_lib.from_json((finished / "config.json").read_text(), where="config.json")
     assert written == CONFIG == checkpoint.open_run(finished).config
