@@ -228,17 +228,9 @@ class Generator:
 
 
 def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> Generator:
-    """Opens the newest good step of a checkpoint or run directory (`best`: of its best/).
+    """What `pipejax.load` calls; arguments and errors are described there.
 
     Compiled programs are kept as the commands keep them (`pipejax.system.compile_cache`).
-
-    Args:
-      path: what `pipejax convert from-hf` or `pipejax train` wrote.
-      best: take the best evaluated step.
-      overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
-
-    Raises:
-      UserError: no such directory, no good step in it, or an override that does not fit.
     """
     for assignment in overrides:
         key = assignment.partition("=")[0].strip()

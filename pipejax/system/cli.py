@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,13 +78,19 @@ def note(line: str) -> None:
     say(line)
 
 
-class _Lines(logging.Handler):
-    """What the package logs, as lines for the person at the keyboard."""
+LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}  # what a line begins with
 
-    WORDS: Mapping[int, str] = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+
+def line_of(record: logging.LogRecord) -> str:
+    """What is logged, as a line for the person at the keyboard."""
+    return LEVELS.get(record.levelno, "") + record.getMessage()
+
+
+class _Lines(logging.Handler):
+    """Says what the package logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        note(self.WORDS.get(record.levelno, "") + record.getMessage())
+        note(line_of(record))
 
 
 _lines = _Lines()

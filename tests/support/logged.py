@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-WORDS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+from pipejax.system.cli import line_of
 
 
 @contextmanager
@@ -12,7 +12,7 @@ def logged() -> Iterator[list[str]]:
     """The list that grows by each line that is logged while this is open."""
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(WORDS.get(record.levelno, "") + record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(line_of(record))  # type: ignore[method-assign]
     logger = logging.getLogger("pipejax")
     before = logger.level
     logger.addHandler(handler)
