@@ -29,8 +29,9 @@ from benchmarks.systems import (
     use_threads,
     write,
 )
-from pipejax.data.core import bucket, cut_source, pad
+from pipejax.data.encoding import cut_source
 from pipejax.data.lines import read_objects, text_of
+from pipejax.data.padding import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.grid import sequential_steps

@@ -19,7 +19,8 @@ from benchmarks.decode import rows_of
 from benchmarks.systems import SIZES, machine, random_params, save, use_threads
 from pipejax import grid
 from pipejax.config import Config, GridConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.data.core import Encoded, collate, pack_size
+from pipejax.data.batches import collate, pack_size
+from pipejax.data.encoding import Encoded
 from pipejax.model import sharding
 from pipejax.system import cli, compile_cache
 from pipejax.system.progress import Progress

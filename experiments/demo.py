@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.systems import build, interleaved, paired, random_params
 from pipejax.config import STRATEGIES, Config, T5Config, load
 from pipejax.data import make_task
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import picture
 from pipejax.inference.evaluation import evaluate

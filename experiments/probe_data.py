@@ -13,7 +13,7 @@ import random
 import zlib
 from collections.abc import Iterator, Sequence
 
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 
 LETTERS = "abcd"
 BASE = 3  # digits are 0 to 2

@@ -20,7 +20,7 @@ from experiments.probe_data import KINDS, Kind, marks, whole
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Record, texts
 from pipejax.inference.generator import load as open_run

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +13,7 @@ os.environ["PIPEJAX_CACHE"] = "off"  # the user's own is none of the suite's bus
 os.environ["NPROC"] = "16"
 # The suite compiles more than it computes: XLA's programs are the same, LLVM spends less on each.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older ones compile in half the time
 
 import jax
 import pytest
@@ -21,6 +22,7 @@ from support.logged import logged
 
 if TYPE_CHECKING:
     from pipejax.data.tokenizer import Tokenizer
+    from pipejax.training.step import Trainer
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
@@ -56,6 +58,15 @@ def said() -> Iterator[list[str]]:
     """The lines that are logged during a test."""
     with logged() as lines:
         yield lines
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> "Iterator[dict[Any, Trainer]]":
+    """Runs that a test module starts share what they compile; gives their trainers."""
+    from support.compiled_once import compiled_once  # not above: it imports the training
+
+    with compiled_once() as trainers:
+        yield trainers
 
 
 @pytest.fixture(scope="session")

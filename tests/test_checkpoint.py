@@ -147,7 +147,7 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(config, tmp_path_factory):
+def finished(config, tmp_path_factory, compiled_once):
     directory = tmp_path_factory.mktemp("runs") / "whole"
     assert fit(config, directory) == 0
     return directory

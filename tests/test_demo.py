@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.systems import SIZES
 from experiments import demo
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 
 
 def test_decoders_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) -> None:

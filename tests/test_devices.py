@@ -96,7 +96,7 @@ def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
     assert sizes.slots[-1] >= strategy.slots and all(b <= 2.8 * a for a, b in itertools.pairwise(sizes.slots))
     fresh, report = programs.Programs(MODEL, jnp.dtype("float32"), devices=jax.local_devices()[:1]), Report()
     fresh.set_params(PARAMS)
-    found = fresh.decode(SOURCES[:1], strategy, batch_size=1, spread=1, report=report)
+    found = fresh.decode(SOURCES[:1], strategy, batch_size=1, across=1, report=report)
     used = {key[1] for key in fresh._compiled if not isinstance(key[0], str)}
     needed = [c for c in sizes.slots if c - strategy.rows < int(found.lengths.sum(axis=1).max()) + 2 * strategy.rows]
     assert used <= {*sizes.slots[: len(needed) + 1]} and len(used) < len(sizes.slots)

@@ -11,7 +11,7 @@ import pytest
 
 from pipejax.config import Config, DataConfig
 from pipejax.data import demo
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.inference import evaluation
 from pipejax.inference.generator import load
 from pipejax.inference.programs import CPU_BATCH
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, compiled_once):
     directory = tmp_path_factory.mktemp("evaluate") / "run"
     assert fit(change(CONFIG, train={"steps": 3, "evaluate_every": 100}), directory) == 0
     return directory

@@ -83,7 +83,7 @@ def test_attention_equals_numpys(kernel, columns, spread):
     bias = np.where(rng.random((batch, length)) < 0.3, t5.MASKED, 0.0).astype(np.float32)
     bias[2] = t5.MASKED
     laid = kernels.panels(jnp.asarray(keys)), kernels.panels(jnp.asarray(values).swapaxes(2, 3))
-    found = jax.jit(kernels.attend)(*laid, query, bias)
+    found = jax.jit(kernels.attend)(query, *laid, bias)
     scores = keys.astype(np.float64) @ query + bias[:, None, :, None]
     scores = scores.astype(np.float32).astype(np.float64)  # what is masked keeps no digits, here as there
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))

@@ -9,7 +9,7 @@ from flax.traverse_util import unflatten_dict
 
 from pipejax import checkpoint
 from pipejax.data import demo
-from pipejax.data.core import TrainingBatches
+from pipejax.data.batches import TrainingBatches
 from pipejax.inference.programs import prepare
 from pipejax.model import lora, sharding, t5
 from pipejax.system.errors import UserError
@@ -22,6 +22,7 @@ from support.tiny import STEP as STEP_CONFIG
 from support.trees import close, same_bits
 
 RANK = 2
+pytestmark = pytest.mark.usefixtures("compiled_once")
 PER_LAYER = {"encoder": 4 + 2, "decoder": 8 + 2}  # matrices of attention and of a feed-forward with relu
 
 

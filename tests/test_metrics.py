@@ -13,7 +13,7 @@ import pytest
 from pipejax import checkpoint, config, metrics
 from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import make_task
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.report import Report
 from pipejax.metrics import __main__ as command

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
-from pipejax.data import core
+from pipejax.data import batches
 from pipejax.data.shapes import Shapes
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
@@ -22,10 +22,12 @@ from pipejax.training.monitoring import Clock
 from support.tiny import RUN_ON_ONE as CONFIG
 from support.tiny import change, metrics
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def poisoned(monkeypatch, numbers):
     """From here on the batches of these numbers (from 0) hold a NaN."""
-    draw = core.TrainingBatches.__getitem__
+    draw = batches.TrainingBatches.__getitem__
 
     def get(self, index):
         batch = draw(self, index)
@@ -35,7 +37,7 @@ def poisoned(monkeypatch, numbers):
         weights[0, 0] = np.nan
         return batch._replace(arrays=batch.arrays | {"weights": weights})
 
-    monkeypatch.setattr(core.TrainingBatches, "__getitem__", get)
+    monkeypatch.setattr(batches.TrainingBatches, "__getitem__", get)
 
 
 def test_laps_add_up():

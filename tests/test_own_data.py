@@ -9,7 +9,7 @@ from nltk.stem.porter import PorterStemmer
 
 from pipejax.config import Config, DataConfig, check
 from pipejax.data import make_task
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.text import Template, keyphrases, plain
 from pipejax.system.errors import UserError
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from pipejax.data import PUBLISHED
 from pipejax.data.builders import prepare
 from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
-from pipejax.training import loop, start
+from pipejax.training import loop
 from pipejax.training.step import Trainer
 from support import oracle
 from support.published_files import CASES, lay
@@ -132,26 +131,9 @@ def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
     assert json.loads(done.stdout)["fits"] is True
 
 
-@pytest.fixture(scope="module")
-def trainers():
-    """One trainer for all configs that compile the same step, as most differ in their data and objective alone."""
-    known: dict[Any, Trainer] = {}
-
-    def make(config: Config) -> Trainer:
-        key = config.model, config.mesh, dataclasses.replace(config.train, objective="none")
-        trainer = known.get(key) or Trainer(config)
-        known[key] = trainer
-        trainer.config = config
-        return trainer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "Trainer", make)
-        yield known
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("task, size, objective", [*OF_T5_BASE, ("msqa", "large", "pipelined")])
-def test_dry_run(task, size, objective, tiny, trainers, tmp_path):
+def test_dry_run(task, size, objective, tiny, compiled_once, tmp_path):
     """Two steps and an evaluation, as `train.py` makes them, from a tiny checkpoint and on short texts."""
     settings = {
         "train.init_from": tiny / "checkpoint",
@@ -173,7 +155,8 @@ def test_dry_run(task, size, objective, tiny, trainers, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["event"] == "train"]
     assert trained[-1]["step"] == 2 and np.isfinite(trained[-1]["loss"])
-    assert {len(trainer._programs) for trainer in trainers.values()} == {1} and len(trainers) <= 3  # by mesh and kind
+    own = [trainer for trainer in compiled_once.values() if trainer.config.model == MODEL]
+    assert {len(trainer._programs) for trainer in own} == {1} and len(own) <= 3  # by mesh and kind
 
 
 TWO_STEPS = {f"train.{key}": 2 for key in ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")}
@@ -189,7 +172,7 @@ def ends_at_two(config: Config, run: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kp20k_scratch", "cnn_dailymail_scratch"])
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
-def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, trainers, tmp_path):
+def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, compiled_once, tmp_path):
     settings = TWO_STEPS | {"train.objective": objective, "train.init_from": tiny / "checkpoint"}
     settings |= {"data.data_dir": tiny / "data"}
     config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])

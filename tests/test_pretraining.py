@@ -9,7 +9,7 @@ import pytest
 
 from experiments import pretraining
 from pipejax.config import T5Config
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.lines import read_file
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.t5 import RelativeBias

@@ -15,7 +15,7 @@ from pipejax.config import DataConfig
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.__main__ import main
 from pipejax.data.builders import BUILDERS, prepare
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.statistics import measure
 from pipejax.system import cli
 from pipejax.system.errors import UserError

@@ -77,7 +77,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
 
 
 def module_name(path: Path) -> str:
-    """Of `pipejax/data/core.py` "pipejax.data.core", of `pipejax/data/__init__.py` "pipejax.data"."""
+    """Of `pipejax/data/text.py` "pipejax.data.text", of `pipejax/data/__init__.py` "pipejax.data"."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

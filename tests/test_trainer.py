@@ -12,18 +12,10 @@ import pytest
 
 from pipejax.config import TrainConfig
 from pipejax.data import demo
-from pipejax.data.core import (
-    Example,
-    TrainingBatches,
-    abstract_batch,
-    bucket,
-    choose_shapes,
-    collate,
-    deal,
-    encode,
-    fixed_batches,
-    pack_size,
-)
+from pipejax.data.batches import TrainingBatches, abstract_batch, choose_shapes, collate, deal, fixed_batches, pack_size
+from pipejax.data.encoding import encode
+from pipejax.data.examples import Example
+from pipejax.data.padding import bucket
 from pipejax.model import lora, sharding, t5
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -31,6 +23,7 @@ from pipejax.training import losses, optimizer
 from pipejax.training.costs import training_flops
 from pipejax.training.step import Trainer, batch_loss, take_apart
 from support import oracle
+from support.compiled_once import shared_trainer
 from support.tiny import DEEP, MESHES, MODEL, change
 from support.tiny import STEP as CONFIG
 from support.trees import close, same_bits
@@ -41,10 +34,10 @@ def batches(tokenizer):
     return TrainingBatches(demo.examples("train"), tokenizer, CONFIG, MODEL)
 
 
-def train(config, arrays, *, steps=3):
-    """The final state and the metrics of each step, on the same batches."""
-    trainer = Trainer(config)
-    state, seen = trainer.fresh(), []
+def train(config, arrays, *, steps=3, state=None):
+    """The final state and the metrics of each step, from a newborn or a given state (which is used up)."""
+    trainer, seen = shared_trainer(config), []
+    state = state or trainer.fresh()
     for step in range(1, steps + 1):
         placed = sharding.put_batch(arrays[step - 1], trainer.mesh)
         state, values = trainer.step(state, placed, trainer.dropout_key(step))
@@ -70,7 +63,7 @@ def test_pipelined_loss_is_the_definition(tokenizer, delay, pack):
     examples = demo.examples("train")[:13]
     examples.append(Example("none", "the baker smiled .", ()))
     encoded = [encode(e, tokenizer, config, MODEL) for e in examples]
-    total, count = batch_loss(t5.T5(MODEL), params, collate(encoded, pack).arrays, None)
+    total, count = jax.jit(lambda p: batch_loss(t5.T5(MODEL), p, collate(encoded, pack).arrays, None))(params)
     expected, tokens = 0.0, 0
     for example in examples:
         rows = [tokenizer.encode(row) for row in example.targets]
@@ -105,7 +98,7 @@ def test_rematerialisation_changes_no_gradient(batches, remat, dropout):
 
     def gradient(**options):
         model = t5.T5(DEEP, dropout=dropout, **options)
-        return jax.value_and_grad(lambda p: batch_loss(model, p, batches[0].arrays, key)[0])(params)
+        return jax.jit(jax.value_and_grad(lambda p: batch_loss(model, p, batches[0].arrays, key)[0]))(params)
 
     if dropout:  # the masks are drawn in another way: the loss is another sample of the same
         (a, _), (b, _), (c, _) = gradient(), gradient(remat=remat), gradient(remat=remat)
@@ -228,7 +221,7 @@ def test_float32_is_not_rounded_in_products(dtype, precise):
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
     config = change(CONFIG, train={"optimizer": name, "accumulate": 2})
-    trainer, arrays = Trainer(config), dict(batches[0].arrays)
+    trainer, arrays = shared_trainer(config), dict(batches[0].arrays)
     state = trainer.fresh()
     state, values = trainer.step(state, arrays, trainer.dropout_key(1))
     assert values["good"]
@@ -259,8 +252,9 @@ def test_decay_is_the_rate_times_the_weight(name):
 @pytest.mark.slow
 def test_a_frozen_encoder_keeps_its_bits_and_has_no_moments(batches):
     config = change(CONFIG, train={"freeze": "encoder"})
-    born = jax.device_get(Trainer(config).fresh())
-    state, _ = train(config, [batches[i].arrays for i in range(3)])
+    state = shared_trainer(config).fresh()
+    born = jax.device_get(state)
+    state, _ = train(config, [batches[0].arrays] * 3, state=state)
     for name in ("encoder", "shared"):
         same_bits(born.params[name], state.params[name])
     decoders = map(jax.tree.leaves, (born.params["decoder"], state.params["decoder"]))
@@ -273,10 +267,12 @@ def test_a_frozen_encoder_keeps_its_bits_and_has_no_moments(batches):
 def test_one_step_of_adamw_by_hand(batches):
     """Update number 1: clip to norm 1, both moments corrected, so every weight moves by the rate against its sign."""
     config = change(CONFIG, train={"weight_decay": 0.1, "warmup_steps": 1})
-    params = jax.device_get(Trainer(config).fresh().params)
-    gradient = jax.grad(lambda p: jnp.divide(*batch_loss(t5.T5(MODEL), p, batches[0].arrays, None)))(params)
+    state = shared_trainer(config).fresh()
+    params = jax.device_get(state.params)
+    mean = jax.jit(jax.grad(lambda p: jnp.divide(*batch_loss(t5.T5(MODEL), p, batches[0].arrays, None))))
+    gradient = mean(params)
     norm = math.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradient)))
-    state, seen = train(config, [batches[0].arrays], steps=1)
+    state, seen = train(config, [batches[0].arrays], steps=1, state=state)
     assert abs(seen[0]["grad_norm"] - norm) < 1e-4 * norm
     scale = min(1.0, 1.0 / norm)
     for keys, old in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -314,8 +310,9 @@ def test_meshes_agree(tokenizer, options, capfd):
     births, seen = [], []
     for mesh in MESHES if len(options) == 1 else (MESHES[0], MESHES[3]):
         chosen = change(config, mesh=mesh)
-        births.append(jax.device_get(Trainer(chosen).fresh().params))
-        seen.append([float(values["loss"]) for values in train(chosen, arrays)[1]])
+        state = shared_trainer(chosen).fresh()
+        births.append(jax.device_get(state.params))
+        seen.append([float(values["loss"]) for values in train(chosen, arrays, state=state)[1]])
     for other in births[1:]:
         same_bits(births[0], other)
     for losses_ in seen[1:]:

@@ -24,8 +24,10 @@ from pipejax import checkpoint, grid
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
-from pipejax.data import core, demo
-from pipejax.data.core import Example, Part, TrainingBatches, encode, pack_size, prefetch
+from pipejax.data import batches, demo
+from pipejax.data.batches import Share, TrainingBatches, pack_size, prefetch
+from pipejax.data.encoding import encode
+from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.training import compare, examiner, loop
@@ -36,10 +38,11 @@ from support.tiny import RUN as CONFIG
 from support.tiny import RUN_ON_ONE as ON_ONE
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, compiled_once):
     directory = tmp_path_factory.mktemp("runs") / "whole"
     assert fit(CONFIG, directory) == 0
     return directory
@@ -141,11 +144,11 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
 
     def process(index):
         own.index = index
-        part = Part(index, n, frozenset(rows[index]), tell)
-        batches = TrainingBatches(examples, tokenizer, config, MODEL, alone.shapes, part)
+        share = Share(index, n, frozenset(rows[index]), tell)
+        batches = TrainingBatches(examples, tokenizer, config, MODEL, alone.shapes, share)
         results[index] = [batches[i] for i in range(count)]
 
-    monkeypatch.setattr(core, "encode", counted)
+    monkeypatch.setattr(batches, "encode", counted)
     threads = [threading.Thread(target=process, args=[i]) for i in range(n)]
     for thread in threads:
         thread.start()

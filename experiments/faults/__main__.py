@@ -84,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     cli.check_output("--json", flags.json)
     cli.check_output("--table", flags.table)
+    if flags.scratch:
+        Path(flags.scratch).mkdir(parents=True, exist_ok=True)
     out = Path(flags.json)
     results: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"parts": {}}
     with tempfile.TemporaryDirectory(prefix="faults-", dir=flags.scratch) as scratch:

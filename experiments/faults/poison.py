@@ -14,7 +14,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Store
 from pipejax.config import TrainConfig
 from pipejax.data import make_task
-from pipejax.data.core import TrainingBatches
+from pipejax.data.batches import TrainingBatches
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model import sharding
 from pipejax.training.step import Trainer

@@ -2,9 +2,9 @@
 
 from pipejax.config import DataConfig
 from pipejax.data import cnn_dailymail, kp20k, kptimes, msqa, pubmed, sumpubmed, wikihow, wikihowqa
-from pipejax.data.core import Task
 from pipejax.data.demo import DemoTask
-from pipejax.data.jsonl import FilesTask
+from pipejax.data.examples import Task
+from pipejax.data.own_files import FilesTask
 from pipejax.data.published import PublishedTask
 from pipejax.system.errors import UserError
 

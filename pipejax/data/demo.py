@@ -21,7 +21,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.lines import text_of
 from pipejax.data.tokenizer import Tokenizer, import_transformers
 

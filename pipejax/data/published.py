@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.lines import text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import plain

@@ -15,17 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from pipejax.data.padding import round_up
+
 Pair = tuple[int, int]
 TRIED = 640  # batches that the choice is made on
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until there is another
 SOURCE = 2.0  # what padding a source counts against padding slots: there are ten times as many of its tokens
 LONGEST = 2**31 - 1  # no length is: arrays count in 32 bits
-
-
-def round_up(length: int) -> int:
-    """A padded length: multiples of 8, from 128 on sixteen to a doubling."""
-    step = max(8, 1 << max(math.ceil(math.log2(max(length, 1))) - 5, 0))
-    return max(math.ceil(length / step), 1) * step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +118,7 @@ def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, 
 def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarray:
     """[n, 2]: the level of the longest source, and the slots of the longest row, of each batch of draws [.., .., 2]."""
     batches = np.concatenate([draw[shapes.order(draw)] for draw in drawn]).reshape(-1, size, 2)
-    # As `data.core.deal` shares slots out over rows, in all batches at once.
+    # As `data.batches.deal` shares slots out over rows, in all batches at once.
     n, sums = np.arange(len(batches)), np.zeros((len(batches), size // pack))
     room = np.full(sums.shape, pack)
     for slots in -np.sort(-batches[..., 1]).T:

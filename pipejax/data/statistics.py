@@ -8,7 +8,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
 

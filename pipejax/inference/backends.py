@@ -5,7 +5,7 @@ A backend is chosen once, when a checkpoint is opened. Whatever is laid out for 
 Shapes: O outputs, I inputs, N columns (queries), B batch, H heads, K head width, Q queries, L source length.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import flax.struct
 import jax
@@ -18,28 +18,21 @@ from pipejax.model.t5 import MASKED, Memory
 Array = jax.Array
 
 
+class Norm(NamedTuple):
+    """T5's norm of columns: x / rms(x) * scale * factor."""
+
+    scale: Array  # f32 [I]
+    epsilon: float
+    factor: float = 1.0
+
+
 class Matrix(Protocol):
     """A weight matrix [O, I] as a decoder step multiplies columns [I, N] with it."""
 
-    def of_normed(
-        self,
-        x: Array,
-        scale: Array,
-        *,
-        epsilon: float,
-        factor: float = 1.0,
-        relu: bool = False,
-        dtype: DTypeLike | None = None,
-    ) -> Array:
-        """[O, N], the matrix times the root-mean-square norm of x times a factor; then perhaps relu.
+    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
+        """[O, N], the matrix times the normed columns x [I, N]; with `relu` negative results become 0.
 
-        Args:
-          x: [I, N].
-          scale: f32 [I], of the norm.
-          epsilon: of the norm.
-          factor: of the normed columns.
-          relu: whether negative results become 0.
-          dtype: of the result; None: of x.
+        `dtype` is the result's; None: that of x.
         """
         ...
 
@@ -76,22 +69,13 @@ class XlaMatrix:
 
     rows: Array  # [O, I]
 
-    def of_normed(
-        self,
-        x: Array,
-        scale: Array,
-        *,
-        epsilon: float,
-        factor: float = 1.0,
-        relu: bool = False,
-        dtype: DTypeLike | None = None,
-    ) -> Array:
+    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
         """See `Matrix`."""
         wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + epsilon)
-        hidden = (wide * inverse * scale[:, None]).astype(self.rows.dtype)
-        if factor != 1.0:
-            hidden = hidden * jnp.asarray(factor, hidden.dtype)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + norm.epsilon)
+        hidden = (wide * inverse * norm.scale[:, None]).astype(self.rows.dtype)
+        if norm.factor != 1.0:
+            hidden = hidden * jnp.asarray(norm.factor, hidden.dtype)
         found = jnp.matmul(self.rows, hidden, preferred_element_type=dtype)
         return jax.nn.relu(found) if relu else found
 
@@ -106,18 +90,9 @@ class KernelMatrix:
 
     panels: Array  # f32 [O / 16, I, 16]
 
-    def of_normed(
-        self,
-        x: Array,
-        scale: Array,
-        *,
-        epsilon: float,
-        factor: float = 1.0,
-        relu: bool = False,
-        dtype: DTypeLike | None = None,
-    ) -> Array:
+    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
         """See `Matrix`; always float32."""
-        return kernels.normed(self.panels, x, scale * factor, epsilon=epsilon, relu=relu)
+        return kernels.normed(self.panels, x, norm.scale * norm.factor, epsilon=norm.epsilon, relu=relu)
 
     def added(self, columns: Array, residual: Array) -> Array:
         """See `Matrix`."""
@@ -149,7 +124,7 @@ class KernelMemory:
     def attend(self, layer: int, query: Array) -> Array:
         """See `SourceMemory`."""
         bias = jnp.where(self.mask, 0.0, MASKED)
-        return kernels.attend(self.keys[layer], self.values[layer], query, bias)
+        return kernels.attend(query, self.keys[layer], self.values[layer], bias)
 
 
 class Xla:

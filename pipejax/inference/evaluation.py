@@ -18,7 +18,7 @@ import jax
 from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.data import make_task
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.text import sentences
 from pipejax.inference.generator import Generator, Record, load, texts
 from pipejax.inference.report import Report

@@ -12,7 +12,7 @@ from pipejax import checkpoint, decoding, grid
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
-from pipejax.data.core import cut_source
+from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
@@ -146,16 +146,16 @@ class Generator:
         devices, wanted = self.programs.devices, batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
-        waiting, spread = iter(given), 0
+        waiting, across = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
-            spread = spread or min(len(devices), -(-len(chunk) // batch_size))
+            across = across or min(len(devices), -(-len(chunk) // batch_size))
             encoded = [self._encode(source, report) for source in chunk]
             order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
             records: dict[int, Record] = {}
-            for first in range(0, len(order), spread * batch_size):
-                part = order[first : first + spread * batch_size]
+            for first in range(0, len(order), across * batch_size):
+                part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                found = self.programs.decode(ids, chosen, batch_size=batch_size, spread=spread, report=report)
+                found = self.programs.decode(ids, chosen, batch_size=batch_size, across=across, report=report)
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
                     rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]

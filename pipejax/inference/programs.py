@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.data.core import bucket, pad
+from pipejax.data.padding import bucket, memory_length, pad
 from pipejax.decoding import Carry, Decoded, Sizes, Strategy, Stretch
 from pipejax.inference import step_decoder
 from pipejax.inference.backends import XLA, Backend, SourceMemory
@@ -105,11 +105,6 @@ def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
     return Sizes.fit(strategy, batch, slots=SLOTS[1:])
 
 
-def memory_length(length: int) -> int:
-    """The padded length of a memory: a power of two, so that fewer decoders compile than encoders."""
-    return max(1 << (length - 1).bit_length(), 64)
-
-
 def encode_batch(
     model: T5, params: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA
 ) -> SourceMemory:
@@ -172,8 +167,8 @@ class Programs:
     def set_params(self, params: Any) -> None:
         """Other weights of the same architecture, of this process or laid over the devices of several."""
         of_first = jax.tree.leaves(params)[0]
-        spread = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
-        everywhere = NamedSharding(of_first.sharding.mesh, P()) if spread else None
+        is_sharded = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
+        everywhere = NamedSharding(of_first.sharding.mesh, P()) if is_sharded else None
 
         def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
             jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
@@ -193,19 +188,25 @@ class Programs:
         self._placed.clear()
 
     def decode(
-        self, sources: Sequence[Sequence[int]], strategy: Strategy, *, batch_size: int, spread: int, report: Report
+        self,
+        sources: Sequence[Sequence[int]],
+        strategy: Strategy,
+        *,
+        batch_size: int,
+        across: int,
+        report: Report,
     ) -> Decoded:
-        """Decodes at most `spread` x `batch_size` sources on as many devices; adds to the report's seconds.
+        """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
         Returns:
           NumPy arrays [E * B, ...]; what lies beyond the sources is filled up with copies of the last one.
         """
-        filled = [*sources, *[sources[-1]] * (spread * batch_size - len(sources))]
+        filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
-        source, lengths = source.reshape(spread, batch_size, -1), lengths.reshape(spread, batch_size)
+        source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
-        ready = self._on(spread)
+        ready = self._on(across)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
 
@@ -228,19 +229,19 @@ class Programs:
             arguments = ready.decoding, memory, carry
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
-    def _on(self, spread: int) -> Ready:
-        """The weights, whole on each of the first devices; those of all spreads share one copy a device."""
-        if spread not in self._placed:
-            for device in self.devices[:spread]:
+    def _on(self, across: int) -> Ready:
+        """The weights, whole on each of the first devices; those of all numbers share one copy a device."""
+        if across not in self._placed:
+            for device in self.devices[:across]:
                 if device not in self._copies:
                     self._copies[device] = jax.tree.map(partial(_whole_on, device=device), self._ready)
-            copies = [self._copies[device] for device in self.devices[:spread]]
-            place = NamedSharding(self._mesh(spread), P())
-            self._placed[spread] = jax.tree.map(partial(_assembled, place=place), *copies)
-        return self._placed[spread]
+            copies = [self._copies[device] for device in self.devices[:across]]
+            place = NamedSharding(self._mesh(across), P())
+            self._placed[across] = jax.tree.map(partial(_assembled, place=place), *copies)
+        return self._placed[across]
 
-    def _mesh(self, spread: int) -> Mesh:
-        return Mesh(np.asarray(self.devices[:spread]), ("each",))
+    def _mesh(self, across: int) -> Mesh:
+        return Mesh(np.asarray(self.devices[:across]), ("each",))
 
     def _run(self, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report) -> Any:
         return self._program(part, slots, arguments, shape, report)(*arguments)
@@ -258,7 +259,7 @@ class Programs:
         if key not in self._compiled:
             jax.block_until_ready(arguments)  # what is still computed must not count as compilation
             begun = time.perf_counter()
-            spread, batch, length = shape
+            across, batch, length = shape
             function: Callable[..., Any] = partial(encode_batch, self.model, backend=self._backend)
             name, more = "encoder", ""
             if not isinstance(part, str):
@@ -268,7 +269,7 @@ class Programs:
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds
                 logger.info(f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}")
-            mesh, specs = self._mesh(spread), (P(), *[P("each")] * (len(arguments) - 1))
+            mesh, specs = self._mesh(across), (P(), *[P("each")] * (len(arguments) - 1))
             own = partial(_by_itself, function)
             each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
             places = tuple(NamedSharding(mesh, spec) for spec in specs)

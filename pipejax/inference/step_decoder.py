@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
 from pipejax.decoding.core import Step
-from pipejax.inference.backends import Backend, Matrix, SourceMemory, attend
+from pipejax.inference.backends import Backend, Matrix, Norm, SourceMemory, attend
 from pipejax.model.t5 import MASKED, buckets
 
 Array = jax.Array
@@ -37,9 +37,9 @@ class Layer:
     cross_norm: Array  # [D]
     cross_query: Matrix  # [I, D]
     cross_outwards: Matrix  # [D, I]
-    norm: Array  # [D]
-    inwards: Matrix  # [F, D], or gate and value [2 F, D]
-    outwards: Matrix  # [D, F]
+    feed_norm: Array  # [D]
+    feed_inwards: Matrix  # [F, D], or gate and value [2 F, D]
+    feed_outwards: Matrix  # [D, F]
 
 
 @flax.struct.dataclass
@@ -94,9 +94,9 @@ def lay_out_layer(layer: Any, dtype: DTypeLike, backend: Backend) -> Layer:
         cross_norm=cross["norm"]["scale"],
         cross_query=rows(cross["query"]),
         cross_outwards=rows(cross["output"]),
-        norm=feed["norm"]["scale"],
-        inwards=rows(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed)),
-        outwards=rows(feed["wo"]),
+        feed_norm=feed["norm"]["scale"],
+        feed_inwards=rows(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed)),
+        feed_outwards=rows(feed["wo"]),
     )
 
 
@@ -128,7 +128,7 @@ class StepDecoder:
         x = w.embedding[step.tokens].T
         keys, values = [], []
         for i, layer in enumerate(w.layers):
-            projected = self._at_places(self._inwards(layer.self_inwards, x, layer.self_norm), step)
+            projected = self._at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
             query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
             key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
             k = jax.lax.dynamic_update_slice_in_dim(cache.keys[i], key, step.start, axis=2)
@@ -137,23 +137,20 @@ class StepDecoder:
             values.append(v)
             x = layer.self_outwards.added(self._gathered(attend(query, k, v, bias), step), x)
 
-            query = self._at_places(self._inwards(layer.cross_query, x, layer.cross_norm), step)
+            query = self._at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
             x = layer.cross_outwards.added(self._gathered(self.memory.attend(i, query), step), x)
-            x = layer.outwards.added(self._activated(x, layer), x)
-        logits = self._inwards(w.head, x, w.norm, factor=self._head_factor, dtype=jnp.float32)
-        return logits, Cache(tuple(keys), tuple(values))
+            x = layer.feed_outwards.added(self._activated(x, layer), x)
+        factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
+        norm = Norm(w.norm, self.config.layer_norm_epsilon, factor)
+        return w.head.of_normed(x, norm, dtype=jnp.float32), Cache(tuple(keys), tuple(values))
 
-    @property
-    def _head_factor(self) -> float:
-        return self.config.d_model**-0.5 if self.config.scale_head else 1.0
-
-    def _inwards(self, matrix: Matrix, x: Array, scale: Array, **options: Any) -> Array:
-        return matrix.of_normed(x, scale, epsilon=self.config.layer_norm_epsilon, **options)
+    def _of_normed(self, matrix: Matrix, x: Array, scale: Array, *, relu: bool = False) -> Array:
+        return matrix.of_normed(x, Norm(scale, self.config.layer_norm_epsilon), relu=relu)
 
     def _activated(self, x: Array, layer: Layer) -> Array:
         if self.config.feed_forward == "relu":
-            return self._inwards(layer.inwards, x, layer.norm, relu=True)
-        gate, value = jnp.split(self._inwards(layer.inwards, x, layer.norm), 2)
+            return self._of_normed(layer.feed_inwards, x, layer.feed_norm, relu=True)
+        gate, value = jnp.split(self._of_normed(layer.feed_inwards, x, layer.feed_norm), 2)
         activation = (
             jax.nn.silu
             if self.config.feed_forward == "gated-silu"

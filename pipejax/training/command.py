@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         from pipejax.system.extras import extra
 
         with extra("train", "training"):
-            import grain  # noqa: F401  # data.core asks for it only when the model stands: too late to find it absent
+            import grain  # noqa: F401  # data.batches asks for it only when the model stands: too late to find it absent
         from pipejax.training.loop import fit
 
         if not distributed.first():

@@ -10,7 +10,9 @@ import numpy as np
 from pipejax.checkpoint import Best
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
-from pipejax.data.core import Encoded, Example, encode, fixed_batches, pack_size
+from pipejax.data.batches import fixed_batches, pack_size
+from pipejax.data.encoding import Encoded, encode
+from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.evaluation import evaluate

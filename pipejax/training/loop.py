@@ -15,7 +15,8 @@ from pipejax.checkpoint import Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
 from pipejax.data import make_task
-from pipejax.data.core import Batch, Part, TrainingBatches, choose_shapes, fingerprint, pack_size, prefetch
+from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, pack_size, prefetch
+from pipejax.data.examples import fingerprint
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.metrics import require
 from pipejax.model import sharding
@@ -146,8 +147,8 @@ class Run:
         )
         self.exchange = distributed.Exchange()
         rows = sharding.own_rows(self.trainer.mesh, config.train.batch_size // pack_size(config.train))
-        part = Part(jax.process_index(), jax.process_count(), rows, self.exchange)
-        drawn = TrainingBatches(examples.train, start.tokenizer, config, config.model, self.shapes, part)
+        share = Share(jax.process_index(), jax.process_count(), rows, self.exchange)
+        drawn = TrainingBatches(examples.train, start.tokenizer, config, config.model, self.shapes, share)
         self.batches = prefetch(drawn, start.step)
         self._say_what_is_trained(len(examples.train))
         shown = distributed.first()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from pipejax.config import Config
-from pipejax.data.core import Batch
+from pipejax.data.batches import Batch
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.costs import peak, training_flops

@@ -104,7 +104,7 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
 
 def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the arrays of a batch whose sources and targets are all as long as they may be."""
-    from pipejax.data.core import abstract_batch, longest
+    from pipejax.data.batches import abstract_batch, longest
 
     return abstract_batch(config.train, longest(config))
 

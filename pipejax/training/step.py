@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from pipejax import grid
 from pipejax.config import Config, T5Config
-from pipejax.data.core import abstract_batch, pack_size
+from pipejax.data.batches import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
 from pipejax.model import lora, sharding
 from pipejax.model.precision import compute_dtype, precision

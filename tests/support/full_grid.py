@@ -4,6 +4,7 @@ Every step computes all sub_max rows at all time_max times anew, from the tokens
 uses: no cache, no packing, no sizes. Results are the fields of `decoding.Decoded`.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,12 @@ from pipejax.model.t5 import T5
 NEVER = 10**6
 
 
+@partial(jax.jit, static_argnums=0)
+def _best(model: T5, params: Any, *arrays: Any) -> Any:
+    logits: Any = model.apply({"params": params}, *arrays)
+    return logits.argmax(-1)
+
+
 def decode(model: T5, params: Any, strategy: Pipelined, source: np.ndarray, length: np.ndarray) -> dict[str, Any]:
     """Tokens [B][rows][...], steps [B] and truncated [B] of a padded batch."""
     batch, rows, times = len(length), strategy.sub_max, strategy.time_max
@@ -23,12 +30,6 @@ def decode(model: T5, params: Any, strategy: Pipelined, source: np.ndarray, leng
     pairs = row[:, None], time[:, None], row[None, :], time[None, :]
     seen, distance = grid.visible(*pairs), grid.distance(*pairs)[None]
     source_mask = np.arange(source.shape[1]) < length[:, None]
-
-    @jax.jit
-    def forward(tokens: Any, real: Any) -> Any:
-        mask = seen[None] & real[:, None, :]
-        logits: Any = model.apply({"params": params}, source, source_mask, tokens, mask, distance)
-        return logits.argmax(-1)
 
     tokens = np.zeros((batch, rows, times + 1), np.int32)
     started = [0] * batch
@@ -42,7 +43,9 @@ def decode(model: T5, params: Any, strategy: Pipelined, source: np.ndarray, leng
         first = np.arange(rows) * strategy.delay
         reach = (time >= first[row]) & (time <= now)
         real = reach & (row < np.asarray(started)[:, None]) & (time <= end[:, row])
-        best = np.asarray(forward(tokens[:, :, :times].reshape(batch, -1), real)).reshape(batch, rows, times)
+        mask = seen[None] & real[:, None, :]
+        flat = tokens[:, :, :times].reshape(batch, -1)
+        best = np.asarray(_best(model, params, source, source_mask, flat, mask, distance)).reshape(batch, rows, times)
         for b in (~done).nonzero()[0].tolist():
             steps[b] = now + 1
             for i in range(started[b]):

@@ -114,13 +114,13 @@ def normed(matrix: Array, columns: Array, scale: Array, *, epsilon: float, relu:
     return _call("pipejax_normed", matrix, columns, scale, epsilon=np.float32(epsilon), relu=relu)
 
 
-def attend(keys: Array, values: Array, query: Array, bias: Array) -> Array:
+def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
     """What queries find: f32 [B, H, K, N].
 
     Args:
+      query: f32 [B, H, K, N].
       keys: f32 [B, H, L / 16, K, 16], in panels.
       values: f32 [B, H, K / 16, L, 16], in panels.
-      query: f32 [B, H, K, N].
       bias: f32 [B, L], added to the scores before the softmax.
     """
     result = jax.ShapeDtypeStruct(query.shape, jnp.float32)

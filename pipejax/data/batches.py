@@ -1,4 +1,4 @@
-"""Examples, their token form, and batches of flat slots. Source of truth for lengths, cuts and padding.
+"""Batches of flat slots for training: how examples share them, which process makes what, and in which order.
 
 Shapes: B batch, L source length, G rows of target slots, N slots of a row. The targets of B / G consecutive examples
 share a row, one after the other, so that little of it is padding.
@@ -6,59 +6,23 @@ share a row, one after the other, so that little of it is padding.
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipejax import grid
 from pipejax.config import Config, T5Config, TrainConfig
-from pipejax.data.shapes import Pair, Shapes, choose, round_up
+from pipejax.data.encoding import Encoded, encode
+from pipejax.data.examples import Example
+from pipejax.data.padding import pad, round_up
+from pipejax.data.shapes import Pair, Shapes, choose
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.extras import extra
 
 SAMPLE, CHARACTERS = 4000, 4_000_000  # examples whose lengths the shapes are chosen by, and their text, at the most
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """One document and its target rows, as text."""
-
-    id: str
-    source: str
-    targets: tuple[str, ...]
-
-
-class Task(Protocol):
-    """Where examples come from."""
-
-    metric: str  # "spans", "keyphrases" or "rouge"
-
-    def examples(self, split: str) -> Sequence[Example]:
-        """The examples of "train", "dev" or "test"; empty if there are none."""
-
-    def source(self, value: dict[str, Any], place: str) -> str:
-        """What the model reads of an unlabelled record at "FILE:LINE": its fields as in training, or its "source".
-
-        Raises:
-          UserError: a field is absent or no text.
-        """
-
-    def tokenizer(self) -> Tokenizer | None:
-        """The task's own tokenizer, if it has one."""
-
-
-class Encoded(NamedTuple):
-    """An example in tokens."""
-
-    id: str
-    source: np.ndarray  # i32 [L], eos included
-    target: grid.Flat
-    source_was_cut: bool
-    target_was_cut: bool
 
 
 class Batch(NamedTuple):
@@ -69,73 +33,6 @@ class Batch(NamedTuple):
     lengths: np.ndarray  # i64 [B, 2], real source tokens and target slots of each example
     cut_sources: int
     cut_targets: int
-
-
-def fingerprint(examples: Sequence[Example], most: int = 1000) -> str:
-    """A digest of the number of examples and of `most` of them at the most, evenly spread: reading all takes long."""
-    spread = range(0, len(examples), -(-len(examples) // most) or 1)
-    told = repr((len(examples), *(examples[i] for i in spread)))
-    return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
-
-
-def bucket(length: int) -> int:
-    """The padded length: 16, 24, 32, 48, 64, 96, ... so that all lengths share a handful of compiled shapes."""
-    power = 1 << max(math.ceil(math.log2(max(length, 1))), 4)
-    return power * 3 // 4 if 16 < length <= power * 3 // 4 else power
-
-
-def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
-    """At most that many ids; the last one, as a rule eos, is kept."""
-    return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
-
-
-def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Config) -> Encoded:
-    """An example as the model is trained on it: rows on the grid, or one row joined by the separator.
-
-    A target of more than `data.max_target` tokens loses its last rows; then nothing teaches the model to stop there. If
-    its first row alone is longer, that row is cut.
-    """
-    bos, eos, most = model.decoder_start_token_id, model.eos_token_id, config.data.max_target
-    full = [*tokenizer.encode(example.source), eos]
-    source = cut_source(full, config.data.max_source)
-    if config.train.objective == "sequential":
-        joined, cut = _join(example.targets, tokenizer, config.data.separator, most - 1)
-        open_end, final, kept = cut, False, [joined]
-    else:
-        rows = [row for row in (tokenizer.encode(text) for text in example.targets) if row]
-        ends = np.cumsum([len(row) + 1 for row in rows])
-        cut = bool(rows) and int(ends[-1]) + 1 > most
-        kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows
-        open_end, final = cut and len(kept[-1]) + 1 > most, not cut
-    kept = [row[: most - 1] for row in kept]
-    target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final)
-    if open_end:
-        target.weights[-1] = 0.0  # the row goes on: an eos here would not be the truth
-    return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)
-
-
-def _join(rows: Sequence[str], tokenizer: Tokenizer, separator: str, most: int) -> tuple[list[int], bool]:
-    """Ids of as many rows as fit, the first at least, with the separator between; and whether that are not all."""
-
-    def joined(count: int) -> list[int]:
-        return tokenizer.encode(separator.join(rows[:count]))
-
-    whole = joined(len(rows))
-    if len(whole) <= most:
-        return whole, False
-    fit, beyond = 1, len(rows)  # bisected: each attempt reads the text anew
-    while beyond - fit > 1:
-        middle = (fit + beyond) // 2
-        fit, beyond = (middle, beyond) if len(joined(middle)) <= most else (fit, middle)
-    return joined(fit), True
-
-
-def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """[B, length], zeros at the end; what is real is told by lengths and weights, never by id."""
-    padded = np.zeros((len(rows), length), rows[0].dtype)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded
 
 
 def pack_size(config: TrainConfig) -> int:
@@ -240,7 +137,7 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Share:
     """What one of several processes makes of every batch; by default it is the only one."""
 
     index: int = 0
@@ -267,10 +164,10 @@ class TrainingBatches(Sequence[Batch]):
         config: Config,
         model: T5Config,
         shapes: Shapes | None = None,
-        part: Part | None = None,
+        share: Share | None = None,
     ) -> None:
         """Reads nothing yet, or a sample if no shapes are given."""
-        self.part = part or Part()
+        self.share = share or Share()
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
         self.shapes = shapes or choose_shapes(examples, tokenizer, config, model)
@@ -310,18 +207,19 @@ class TrainingBatches(Sequence[Batch]):
 
     def _look(self, numbers: range) -> list[Encoded]:
         """Examples of these numbers: those of this process's share, and the lengths of the others."""
-        index, count = self.part.index, self.part.count
+        index, count = self.share.index, self.share.count
         own = [self._encoded[i] for i in numbers[index::count]]
         known = [(e.id, len(e.source), len(e.target.inputs), e.source_was_cut, e.target_was_cut) for e in own]
-        told = self.part.tell(json.dumps(known).encode())
+        told = self.share.tell(json.dumps(known).encode())
         shares = [own if i == index else [_blank(*e) for e in json.loads(text)] for i, text in enumerate(told)]
         return [shares[i % count][i // count] for i in range(len(numbers))]
 
     def _fill(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
         """The examples of a batch in their final order, whole where this process holds their row."""
-        part, places = self.part, places[_dealt([drawn[i] for i in places], self.pack)]
+        share, places = self.share, places[_dealt([drawn[i] for i in places], self.pack)]
         lacks = [
-            i % part.count != part.index and place // self.pack in part.rows for place, i in enumerate(places.tolist())
+            i % share.count != share.index and place // self.pack in share.rows
+            for place, i in enumerate(places.tolist())
         ]
         return [self._encoded[numbers[i]] if lack else drawn[i] for i, lack in zip(places, lacks, strict=True)]
 

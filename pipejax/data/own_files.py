@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipejax.config import DataConfig
-from pipejax.data.core import Example
+from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
 from pipejax.data.lines import Placed, check_text, id_of, open_file, read_table, text_of, texts_of, unpacked, value_of
 from pipejax.data.text import Template, sentences, split
