@@ -266,7 +266,10 @@ class Store:
         """Waits for the save under way. False if it failed."""
         done = self.settle()
         if self._writable and distributed.first():
-            self._steps.sweep()
+            if self.why_not:
+                self._steps.sweep_until_still()
+            else:
+                self._steps.sweep()
         return done
 
     def look(self, step: int, read: Callable[[int], T]) -> T:
