@@ -22,6 +22,8 @@ from pipejax.system.files import new_directory, sync_output, write_text
 from pipejax.training.run_directory import RunDirectory
 from support.steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
+DATA = {"data": "a", "dev": "b"}  # fingerprints
+
 
 def save(directory, *steps, **options):
     save_all(Store(directory, writable=True, **options), *steps)
@@ -536,10 +538,24 @@ def test_the_best_of_another_run_is_kept_aside(tmp_path, said):
     save(tmp_path / "best", 4)
     directory = RunDirectory(tmp_path / "run")
     directory.path = tmp_path
-    directory._set_aside_best(config_lib.override(CONFIG, ["train.steps=7"]))
+    directory._set_aside_best(config_lib.override(CONFIG, ["train.steps=7"]), DATA)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best"] and said == []
-    directory._set_aside_best(other)
+    directory._set_aside_best(other, DATA)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best-before"] and len(said) == 1
+
+
+@pytest.mark.parametrize("which", ["data", "dev"])
+def test_the_best_of_a_run_on_other_data_is_kept_aside(tmp_path, which):
+    """Its score says nothing about this one's, and might never be reached."""
+    best = Best(tmp_path / "best", CONFIG, DATA)
+    best.offer(4, (9.0,), tree(4.0)["params"])
+    assert best.close()
+    directory = RunDirectory(tmp_path / "run")
+    directory.path = tmp_path
+    directory._set_aside_best(CONFIG, DATA)
+    assert [p.name for p in tmp_path.iterdir()] == ["best"]
+    directory._set_aside_best(CONFIG, DATA | {which: "other"})
+    assert [p.name for p in tmp_path.iterdir()] == ["best-before"]
 
 
 def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
@@ -552,7 +568,7 @@ def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
 
     with RunDirectory(tmp_path / "run") as directory:
         for text, names in (("a", {"best"}), ("a", {"best"}), ("b", {"best", "best-before"})):
-            directory.begin(CONFIG, Words(text), 0)
+            directory.begin(CONFIG, Words(text), 0, DATA)
             save(tmp_path / "run/best", 4)
             assert {path.name for path in (tmp_path / "run").glob("best*")} == names
 

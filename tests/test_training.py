@@ -20,6 +20,7 @@ import torch
 from transformers import T5Config as HfConfig
 from transformers import T5ForConditionalGeneration
 
+from experiments.faults import runs
 from pipejax import checkpoint, grid
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
@@ -576,7 +577,7 @@ def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
         sys.executable,
         ROOT / "train.py",
         "--config",
-        ROOT / "configs/demo.py",
+        runs.prepare(tmp_path / "tiny"),
         "--workdir",
         tmp_path / "run",
         *(

@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
 def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
     """The tokenizer that training would go on with."""
     store = Store(run / "checkpoints")
-    data = store.describe(store.steps()[0]).metadata["data"]
-    return start.begin(config, RunDirectory(run), store, data).tokenizer
+    return start.begin(config, RunDirectory(run), store, store.describe(store.steps()[0]).metadata).tokenizer
 
 
 def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:

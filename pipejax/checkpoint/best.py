@@ -1,6 +1,8 @@
 """The best step of a run, kept apart: on disk, or in memory until the disk takes it."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,13 +17,13 @@ from pipejax.system import distributed
 class Best:
     """The parameters of the highest score; all processes make the same calls."""
 
-    def __init__(self, directory: Path, config: Config) -> None:
-        """Takes up what an earlier part of the run has left there.
+    def __init__(self, directory: Path, config: Config, about: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Takes up what an earlier part of the run has left there; `about` is saved with each step's score.
 
         Raises:
           UserError: the directory cannot be written.
         """
-        self.config = config
+        self.config, self.about = config, dict(about)
         self.store = Store(directory, keep=1, writable=True)
         found = self.store.newest_metadata()
         self.score: tuple[float, ...] = tuple((found or {}).get("score", ()))  # of what is on disk
@@ -54,7 +56,8 @@ class Best:
         return self.store.close() and done
 
     def _save(self, step: int, score: tuple[float, ...], params: Any) -> bool:
-        done = self.store.save(step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True)
+        metadata = {**self.about, "score": list(score)}
+        done = self.store.save(step, {"params": params}, config=self.config, metadata=metadata, wait=True)
         if done:
             self.score = score
         return done

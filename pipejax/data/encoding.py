@@ -42,7 +42,9 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
         joined, cut = _join(example.targets, tokenizer, config.data.separator, most - 1)
         open_end, final, kept = cut, False, [joined]
     else:
-        rows = [row for row in (tokenizer.encode(text) for text in example.targets) if row]
+        spelt = (tokenizer.encode(text) for text in example.targets)
+        # A row ends at its eos: one that a text spells out, as "</s>", would end it in the middle.
+        rows = [row for row in ([i for i in ids if i != eos] for ids in spelt) if row]
         ends = np.cumsum([len(row) + 1 for row in rows])
         cut = bool(rows) and int(ends[-1]) + 1 > most
         kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows

@@ -77,6 +77,8 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
         if following is None:
             raise UserError(f"{place}: found no comma or ] after it; expected the array to go on or to end")
         at = following.end()
+    if head[1] is None and (rest := text[at + 1 :].strip()):
+        raise UserError(f"{where}: found {rest[:20]!r} after the array; expected nothing")
 
 
 def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:

@@ -9,6 +9,7 @@ import numpy as np
 from pipejax import grid
 from pipejax.config import DataConfig, GridConfig
 from pipejax.data.examples import Example
+from pipejax.data.text import tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
 
@@ -79,7 +80,7 @@ def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: Gri
     rows = [len(tokenizer.encode(row)) for row in example.targets]
     lengths.source.append(source)
     lengths.row += rows
-    lengths.sequential.append(sequential_steps(rows, separator=bool(data.separator.strip())))
+    lengths.sequential.append(sequential_steps(rows, separator=tells_rows_apart(data.separator)))
     free = pipelined_steps(rows, delay=bounds.delay, sub_max=_UNBOUNDED, time_max=_UNBOUNDED)
     lengths.pipelined.append(free)
     # The first sub_max rows must have ended in time, eos included.

@@ -87,9 +87,14 @@ class Template:
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)
 
 
+def tells_rows_apart(separator: str) -> bool:
+    """Whether rows can be found again in a text that joins them with it: spaces alone separate nothing."""
+    return bool(separator.strip(" "))
+
+
 def split_rows(text: str, separator: str) -> list[str]:
-    """The rows of a sequential text. Spaces alone separate nothing; at either end a separator may lack its spaces."""
-    if not separator.strip(" "):
+    """The rows of a sequential text; at either end a separator may lack its spaces."""
+    if not tells_rows_apart(separator):
         return [text] if text else []
     parts = re.split(separator_pattern(separator), text)
     return [row for row in map(str.strip, parts) if row]

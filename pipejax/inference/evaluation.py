@@ -19,7 +19,7 @@ from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.data import make_task
 from pipejax.data.examples import Example
-from pipejax.data.text import sentences
+from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference.generator import Generator, Record, load, texts
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -57,7 +57,7 @@ def evaluate(
     records, report = _decode(generator, examples, name, batch_size, tick)
     data = generator.config.data
     metric = metric or data.metric or make_task(data).metric
-    if metric == "rouge" and not data.separator.strip():
+    if metric == "rouge" and not tells_rows_apart(data.separator):
         # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
         for record in records:
             record["rows"] = sentences(record["text"] or "")
@@ -162,8 +162,8 @@ def main(argv: Sequence[str]) -> int:
     generator = load(flags.checkpoint, best=flags.best, overrides=others)
     if generator.tokenizer is None:
         raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
-    if flags.task:
-        ours.insert(0, f"data.task={flags.task}")
+    if flags.task:  # its metric is its own, whatever the checkpoint's task was scored by
+        ours = [f"data.task={flags.task}", "data.metric=", *ours]
     generator.config = config_lib.override(generator.config, ours)
     data = generator.config.data
     if data.task in ("jsonl", "csv") and not getattr(data, flags.split):

@@ -13,7 +13,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data.encoding import cut_source
-from pipejax.data.text import split_rows
+from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
 from pipejax.inference import backends, programs, sources
@@ -213,7 +213,7 @@ class Generator:
             report.truncated[record["truncated"]] += 1
         if report.other_steps is None:
             return
-        parted = bool(self.config.data.separator.strip())
+        parted = tells_rows_apart(self.config.data.separator)
         if strategy != "sequential":
             lengths = [len(row) for row in record["row_ids"]]
             report.other_steps += grid.sequential_steps(lengths, separator=parted)

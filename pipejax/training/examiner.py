@@ -63,16 +63,28 @@ class Examiner:
         dev: Any,
         tokenizer: Tokenizer,
         directory: RunDirectory,
+        best: Best | None,
         write: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Encodes the dev examples once; `loss` gives the summed loss and the token count of a batch."""
+        """Encodes the dev examples once.
+
+        Args:
+          config: the run's.
+          loss: gives the summed loss and the token count of a batch.
+          shapes: that its batches are padded to.
+          dev: the dev split.
+          tokenizer: the run's.
+          directory: whose log tells the scores of earlier parts of the run.
+          best: keeps the best parameters; None: nobody does.
+          write: writes a line of the log.
+        """
         self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)
         assert config.model is not None
         self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
-        self.best = Best(directory.path / "best", config) if self.examples else None
+        self.best = best
         self.highest, self.without_better = [-np.inf, -np.inf], 0
         for line in directory.logged("evaluation"):
             self._count(score_of(line))

@@ -11,7 +11,7 @@ import jax
 
 from pipejax import config as config_lib
 from pipejax import decoding
-from pipejax.checkpoint import Store
+from pipejax.checkpoint import Best, Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
 from pipejax.data import make_task
@@ -62,7 +62,7 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
                 keep_every=config.train.keep_every,
                 writable=True,
             )
-            start = begin(config, directory, store, examples.fingerprint)
+            start = begin(config, directory, store, examples.fingerprints)
             if start.step:
                 store.retire(start.step)
             # An evaluation may be due by the new intervals or have been due by the old ones.
@@ -97,7 +97,7 @@ class Examples:
 
     train: Any
     dev: Any
-    fingerprint: str  # of the training examples
+    fingerprints: dict[str, str]  # of "data", those trained on, and of "dev"
 
     @classmethod
     def of(cls, config: Config) -> "Examples":
@@ -118,7 +118,7 @@ class Examples:
         distributed.check_same(config_lib.to_json(config), "the config")
         distributed.check_same(data, "data.train")
         distributed.check_same(dev_data, "data.dev")
-        return cls(train, dev, data)
+        return cls(train, dev, {"data": data, "dev": dev_data})
 
 
 class Run:
@@ -135,15 +135,16 @@ class Run:
         self.evaluates = len(examples.dev) > 0
         self.examined = True  # whether the last evaluation came to its end
         self.clock = Clock()
-        directory.begin(config, start.tokenizer, start.step)
+        directory.begin(config, start.tokenizer, start.step, examples.fingerprints)
         self.trackers = Trackers(config.train, directory.path, start.step)
         assert config.model is not None
         with self.clock("data"):
             self.shapes = start.shapes or _same_shapes(
                 choose_shapes(examples.train, start.tokenizer, config, config.model)
             )
+        best = Best(directory.path / "best", config, examples.fingerprints) if self.evaluates else None
         self.examiner = Examiner(
-            config, self.trainer.dev_loss, self.shapes, examples.dev, start.tokenizer, directory, self.write
+            config, self.trainer.dev_loss, self.shapes, examples.dev, start.tokenizer, directory, best, self.write
         )
         self.exchange = distributed.Exchange()
         rows = sharding.own_rows(self.trainer.mesh, config.train.batch_size // pack_size(config.train))
@@ -156,7 +157,7 @@ class Run:
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, len(examples.train), self.write, self.progress, devices, self.clock)
         self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
-        self.metadata = {"data": examples.fingerprint, "shapes": self.shapes.to_json()}
+        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json()}
         self.note = ""
 
     def is_over(self) -> bool:

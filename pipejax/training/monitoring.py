@@ -17,7 +17,6 @@ from pipejax.system.progress import Progress
 from pipejax.training.costs import peak, training_flops
 
 Array = jax.Array
-SAMPLES = 3  # documents whose predictions each evaluation shows
 
 
 class Clock:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -128,8 +128,8 @@ class RunDirectory:
             remove_empty(self._made)
         self._lock.close()
 
-    def begin(self, config: Config, tokenizer: Tokenizer, step: int) -> None:
-        """Brings config.json, the tokenizer and the log to where training goes on from `step`.
+    def begin(self, config: Config, tokenizer: Tokenizer, step: int, data: Mapping[str, str]) -> None:
+        """Brings config.json, the tokenizer and the log to where training goes on from `step`, with this data.
 
         From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
 
@@ -146,13 +146,13 @@ class RunDirectory:
                         self._remove(self.path / "tokenizer")
                     self._keep_tokenizer(tokenizer)
                     if step == 0:
-                        self._set_aside_best(config)
+                        self._set_aside_best(config, data)
                     self._cut_metrics(step)
 
-    def _set_aside_best(self, config: Config) -> None:
+    def _set_aside_best(self, config: Config, data: Mapping[str, str]) -> None:
         """Unless it is of this very run, which then was killed before its first checkpoint and passes there again."""
         best = self.path / "best"
-        if _same_run(best, config):
+        if _same_run(best, config, data):
             return
         target = free_name(self.path / "best-before")
         best.rename(target)
@@ -239,14 +239,19 @@ def _written(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-def _same_run(best: Path, config: Config) -> bool:
-    """Whether each step there is good to read and of a run of this config, but for what may change, and tokenizer."""
+def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
+    """Whether each step there can be read and is of a run of this config (but for what may change), tokenizer and data.
+
+    Steps of former versions do not tell their data.
+    """
     store = Store(best)
     try:
         for step in store.steps():
             found = store.describe(step)
             check_resume(found.config, config, best)
             found.tokenizer_files()
+            if any(found.metadata.get(name, known) != known for name, known in data.items()):
+                return False
     except (Damaged, UserError):
         return False
     return True

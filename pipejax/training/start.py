@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from pipejax import checkpoint
@@ -9,7 +10,7 @@ from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
-from pipejax.data.text import split_rows
+from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
@@ -31,10 +32,18 @@ class Start:
     shapes: Shapes | None = None  # that its batches had so far
 
 
-def begin(config: Config, directory: RunDirectory, store: Store, data: str) -> Start:
+def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which.
 
-    `data` stands for the training examples: they must be those that the run began with.
+    Args:
+      config: of the run to come.
+      directory: the run's.
+      store: of its checkpoints.
+      data: fingerprints; those of "data", the training examples, must be those that the run began with, and of "dev" the
+        log is told.
+
+    Raises:
+      UserError: something else than before is asked for, or there is nothing to begin with.
     """
     trainer: Trainer | None = None
 
@@ -58,11 +67,14 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: str) -> S
         logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
         with distributed.together(UserError):
-            if own.metadata.get("data", data) != data:
+            if own.metadata.get("data", data["data"]) != data["data"]:
                 raise UserError(
                     f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
                     "the same on resume; take another --workdir for another experiment"
                 )
+        as_many = own.config.train.evaluate_examples == trainer.config.train.evaluate_examples
+        if as_many and own.metadata.get("dev", data["dev"]) != data["dev"]:
+            logger.warning("data.dev: found other examples than before; best/ goes by the scores of both alike")
         logger.info(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
         with distributed.together(UserError):
@@ -120,7 +132,7 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
 def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
     """A sequential target can be taken apart again only if the tokenizer knows what parts its rows."""
     if (
-        separator.strip(" ")
+        tells_rows_apart(separator)
         and len(split_rows(tokenizer.decode(tokenizer.encode(f"the{separator}the")), separator)) != 2
     ):
         raise UserError(
