@@ -150,9 +150,8 @@ class Share:
     index: int = 0
     count: int = 1
     rows: frozenset[int] = frozenset()  # rows of slots on this process's devices; other processes may hold them, too
-    tell: Callable[[bytes], list[bytes]] = lambda mine: [
-        mine
-    ]  # exchanges messages: the messages of all processes, by index
+    # Sends this process's message to all; returns the messages of all processes, by index.
+    tell: Callable[[bytes], list[bytes]] = lambda mine: [mine]
 
 
 class TrainingBatches(Sequence[Batch]):

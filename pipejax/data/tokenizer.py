@@ -61,9 +61,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, uncut and without special tokens. A lone surrogate is encoded as "?"."""
-        text = text.encode("utf-8", "replace").decode(
-            "utf-8"
-        )  # JSON text may have lone surrogates, on which tokenizers fail
+        text = text.encode("utf-8", "replace").decode("utf-8")  # JSON may hold lone surrogates, tokenizers fail on them
         if self._backend is not None:
             return self._backend.encode(text, add_special_tokens=False).ids
         with self._lock:
