@@ -8,7 +8,7 @@ from pipejax.system import distributed
 
 
 class Saving(threading.Thread):
-    """A thread that waits for a save. It is a daemon, so that a process can end without it; Orbax still ends its writes."""
+    """A thread that waits for a save. It is a daemon, so the process can end without it; Orbax ends its writes."""
 
     def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
         """Starts the thread, which waits for the writes and then calls `commit`."""
