@@ -39,12 +39,12 @@ def check_place(path: Path) -> None:
         place.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a link to it serves)"
+            f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a symbolic link to it will do)"
         ) from None
     if found := _MISREAD.search(place):
         raise UserError(
             f"{path}: found {found[0]!r} in the path; expected one without \\ [ ] * ?, without names that end in a "
-            "colon and not below /gs, /s3, /az or /hf, which Orbax takes for something else (a link to it serves)"
+            "colon and not below /gs, /s3, /az or /hf, which Orbax misreads (a symbolic link to it will do)"
         )
 
 

@@ -146,7 +146,7 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, dict) and "params" in value and all(map(_ITEM.fullmatch, value)),
         "an object with params",
     ),
-    "files": (lambda value: value is None or _is_texts(value), "digests by name, or nothing as older ones have"),
+    "files": (lambda value: value is None or _is_texts(value), "digests by name, or null as in old manifests"),
     "metadata": (
         _is_metadata,
         "an object; in it data as text, score as a list of numbers, tokenizer as digests by name, shapes as lengths",

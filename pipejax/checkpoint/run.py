@@ -27,7 +27,7 @@ def open_run(directory: str | Path, *, best: bool = False) -> Restored:
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
     if look(directory) != "directory":
-        hub = "" if directory.parent.is_dir() else "; the hub's are fetched with pipejax convert from-hf"
+        hub = "" if directory.parent.is_dir() else "; pipejax convert from-hf fetches a model of the hub"
         raise UserError(f"{directory}: no such checkpoint directory{hub}")
     if look(directory / kind) != "directory":
         if best and (directory / "checkpoints").is_dir():
@@ -35,7 +35,7 @@ def open_run(directory: str | Path, *, best: bool = False) -> Restored:
         hint = "; convert it first: pipejax convert from-hf" if (directory / "config.json").is_file() else ""
         for above in directory.absolute().parents[:2]:
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
-                hint = f"; it is a part of {above}: give that, and --best for its best step"
+                hint = f"; it is a part of {above}: give that directory, and --best for its best step"
         raise UserError(f"{directory}: found no {kind}/; expected a checkpoint or run directory{hint}")
     restored = Store(directory / kind).newest(None)
     if restored is None:

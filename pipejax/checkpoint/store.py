@@ -359,7 +359,7 @@ class Store:
                 except Damaged as damage:
                     raise UserError(
                         f"{self.directory / str(step)}: was saved, but cannot be read back ({damage}); expected a "
-                        "place that gives back what is written there"
+                        "file system that returns what was written"
                     ) from damage
 
     def _log_troubles(self) -> None:

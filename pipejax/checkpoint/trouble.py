@@ -45,7 +45,7 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
     try:
         for name, word in files.items():
             if _digest(path / name) != word:
-                raise Damaged(f"{path.name}: {name} is not what was saved")
+                raise Damaged(f"{path.name}: {name} differs from what was saved")
         yield
     except Damaged:
         raise

@@ -49,7 +49,7 @@ def _pairs(source_file: File, target_file: File) -> Iterator[tuple[str, str, str
         for source, target in both:
             if source is None or target is None:
                 there, lacks = (target, source_file) if source is None else (source, target_file)
-                raise UserError(f"{there[0]}: found no such line in {lacks}; expected as many lines in both")
+                raise UserError(f"{there[0]}: found no such line in {lacks}; expected as many lines in both files")
             yield source[0], source[1], target[1]
 
 

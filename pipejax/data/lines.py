@@ -190,7 +190,7 @@ def check_text(value: Any, key: str, place: str) -> str:
     if not isinstance(value, str):
         raise UserError(f'{place}: "{key}": found {kind(value)}; expected text')
     if not value.strip():
-        raise UserError(f'{place}: "{key}": found an empty text; expected some')
+        raise UserError(f'{place}: "{key}": found an empty text; expected text that is not blank')
     return _check_unicode(value, key, place)
 
 

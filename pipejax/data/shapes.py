@@ -81,13 +81,13 @@ class Shapes:
             pairs = tuple((source, slots) for source, slots in values["pairs"])
             rising, (source, slots), means = tuple(values["levels"]), values["limit"], tuple(values["means"])
         except (TypeError, LookupError, ValueError) as error:
-            raise ValueError(f"no shapes: {error}") from error
+            raise ValueError(f"shapes: found {values!r:.60} ({error}); expected the fields of Shapes") from error
         lengths = [*rising, source, slots, *(length for pair in pairs for length in pair)]
         kinds = all(type(x) is int for x in lengths) and all(type(x) in (int, float) for x in means)
         if not (rising and pairs and len(means) == 2 and kinds and all(0 < x <= LONGEST for x in (*lengths, *means))):
-            raise ValueError("no shapes: expected lengths, and two means")
+            raise ValueError("shapes: expected positive lengths and two positive means")
         if list(rising) != sorted(rising) or any(a > b for pair in pairs for a, b in zip(pair, pairs[0], strict=True)):
-            raise ValueError("no shapes: expected levels that grow, and a first pair that holds all others")
+            raise ValueError("shapes: expected rising levels, and a first pair as long as all others")
         return cls(rising, pairs, (source, slots), means)
 
 

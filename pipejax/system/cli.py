@@ -97,7 +97,7 @@ _lines = _Lines()
 
 
 def mute() -> None:
-    """Stops writing log records to standard error, because another process writes the same ones."""
+    """Stops writing log records to standard error: the command ends, or another process writes the same ones."""
     logging.getLogger("pipejax").removeHandler(_lines)
 
 
