@@ -123,8 +123,8 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
             raise UserError(f"--manual-dir: found none; expected a directory with {published.files}")
         elif importlib.util.find_spec("tensorflow") is None:
             raise UserError(
-                f"{published.name}: found no TensorFlow, which TFDS needs for a download; expected TensorFlow (the extra "
-                f"pipejax[prepare]), or --manual-dir with {published.files}"
+                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected TensorFlow (the "
+                f"extra pipejax[prepare]), or --manual-dir with {published.files}"
             )
         if manual_dir:
             tfds.disable_progress_bar()  # `_checked` shows its own
