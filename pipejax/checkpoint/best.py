@@ -54,6 +54,7 @@ class Best:
         return self.store.close() and done
 
     def _save(self, step: int, score: tuple[float, ...], params: Any) -> bool:
+        """Saves the parameters as the best step; False if that failed."""
         done = self.store.save(step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True)
         if done:
             self.score = score

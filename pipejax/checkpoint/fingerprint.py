@@ -47,6 +47,7 @@ def _compiled(mesh: Mesh | None) -> Callable[[Array], Array]:
 
 
 def _mesh_of(x: Any) -> Mesh | None:
+    """The mesh that an array lies on; None if it lies on one device."""
     sharding = getattr(x, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 

@@ -130,6 +130,7 @@ def _is_shapes(value: Any) -> bool:
 
 
 def _is_metadata(value: Any) -> bool:
+    """Whether the keys that this program knows have values of the right form."""
     known: dict[str, Callable[[Any], bool]] = {
         "data": lambda data: isinstance(data, str),
         "shapes": _is_shapes,
@@ -165,6 +166,12 @@ def _brief(value: Any) -> str:
 
 def check_template(name: str, template: Any, manifest: Manifest, place: Path) -> None:
     """Checks that the wanted dtypes and shapes of an item are those that were saved.
+
+    Args:
+      name: the item.
+      template: a tree of jax.ShapeDtypeStruct.
+      manifest: the step's manifest.
+      place: the step's directory, for errors.
 
     Raises:
       Damaged: the step has no such item.
@@ -206,6 +213,7 @@ def template(arrays: Fingerprints) -> dict[str, Any]:
 
 
 def _seal(manifest: Manifest) -> Manifest:
+    """The manifest with the SHA-256 of its other values under "seal"."""
     body = {key: value for key, value in manifest.items() if key != "seal"}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
     return {**body, "seal": hashlib.sha256(text.encode()).hexdigest()}

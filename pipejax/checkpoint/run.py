@@ -48,6 +48,12 @@ def open_run(directory: str | Path, *, best: bool = False) -> Restored:
 def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:
     """Writes a run directory that holds only parameters, as step 0: completely or not at all.
 
+    Args:
+      directory: an absent or empty directory.
+      config: the config, with the architecture.
+      params: the tree of parameters.
+      tokenizer_source: the directory of the tokenizer files to copy; None: the run has no tokenizer.
+
     Raises:
       UserError: the directory exists and is not empty, or cannot be written.
     """

@@ -287,6 +287,7 @@ class Store:
             raise
 
     def _newest(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
+        """Calls `_first_good` again if a training run replaced a step while it was read."""
         for _ in range(LOOKS):
             try:
                 return self._first_good(read, set_aside=set_aside)
@@ -295,6 +296,7 @@ class Store:
         raise UserError(f"{self.directory}: found each step replaced while it was read; expected fewer saves a minute")
 
     def _first_good(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
+        """The newest step that `read` does not find damaged; the log names each damaged one."""
         damaged = 0
         for step in distributed.same(self.steps()[:100]):
             path = self.place(step)
@@ -311,6 +313,7 @@ class Store:
         return None
 
     def _set_aside(self, step: int) -> str:
+        """Renames a damaged step; returns words for the log."""
         name = ""
         with distributed.together(UserError):
             try:
@@ -321,6 +324,7 @@ class Store:
         return f"kept aside as {name}"
 
     def _manifest(self, step: int) -> Manifest:
+        """Reads and checks the manifest of a step."""
         place = self.place(step)
         with reading(place / "manifest"):
             manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
@@ -337,6 +341,7 @@ class Store:
         return found
 
     def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
+        """Merges the written parts, writes the manifest with the files' digests, and commits the step."""
         staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
             arrays_lib.finish(staging / name)
@@ -367,6 +372,7 @@ class Store:
             logger.warning(line)
 
     def _log_failure(self, step: int, error: Exception) -> None:
+        """Logs why a save failed, and removes its files."""
         self.why_not = reason_of(error)
         logger.warning(
             f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are as they were"

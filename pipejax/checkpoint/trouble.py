@@ -83,6 +83,7 @@ def _digest(file: Path) -> str:
 
 
 def _other_os_error(error: BaseException) -> bool:
+    """Whether the operating system failed in another way than by a missing file."""
     return isinstance(error, OSError) and not isinstance(error, MISSING)
 
 
@@ -142,4 +143,5 @@ def hush_stragglers() -> None:
 
 
 def _short_message(error: BaseException) -> str:
+    """The message in one line of at most 160 characters, without TensorStore's details."""
     return " ".join(str(error).partition(" See full TensorStore")[0].split())[:160]

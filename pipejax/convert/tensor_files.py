@@ -94,6 +94,7 @@ def damaged(file: Path, expected: str, error: Exception) -> UserError:
 
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, by name."""
     try:
         file.open("rb").close()  # safetensors reports every file that cannot be opened as missing
     except OSError as error:

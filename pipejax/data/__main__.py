@@ -55,6 +55,7 @@ def _prepare(flags: argparse.Namespace) -> int:
 
 
 def _stats(flags: argparse.Namespace) -> int:
+    """Measures the splits that have examples, with the task's own bounds unless --set changes them."""
     if flags.task not in TASKS:
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(TASKS)}")
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))

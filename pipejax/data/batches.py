@@ -84,6 +84,7 @@ def abstract_batch(config: TrainConfig, shape: Pair) -> dict[str, tuple[int, ...
 
 
 def _round(need: Pair) -> Pair:
+    """The default of `collate`: rounds both lengths up."""
     return round_up(need[0]), round_up(need[1])
 
 
@@ -130,7 +131,14 @@ def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
 
 
 def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> Shapes:
-    """Chooses the padded shapes by a random sample of the examples; every machine chooses the same."""
+    """Chooses the padded shapes by a random sample of the examples; every machine chooses the same.
+
+    Args:
+      examples: the examples of the training split.
+      tokenizer: encodes the sample.
+      config: for the batch size, `train.shapes`, and the length bounds.
+      model: the architecture, for its special tokens.
+    """
     sample, characters = list[Encoded](), 0
     for i in np.random.default_rng(0).permutation(len(examples))[:SAMPLE]:
         example = examples[int(i)]
@@ -209,6 +217,7 @@ class TrainingBatches(Sequence[Batch]):
         return self._drawn(drawn)[place]
 
     def _draw(self, number: int) -> list[Batch]:
+        """The batches of one draw: `length_group` batches, sorted by length into batches and then shuffled."""
         count = self.group * self.size
         numbers = range(number * count, (number + 1) * count)
         drawn = self._encode_share(numbers)

@@ -181,6 +181,7 @@ class _Split(Sequence[Example]):
 
 @functools.cache
 def _example(split: str, *, index: int, seed: int, long: bool) -> Example:
+    """Draws notes until the hash of one belongs to the split."""
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
     chance = _uniform_numbers(np.random.default_rng(entropy))

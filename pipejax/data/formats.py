@@ -31,6 +31,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def _read_parquet(path: Path) -> Iterator[Placed]:
+    """Yields ("FILE:NUMBER", row as an object) for each row of a Parquet file."""
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
     library, arrow = _library("pyarrow.parquet", "parquet", path), _library("pyarrow", "parquet", path)
@@ -45,6 +46,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
+    """Yields ("DIR:NUMBER", row as an object) for each row of a saved data set."""
     if not is_dataset(path):
         raise UserError(f"{path}: found a directory; expected {EXPECTED}")
     if (path / "dataset_dict.json").is_file():

@@ -31,6 +31,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _from_pairs(name: str, source_file: File, target_file: File) -> Records:
+    """Records of two text files: line i of the one is the source, line i of the other the target."""
     for number, (place, source, target) in enumerate(_pairs(source_file, target_file)):
         if not (source.strip() or target.strip()):
             continue  # the train split has a few blank lines
@@ -54,6 +55,7 @@ def _pairs(source_file: File, target_file: File) -> Iterator[tuple[str, str, str
 
 
 def _from_objects(name: str, file: File) -> Records:
+    """Records of the release's JSON lines."""
     with file.open() as lines:
         for number, (place, value) in enumerate(read_objects(lines, str(file))):
             record: Record = {"id": str(value.get("id") or f"{name}-{number}")}

@@ -28,6 +28,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(name: str, file: File) -> Records:
+    """Records of a file in either layout, which its suffix tells: .json for an array, .jsonl for lines."""
     if file.name.endswith(".json"):
         for number, (place, value) in enumerate(read_array(file.read(), str(file))):
             title, mark, text = text_of(value, "source", place).partition("<eos>")

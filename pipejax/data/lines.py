@@ -102,6 +102,7 @@ def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:
 
 
 def _rows(reader: Any, where: str) -> Iterator[Placed]:
+    """Yields as `read_table`; the first row has the column names."""
     names: list[str] | None = None
     while True:
         place = f"{where}:{reader.line_num + 1}"
@@ -205,6 +206,7 @@ def id_of(value: dict[str, Any], place: str) -> str | int:
 
 
 def _check_unicode(text: str, key: str, place: str) -> str:
+    """Returns the text; raises a UserError if it has a lone surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

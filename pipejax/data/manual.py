@@ -64,6 +64,7 @@ class _Member(io.RawIOBase):
         self._inner = self._try(lambda: _archive(file.path).open(file.member))
 
     def _try(self, act: Callable[[], Any]) -> Any:
+        """Returns `act()`; turns an error of reading the zip into a UserError."""
         try:
             return act()
         except _UNREADABLE as error:
@@ -98,6 +99,7 @@ class Manual:
         self.files = sorted(self._list(), key=lambda file: (len(Path(str(file)).parts), str(file)))
 
     def _list(self) -> Iterator[File]:
+        """Yields the files of the directory and its folders, and the members of zips."""
         for path in self.directory.rglob("*"):
             if path.suffix == ".zip" and path.is_file():
                 names = (name for name in _archive(path).namelist() if not name.endswith("/"))
@@ -149,6 +151,7 @@ class Manual:
 
 @functools.lru_cache(maxsize=4)  # opening a zip of 60,000 files takes longer than reading one of them
 def _archive(path: Path) -> zipfile.ZipFile:
+    """Opens a zip and keeps the latest ones open; raises a UserError if it cannot be read."""
     try:
         return zipfile.ZipFile(path)
     except (*_UNREADABLE, ValueError) as error:  # ValueError: member names that cannot be decoded

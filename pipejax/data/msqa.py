@@ -18,6 +18,7 @@ _DEV_SHARE = 8
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:
+    """The records by split; splits of the official layout are assigned as the module says."""
     names = {"train": ["train.json"], "dev": ["dev.json", "valid.json"], "test": ["test.json"]}
     files = manual.splits(names)
     official = {split for split, file in files.items() if file.read().lstrip()[:1] == b"{"}
@@ -37,6 +38,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _dev_ids(file: File) -> set[str]:
+    """The ids of the eighth of train.json that becomes the dev split."""
     ids = [text_of(value, "id", place) for place, value in read_array(file.read(), str(file))]
     return set(sorted(ids, key=lambda name: hashlib.blake2b(name.encode()).digest())[: len(ids) // _DEV_SHARE])
 

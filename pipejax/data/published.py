@@ -78,6 +78,7 @@ class PublishedTask:
         return None
 
     def _source(self, split: str) -> Sequence[Any] | None:
+        """The prepared records of TFDS's split; None if it has none."""
         with extra("data", f"data.task={self.published.name}"):
             import tensorflow_datasets as tfds
 
@@ -97,6 +98,7 @@ class PublishedTask:
         return builder.as_data_source(split=split)
 
     def _example(self, split: str, index: int, raw: Record) -> Example:
+        """Converts a prepared record to an example; rows that are empty in plain spelling are left out."""
         record = {key: _text(value) for key, value in raw.items()}
         spell = functools.partial(plain, placeholders=self.published.placeholders)
         rows = (spell(row) for row in self.published.targets(record))

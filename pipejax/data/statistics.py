@@ -104,6 +104,7 @@ def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: Gri
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
+    """Median, 95th percentile and maximum; zeros without values."""
     if not values:
         return {"median": 0.0, "percentile_95": 0.0, "most": 0.0}
     median, high = np.percentile(values, (50, 95))

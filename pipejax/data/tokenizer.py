@@ -117,6 +117,7 @@ def _is_read(name: str) -> bool:
 
 
 def _read_directory(directory: Path) -> Any:
+    """Reads the tokenizer in a directory; raises a UserError if it has none or a damaged one."""
     if not any(look(directory / name) == "file" for name in _FILES):
         raise UserError(f"{directory}: found no tokenizer; expected one of {', '.join(_FILES)}")
     transformers = import_transformers()
@@ -156,6 +157,7 @@ def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> Any:
 
 
 def _read_hub(name: str) -> Any:
+    """Reads the tokenizer of a hub id, from the local cache if it was downloaded before."""
     transformers = import_transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, **_DATA)  # if downloaded before
@@ -189,4 +191,5 @@ def import_transformers() -> types.ModuleType:
 
 
 def _summary(error: Exception) -> str:
+    """Type and first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

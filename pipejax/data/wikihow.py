@@ -24,6 +24,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(table: File, titles: File) -> Records:
+    """Yields the rows of the CSV file whose titles are in a list, filtered and cleaned as TFDS does."""
     with titles.open() as file:
         wanted = {line.strip() for _, line in decode_lines(file, str(titles))}
     with table.open() as file:

@@ -22,6 +22,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(name: str, file: File, summaries: File) -> Records:
+    """Yields the questions of a split that are paired with their own answer, with its summary."""
     pairs: list[tuple[str, str, str]] = []
     with file.open() as lines:
         for place, line in decode_lines(lines, str(file)):
