@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import shutil
+import threading
 import warnings
 
 import jax
@@ -56,6 +57,18 @@ def test_a_failed_save_costs_one_line_and_no_other_step(tmp_path, monkeypatch, s
     assert store.save(3, tree(3.0), config=CONFIG, wait=True) and store.close()
     assert len(said) == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
     assert [Store(tmp_path).restore(step).items["params"]["a"][0, 0] for step in (1, 3)] == [1.0, 3.0]
+
+
+def test_writes_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch):
+    """On a full disk one write fails while others are still under way, and they make their directories anew."""
+    store, staging = Store(tmp_path, writable=True), tmp_path / "2.orbax-checkpoint-tmp"
+    fail_with(errno.ENOSPC, monkeypatch)
+    assert not store.save(2, tree(2.0), config=CONFIG, wait=True)
+    late = threading.Timer(0.1, lambda: (staging / "params").mkdir(parents=True))
+    late.start()
+    assert store.close()
+    late.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_metadata_is_of_a_step_that_is_whole(tmp_path, said):

@@ -64,7 +64,7 @@ def _evaluations(workdir: Path) -> int:
 
 def _wait(phase: str, command: Command, workdir: Path, chance: random.Random) -> bool:
     if phase == "compile":
-        came = runs.wait_for(lambda: "the first steps are slow" in "".join(command.said()), command)
+        came = runs.wait_for(lambda: "training: compiling" in "".join(command.said()), command)
         time.sleep(chance.uniform(0, 1.0))
         return came and runs.steps_made(workdir) <= 1
     if phase == "step":

@@ -7,6 +7,7 @@ older steps are removed. A step is renamed before it is deleted, so that no half
 import contextlib
 import os
 import re
+import time
 from pathlib import Path
 
 from pipejax.system.files import free_name, sweep, sync, sync_tree
@@ -100,6 +101,15 @@ class Steps:
         """Removes the files that failed and killed saves left, as they may fill the disk."""
         self._sweep_gone()
         sweep(self.directory, f"*{STAGING}*")
+
+    def sweep_until_still(self, seconds: float = 2.0) -> None:
+        """As `sweep`, until nothing new appears: when one write fails, Orbax's others go on for a while."""
+        until, still = time.monotonic() + seconds, 0
+        with contextlib.suppress(OSError):  # what cannot be listed now is swept at the next start
+            while still < 4 and time.monotonic() < until:
+                self.sweep()
+                time.sleep(0.05)
+                still = 0 if any(self.directory.glob(f"*{STAGING}*")) else still + 1
 
     def set_aside(self, step: int) -> str:
         """Renames a damaged step to corrupt-STEP, which is no step's name; returns the new name."""

@@ -269,7 +269,10 @@ class Store:
         """Waits for the current save and removes leftover files. False if the save failed."""
         done = self.settle()
         if self._writable and distributed.first():
-            self._steps.sweep()
+            if self.why_not:
+                self._steps.sweep_until_still()
+            else:
+                self._steps.sweep()
         return done
 
     def read_unless_replaced(self, step: int, read: Callable[[int], T]) -> T:
