@@ -103,9 +103,9 @@ class Steps:
         sweep(self.directory, f"*{STAGING}*")
 
     def sweep_until_still(self, seconds: float = 2.0) -> None:
-        """As `sweep`, until nothing new appears: when one write fails, Orbax's others go on for a while."""
+        """Repeats `sweep` until no new files appear: after a failed write, Orbax's other writes go on for a while."""
         until, still = time.monotonic() + seconds, 0
-        with contextlib.suppress(OSError):  # what cannot be listed now is swept at the next start
+        with contextlib.suppress(OSError):  # if the directory cannot be listed, the next start sweeps it
             while still < 4 and time.monotonic() < until:
                 self.sweep()
                 time.sleep(0.05)

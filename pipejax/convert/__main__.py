@@ -1,4 +1,4 @@
-"""The command line: `pipejax convert from-hf SRC OUT` and `to-hf CHECKPOINT OUT`."""
+"""The command line of `pipejax convert from-hf SRC OUT` and `pipejax convert to-hf CHECKPOINT OUT`."""
 
 from collections.abc import Sequence
 

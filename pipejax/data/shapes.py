@@ -81,7 +81,7 @@ class Shapes:
             pairs = tuple((source, slots) for source, slots in values["pairs"])
             rising, (source, slots), means = tuple(values["levels"]), values["limit"], tuple(values["means"])
         except (TypeError, LookupError, ValueError) as error:
-            raise ValueError(f"shapes: found {values!r:.60} ({error}); expected the fields of Shapes") from error
+            raise ValueError(f"shapes: {error}; expected the fields of Shapes") from error
         lengths = [*rising, source, slots, *(length for pair in pairs for length in pair)]
         kinds = all(type(x) is int for x in lengths) and all(type(x) in (int, float) for x in means)
         if not (rising and pairs and len(means) == 2 and kinds and all(0 < x <= LONGEST for x in (*lengths, *means))):
