@@ -92,6 +92,15 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
     assert slots(3, **sequential) == (True, words[0][:2])
 
 
+def test_no_row_ends_in_its_middle(tokenizer):
+    """A tokenizer reads "</s>" as the token that ends a row."""
+    spelt, plain = (
+        encode(Example("x", "deliver apples .", (row,)), tokenizer, CONFIG, MODEL).target
+        for row in ("small </s> apples", "small apples")
+    )
+    assert all((a == b).all() for a, b in zip(spelt, plain, strict=True))
+
+
 def test_an_over_long_source_is_cut_and_keeps_its_eos(tokenizer):
     encoded = encode(
         Example("x", "deliver red apples .", ("red apples",)), tokenizer, change(CONFIG, data={"max_source": 3}), MODEL

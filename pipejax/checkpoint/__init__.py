@@ -1,23 +1,23 @@
 """Checkpoints on disk.
 
-A run directory, of which a converted checkpoint is one at step 0:
+A run directory has these files; a converted checkpoint is a run directory whose only step is 0:
 
-    config.json            the resolved config, for people
-    tokenizer/             the tokenizer's files, if there is one
+    config.json            the resolved config, for people to read
+    tokenizer/             the tokenizer's files, if the run has a tokenizer
     checkpoints/STEP/      params, state (absent in converted checkpoints) and manifest
-    best/STEP/             params and manifest of the best evaluation
+    best/STEP/             params and manifest of the step with the best evaluation
     metrics.jsonl          the log
 
-`pipejax checkpoint verify DIR` checks every step of one.
+`pipejax checkpoint verify DIR` checks every step of a run directory.
 
-Who judges a step: `store.Store.restore` and `verify`, in this order,
+`store.Store.restore` and `Store.verify` check a step with these functions, in this order:
 
-    manifest.check            the seal of the manifest, and its form
-    trouble.reading           whether what cannot be read is damaged, or only cannot be read just now
-    manifest.check_template   whether it holds the arrays that are wanted
-    fingerprint.difference    the content of every array against the manifest
+    manifest.check            the seal and the form of the manifest
+    trouble.reading           whether a file that cannot be read is damaged, or only unreadable at the moment
+    manifest.check_template   whether the step has the arrays that the caller wants
+    fingerprint.difference    whether the content of every array matches the manifest
 
-and `Store.newest` passes over what is damaged, or sets it aside.
+`Store.newest` skips damaged steps, or renames them to corrupt-STEP.
 """
 
 from pipejax.checkpoint.arrays import check_place

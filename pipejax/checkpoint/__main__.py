@@ -1,9 +1,9 @@
-"""Checks every step of a run directory, and the tokenizer, against what its manifest says; changes nothing.
+"""Checks every step of a run directory, and its tokenizer, against the step's manifest; changes nothing.
 
     pipejax checkpoint verify DIR [--json]
 
-Exit codes: 0 all steps are good; 1 at least one is damaged, cannot be read now, or has another tokenizer than it was
-saved with; 2 DIR is no run directory.
+Exit codes: 0 if all steps are good; 1 if a step is damaged, cannot be read now, or was saved with another tokenizer; 2
+if DIR is no run directory.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from pipejax.system.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Runs `pipejax checkpoint`; returns the exit code."""
     parser = cli.Parser(prog="pipejax checkpoint", description=__doc__)
     parser.add_argument("action", choices=["verify"])
     parser.add_argument("directory", metavar="DIR", help="a run directory or a converted checkpoint")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     flags = parser.parse_args(argv)
     directory = Path(flags.directory)
     if not (directory / "checkpoints").is_dir():
@@ -44,13 +44,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify(directory: Path) -> Iterator[dict[str, Any]]:
-    """A report on each step of one directory, oldest first: place, step, good, reason, arrays of each item, bytes.
+    """Yields a report on each step of a directory, oldest first.
 
-    What is not good is damaged, or would be refused as things are: it cannot be read now, or has another tokenizer. A
-    step that its run replaces or removes meanwhile is not reported; one that it adds is.
+    A report has the keys place, step, good, damaged, reason, items (the number of arrays by item) and bytes. A step
+    that is neither good nor damaged cannot be read now, or was saved with another tokenizer. If a training run writes
+    to the directory meanwhile, steps that it replaces or removes have no report, and steps that it adds have one.
     """
     from pipejax.checkpoint.manifest import Damaged
-    from pipejax.checkpoint.store import Replaced, Store  # starts JAX: after the flags are known to be good
+    from pipejax.checkpoint.store import Replaced, Store  # imported late, as it starts JAX
 
     store, seen = Store(directory), set[int]()
 
@@ -64,9 +65,9 @@ def verify(directory: Path) -> Iterator[dict[str, Any]]:
             problem: Exception | None = None
             items = dict[str, int]()
             try:
-                items = store.look(step, check)
+                items = store.read_unless_replaced(step, check)
             except Replaced:
-                continue  # the next look finds what is there instead
+                continue  # the next listing has the new step
             except (Damaged, UserError) as error:
                 problem = error
             seen.add(step)
@@ -79,9 +80,10 @@ def verify(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def _size(path: Path) -> int:
+    """The bytes of all files below a path."""
     size = 0
     for file in path.rglob("*") if path.is_dir() else [path]:
-        with contextlib.suppress(OSError):  # replaced just now, or not to be looked at
+        with contextlib.suppress(OSError):  # removed meanwhile, or forbidden
             size += file.stat().st_size if file.is_file() else 0
     return size
 

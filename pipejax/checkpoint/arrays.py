@@ -1,8 +1,8 @@
-"""Trees of arrays on disk, in Orbax's format. The only module that knows Orbax.
+"""Writes and reads trees of arrays in Orbax's format. No other module uses Orbax.
 
-Its handlers write and read the files of an item; that a step is committed whole is ours (`store.py`). Orbax's own
-manager is not used: it syncs neither metadata nor directories, and its threads wait minutes for each other's signals
-after a failure.
+Orbax's handlers write and read the files of an item (one tree, such as "params"); `store.py` commits whole steps.
+Orbax's CheckpointManager is not used: it syncs neither metadata nor directories, and after a failure its threads wait
+minutes for each other.
 """
 
 import asyncio
@@ -21,75 +21,80 @@ from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
 from pipejax.system.errors import UserError
 
-# Orbax and TensorStore look for patterns in the path, take "\\" for "/", and read some names as a URL's scheme.
+# Orbax and TensorStore read these parts of a path as patterns, as "/", or as the scheme of a URL.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
 
 
 class Writes(Protocol):
-    """Files that are being written in the background."""
+    """A write that goes on in the background."""
 
     def result(self) -> Any:
-        """Waits for them; raises what went wrong."""
+        """Waits for the end of the write; raises its error."""
 
 
 def check_place(path: Path) -> None:
-    """Raises a UserError if arrays in that directory would be written or looked for somewhere else."""
+    """Raises a UserError if Orbax would take the path of this directory for another one."""
     place = str(path.absolute())
     try:
         place.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a link to it serves)"
+            f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected UTF-8 (a symbolic link to it will do)"
         ) from None
     if found := _MISREAD.search(place):
         raise UserError(
             f"{path}: found {found[0]!r} in the path; expected one without \\ [ ] * ?, without names that end in a "
-            "colon and not below /gs, /s3, /az or /hf, which Orbax takes for something else (a link to it serves)"
+            "colon and not below /gs, /s3, /az or /hf, which Orbax misreads (a symbolic link to it will do)"
         )
 
 
 def make_place(place: Path) -> None:
-    """Makes the directory of an item. One process does, before any calls `begin`."""
-    # Orbax would have the other processes wait for the inner one, for ten minutes if the first one fails.
+    """Makes the directory of an item. One process calls this, before all processes call `begin`."""
+    # Otherwise the other processes wait in Orbax for the inner directory: ten minutes if the first process fails.
     (place / "array_metadatas").mkdir(parents=True)
 
 
 def begin(place: Path, tree: Any) -> Sequence[Writes]:
-    """Begins to write this process's part of a tree; once it returns, the buffers may be donated.
+    """Begins to write this process's part of a tree; after the return the caller may donate the buffers.
 
-    Before that, Orbax has copied each array to the host, or holds it so that a step that takes it over has to copy.
+    By then Orbax has copied each array to the host, or holds a reference, so that a donating step has to copy it.
     """
     saving = ocp.StandardCheckpointHandler().async_save(ocp.utils.epath.Path(place), args=ocp.args.StandardSave(tree))
-    with ThreadPoolExecutor(1) as pool:  # no loop of the caller's is in the way there
+    with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop already
         return pool.submit(asyncio.run, saving).result() or []
 
 
 def finish(place: Path) -> None:
-    """Puts the parts of all processes together, once all are written. One process does."""
+    """Merges the parts of all processes after all are written. One process calls this."""
     handler = ocp.StandardCheckpointHandler()
     handler.finalize(ocp.utils.epath.Path(place))
 
 
 def read(place: Path, template: Any, files: Mapping[str, str]) -> Any:
-    """A tree of jax.ShapeDtypeStruct with shardings, filled; `files` as for `reading`.
+    """Reads the arrays of an item.
+
+    Args:
+      place: the item's directory.
+      template: a tree of jax.ShapeDtypeStruct with shardings; the result has the same tree.
+      files: digests of the item's small files, as for `reading`.
 
     Raises:
       Damaged, UserError: as `reading`.
     """
     with reading(place, files):
-        os.stat(place / "_METADATA")  # Orbax would make do without, in some cases
+        os.stat(place / "_METADATA")  # raises if it is missing; Orbax does not always
         return ocp.StandardCheckpointHandler().restore(place, args=ocp.args.StandardRestore(template))
 
 
 class _Shapes(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
-    """Tells shapes without reading on what mesh an array was saved, which is no matter here."""
+    """Reads shapes without the mesh on which an array was saved, which does not matter here."""
 
     def typestr(self) -> str:
         return "jax.Array"
 
 
 def shapes(place: Path, files: Mapping[str, str]) -> Any:
-    """The tree as it was saved, of jax.ShapeDtypeStruct on the host, as no one device may have room for all of it.
+    """The tree of an item as it was saved: jax.ShapeDtypeStruct on the host, as one device may lack the memory.
 
     Raises:
       Damaged, UserError: as `reading`.

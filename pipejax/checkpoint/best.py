@@ -1,4 +1,4 @@
-"""The best step of a run, kept apart: on disk, or in memory until the disk takes it."""
+"""Keeps the best step of a run: on disk, or in memory while the disk cannot be written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +15,15 @@ from pipejax.system import distributed
 
 
 class Best:
-    """The parameters of the highest score; all processes make the same calls."""
+    """Saves the parameters with the highest score; all processes must make the same calls."""
 
+<<<<<<< HEAD
     def __init__(self, directory: Path, config: Config, about: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Takes up what an earlier part of the run has left there; `about` is saved with each step's score.
+=======
+    def __init__(self, directory: Path, config: Config) -> None:
+        """Reads the score that an earlier part of the run saved in the directory, if there is one.
+>>>>>>> words
 
         Raises:
           UserError: the directory cannot be written.
@@ -26,23 +31,23 @@ class Best:
         self.config, self.about = config, dict(about)
         self.store = Store(directory, keep=1, writable=True)
         found = self.store.newest_metadata()
-        self.score: tuple[float, ...] = tuple((found or {}).get("score", ()))  # of what is on disk
+        self.score: tuple[float, ...] = tuple((found or {}).get("score", ()))  # of the step on disk; () without one
         self._waiting: tuple[int, tuple[float, ...], Any] | None = None
 
     def offer(self, step: int, score: tuple[float, ...], params: Any) -> None:
-        """Saves the parameters if none have a higher score; if the disk does not take them, they wait for `settle`."""
+        """Saves the parameters if their score is the highest so far; if that fails, a copy waits for `settle`."""
         waiting = self._waiting
         if score > max(self.score, waiting[1] if waiting else ()):
-            self._waiting = None  # two would take twice the memory
+            self._waiting = None  # dropped first, as two copies would take twice the memory
             if self._save(step, score, params):
                 return
-            if not distributed.several():  # else no process has all of it
-                self._waiting = (step, score, jax.tree.map(np.array, params))  # training goes on in these buffers
+            if not distributed.several():  # with several processes none holds all parameters
+                self._waiting = (step, score, jax.tree.map(np.array, params))  # a copy, as training reuses the buffers
         else:
             self.settle()
 
     def settle(self) -> bool:
-        """Tries again what waits. False if something still does; the log then has a line about it."""
+        """Saves the waiting parameters, if there are any. False if that fails; the log then has the reason."""
         if self._waiting is None:
             return True
         step, score, params = self._waiting
@@ -51,13 +56,18 @@ class Best:
         return self._waiting is None
 
     def close(self) -> bool:
-        """As `settle`, for the last time."""
+        """Tries once more to save waiting parameters. False if that fails."""
         done = self.settle()
         return self.store.close() and done
 
     def _save(self, step: int, score: tuple[float, ...], params: Any) -> bool:
+<<<<<<< HEAD
         metadata = {**self.about, "score": list(score)}
         done = self.store.save(step, {"params": params}, config=self.config, metadata=metadata, wait=True)
+=======
+        """Saves the parameters as the best step; False if that failed."""
+        done = self.store.save(step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True)
+>>>>>>> words
         if done:
             self.score = score
         return done

@@ -1,4 +1,4 @@
-"""Exact integer fingerprints of arrays: equal bits give equal numbers on any mesh; a changed bit does not go unseen."""
+"""Fingerprints of arrays: exact integers that depend on the bits only, not on the mesh, and reveal a changed bit."""
 
 import functools
 import hashlib
@@ -16,11 +16,11 @@ from pipejax.model.sharding import path_of
 from pipejax.system.hashing import GOLDEN, mix, places
 
 Array = jax.Array
-Fingerprints = dict[str, list[Any]]  # path -> [dtype, shape, number, number]
+Fingerprints = dict[str, list[Any]]  # path -> [dtype, shape, weighted sum, mixed sum]
 
 
 def _words(x: Array) -> Array:
-    """The bits of x as uint32, a word an element."""
+    """The bits of x as uint32, one word for each element."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     width = x.dtype.itemsize * 8
@@ -29,11 +29,11 @@ def _words(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
 
 
-def _numbers(x: Array) -> Array:
-    """Two sums mod 2^32, independent of order and therefore of the mesh: u32 [2].
+def _sums(x: Array) -> Array:
+    """Two sums mod 2^32, u32 [2]. Sums do not depend on the order of elements, and so not on the mesh.
 
-    The first weights each word by an odd number of its position, so a single changed bit always changes it; the second
-    mixes word and position, so that changes which cancel in the first do not cancel here.
+    The first sum weights each word by an odd number made of its position, so that one changed bit always changes the
+    sum. The second sum hashes word and position, so that changes which cancel in the first rarely cancel here.
     """
     position, words = places(x.shape), _words(x)
     mixed = mix(words ^ (position * jnp.uint32(GOLDEN)))
@@ -42,11 +42,12 @@ def _numbers(x: Array) -> Array:
 
 @functools.cache
 def _compiled(mesh: Mesh | None) -> Callable[[Array], Array]:
-    """With a mesh, the numbers come out on all of its devices, so that every process has them."""
-    return jax.jit(_numbers, out_shardings=NamedSharding(mesh, P())) if mesh else jax.jit(_numbers)
+    """The compiled `_sums`; with a mesh, its result is on all devices of the mesh, so that every process has it."""
+    return jax.jit(_sums, out_shardings=NamedSharding(mesh, P())) if mesh else jax.jit(_sums)
 
 
 def _mesh_of(x: Any) -> Mesh | None:
+    """The mesh that an array lies on; None if it lies on one device."""
     sharding = getattr(x, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
@@ -54,7 +55,7 @@ def _mesh_of(x: Any) -> Mesh | None:
 def fingerprints(tree: Any) -> Fingerprints:
     """The fingerprint of every array of a tree, by path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    numbers = [_compiled(_mesh_of(x))(x) for _, x in leaves]  # dispatched first, fetched after
+    numbers = [_compiled(_mesh_of(x))(x) for _, x in leaves]  # all are dispatched before one is fetched
     return {
         path_of(keys): [str(x.dtype), list(x.shape), *(int(n) for n in np.asarray(pair))]
         for (keys, x), pair in zip(leaves, numbers, strict=True)
@@ -62,18 +63,18 @@ def fingerprints(tree: Any) -> Fingerprints:
 
 
 def shapes_of(tree: Any) -> Fingerprints:
-    """The dtype and the shape of every array of a tree, by path: the first half of a fingerprint."""
+    """The dtype and shape of every array of a tree, by path: the first half of a fingerprint."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_of(keys): [str(x.dtype), list(x.shape)] for keys, x in leaves}
 
 
 def digest(prints: Fingerprints) -> str:
-    """One word for a whole tree, 16 hexadecimal digits."""
+    """A digest of the fingerprints of a whole tree: 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def difference(found: Fingerprints, expected: Fingerprints) -> str | None:
-    """What differs first, in words; None if nothing does."""
+    """The first difference by path, in words; None if there is none."""
     for path in sorted(found.keys() | expected.keys()):
         if path not in found:
             return f"array {path} is missing"

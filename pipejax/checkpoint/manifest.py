@@ -1,7 +1,7 @@
-"""What a step says of itself, sealed: the fingerprint of every array, the data position, the config.
+"""The manifest of a step: the fingerprint of every array, the data position and the config, sealed with SHA-256.
 
-Orbax checks no content: a flipped bit restores silently. The manifest is committed together with the arrays
-and sealed with SHA-256; nothing is used that does not match it.
+Orbax does not check content: it restores a flipped bit silently. So the manifest is committed together with the arrays,
+and a step that does not match its manifest is not used.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ Manifest = dict[str, Any]
 
 
 class Damaged(Exception):
-    """A step that must not be used; the message says what is wrong with it."""
+    """A step is damaged and must not be used; the message says what is wrong."""
 
 
 def make(
@@ -42,7 +42,15 @@ def make(
     metadata: Mapping[str, Any],
     files: Mapping[str, str],
 ) -> Manifest:
-    """The sealed manifest of a step, which is the data position, too; `arrays` by item, digests of `files` by path."""
+    """The sealed manifest of a step.
+
+    Args:
+      step: the number of updates made, which is the data position, too.
+      arrays: the fingerprints of the arrays, by item.
+      config: the run's config.
+      metadata: further facts, as `Store.save` got them.
+      files: digests of the items' small files, by path.
+    """
     return _seal(
         {
             "format": FORMAT,
@@ -58,16 +66,17 @@ def make(
 
 
 def check(manifest: Any, step: int, place: Path) -> Manifest:
-    """The manifest, if it is whole and that step's.
+    """Returns the manifest if its seal is right, its form is known, and it is that of `step`; `place` is for errors.
 
     Raises:
-      Damaged: it is not.
-      UserError: it is sealed, but another program wrote it: of another format, or at odds with itself.
+      Damaged: the seal or the step is wrong.
+      UserError: the seal is right, but the format is unknown or the content contradicts itself: another program or
+        version wrote it.
     """
     if not isinstance(manifest, dict) or manifest != _seal(manifest):
         raise Damaged("manifest does not match its seal")
     where = f"{place} (manifest)"
-    if manifest.get("format") != FORMAT or not _whole(manifest["format"]):
+    if manifest.get("format") != FORMAT or not _is_whole_number(manifest["format"]):
         raise UserError(f"{where}: format: found {_brief(manifest.get('format'))}; expected the number {FORMAT}")
     for key, (fits, expected) in _FORM.items():
         if not fits(manifest.get(key)):
@@ -84,11 +93,12 @@ def check(manifest: Any, step: int, place: Path) -> Manifest:
 
 
 def config_of(manifest: Manifest, place: Path) -> Config:
-    """The config of the run, checked."""
+    """The run's config in a manifest, checked."""
     return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
 
 
 def _check_arrays(where: str, arrays: Any) -> None:
+    """Raises a UserError unless this is an object of fingerprints by path."""
     if not isinstance(arrays, dict):
         raise UserError(f"{where}: found {_brief(arrays)}; expected an object")
     for path, entry in arrays.items():
@@ -96,68 +106,76 @@ def _check_arrays(where: str, arrays: Any) -> None:
         if not _PATH.fullmatch(path) or above & arrays.keys():
             raise UserError(f"{where}: found the path {path!r}; expected names with / between them, each once")
         good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and _DTYPE.fullmatch(entry[0])
-        if not (good and isinstance(entry[1], list) and all(map(_whole, [*entry[1], *entry[2:]]))):
+        if not (good and isinstance(entry[1], list) and all(map(_is_whole_number, [*entry[1], *entry[2:]]))):
             raise UserError(f"{where}.{path}: found {_brief(entry)}; expected dtype, shape and two numbers")
 
 
-def _whole(value: Any) -> bool:
+def _is_whole_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _texts(value: Any) -> bool:
+def _is_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-def _shapes(value: Any) -> bool:
+def _is_shapes(value: Any) -> bool:
     with contextlib.suppress(ValueError):
         Shapes.from_json(value)
         return True
     return False
 
 
-def _metadata(value: Any) -> bool:
+def _is_metadata(value: Any) -> bool:
+    """Whether the keys that this program knows have values of the right form."""
     known: dict[str, Callable[[Any], bool]] = {
         "data": lambda data: isinstance(data, str),
-        "shapes": _shapes,
-        "score": lambda score: isinstance(score, list) and score != [] and all(map(_number, score)),
-        "tokenizer": _texts,
+        "shapes": _is_shapes,
+        "score": lambda score: isinstance(score, list) and score != [] and all(map(_is_number, score)),
+        "tokenizer": _is_texts,
     }
     return isinstance(value, dict) and all(fits(value[key]) for key, fits in known.items() if key in value)
 
 
+# By key of a manifest: whether a value fits, and what to expect in words.
 _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "step": (_whole, "a whole number"),
+    "step": (_is_whole_number, "a whole number"),
     "arrays": (
         lambda value: isinstance(value, dict) and "params" in value and all(map(_ITEM.fullmatch, value)),
         "an object with params",
     ),
-    "files": (lambda value: value is None or _texts(value), "digests by name, or nothing as older ones have"),
+    "files": (lambda value: value is None or _is_texts(value), "digests by name, or null as in old manifests"),
     "metadata": (
-        _metadata,
+        _is_metadata,
         "an object; in it data as text, score as a list of numbers, tokenizer as digests by name, shapes as lengths",
     ),
     "config": (lambda value: isinstance(value, dict), "an object"),
-    "versions": (_texts, "an object of texts"),
+    "versions": (_is_texts, "an object of texts"),
 }
 
 
 def _brief(value: Any) -> str:
-    """A value of JSON in words: its type, and itself where it is short."""
+    """A JSON value in words: its type, and the value if it is short."""
     kind = {dict: "an object", list: "a list", str: "the text", bool: "the word", type(None): "nothing"}
     name, text = kind.get(type(value), "the number"), json.dumps(value)
     return name if value is None or len(text) > 60 else f"{name} {text}"
 
 
 def check_template(name: str, template: Any, manifest: Manifest, place: Path) -> None:
-    """The shapes that somebody wants of an item must be those that were saved.
+    """Checks that the wanted dtypes and shapes of an item are those that were saved.
+
+    Args:
+      name: the item.
+      template: a tree of jax.ShapeDtypeStruct.
+      manifest: the step's manifest.
+      place: the step's directory, for errors.
 
     Raises:
-      Damaged: there is no such item.
-      UserError: they are not. The manifest is sealed, so nothing is damaged: another program saved it.
+      Damaged: the step has no such item.
+      UserError: they differ. The manifest's seal is right, so another program saved the step, and it is not damaged.
     """
     expected = manifest["arrays"].get(name)
     if expected is None:
@@ -170,16 +188,19 @@ def check_template(name: str, template: Any, manifest: Manifest, place: Path) ->
 
 
 def on_host() -> jax.sharding.Sharding:
-    """The host's memory, if JAX may use it: no one accelerator may have room for all of an item."""
+    """A sharding in the host's memory, because an item may exceed one accelerator's.
+
+    If JAX may not use the CPU, the sharding is that of the first device.
+    """
     try:
         device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to do without
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         device = jax.local_devices()[0]
     return jax.sharding.SingleDeviceSharding(device)
 
 
 def template(arrays: Fingerprints) -> dict[str, Any]:
-    """A nested dict of shapes on the host, whence what is needed goes to devices, from paths "a/b/c"."""
+    """A nested dict of jax.ShapeDtypeStruct on the host, made of fingerprints by path "a/b/c"."""
     sharding = on_host()
     tree: dict[str, Any] = {}
     for path, (dtype, shape, *_) in arrays.items():
@@ -192,6 +213,7 @@ def template(arrays: Fingerprints) -> dict[str, Any]:
 
 
 def _seal(manifest: Manifest) -> Manifest:
+    """The manifest with the SHA-256 of its other values under "seal"."""
     body = {key: value for key, value in manifest.items() if key != "seal"}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
     return {**body, "seal": hashlib.sha256(text.encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""Run directories as a whole: opened for their weights, written at once for converted ones."""
+"""Opens run directories to use their weights, and writes run directories that hold weights alone."""
 
 import dataclasses
 import shutil
@@ -17,17 +17,17 @@ from pipejax.system.files import look, new_directory, write_text
 
 
 def open_run(directory: str | Path, *, best: bool = False) -> Restored:
-    """The newest good step of a run directory, parameters only; low-rank factors are merged into their matrices.
+    """Reads the parameters of the newest good step, or of the best step; merges low-rank factors into their matrices.
 
-    `arrays` tells of what is on disk.
+    The result's `arrays` are the fingerprints of the arrays on disk, before the merge.
 
     Raises:
-      UserError: the directory is none, or none of its steps is good.
+      UserError: this is no run directory, or none of its steps is good.
     """
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
     if look(directory) != "directory":
-        hub = "" if directory.parent.is_dir() else "; the hub's are fetched with pipejax convert from-hf"
+        hub = "" if directory.parent.is_dir() else "; pipejax convert from-hf fetches a model of the hub"
         raise UserError(f"{directory}: no such checkpoint directory{hub}")
     if look(directory / kind) != "directory":
         if best and (directory / "checkpoints").is_dir():
@@ -35,7 +35,7 @@ def open_run(directory: str | Path, *, best: bool = False) -> Restored:
         hint = "; convert it first: pipejax convert from-hf" if (directory / "config.json").is_file() else ""
         for above in directory.absolute().parents[:2]:
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
-                hint = f"; it is a part of {above}: give that, and --best for its best step"
+                hint = f"; it is a part of {above}: give that directory, and --best for its best step"
         raise UserError(f"{directory}: found no {kind}/; expected a checkpoint or run directory{hint}")
     restored = Store(directory / kind).newest(None)
     if restored is None:
@@ -46,7 +46,13 @@ def open_run(directory: str | Path, *, best: bool = False) -> Restored:
 
 
 def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:
-    """Writes a run directory that holds parameters alone, at step 0: whole or not at all.
+    """Writes a run directory that holds only parameters, as step 0: completely or not at all.
+
+    Args:
+      directory: an absent or empty directory.
+      config: the config, with the architecture.
+      params: the tree of parameters.
+      tokenizer_source: the directory of the tokenizer files to copy; None: the run has no tokenizer.
 
     Raises:
       UserError: the directory exists and is not empty, or cannot be written.
@@ -56,7 +62,7 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
     require_free(directory)
     try:
         with new_directory(directory) as partial:
-            if tokenizer_source is not None:  # before the step, which is sealed with its digests
+            if tokenizer_source is not None:  # before the step, as the manifest has the tokenizer's digests
                 shutil.copytree(tokenizer_source, partial / "tokenizer")
             store = Store(partial / "checkpoints", writable=True)
             saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)
@@ -69,6 +75,6 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
 
 
 def require_free(directory: Path) -> None:
-    """Nothing is overwritten: a directory to be written must be absent or empty."""
+    """Raises a UserError unless the path is absent or an empty directory, so that nothing is overwritten."""
     if look(directory) and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: found something there; expected a new or an empty directory")

@@ -1,4 +1,4 @@
-"""A save under way."""
+"""A save in the background."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -8,17 +8,17 @@ from pipejax.system import distributed
 
 
 class Saving(threading.Thread):
-    """A save under way. It is a daemon: at the end nothing of ours waits for it, though Orbax does while it writes."""
+    """A thread that waits for a save. It is a daemon, so the process can end without it; Orbax ends its writes."""
 
     def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
-        """Begins to wait for the writes."""
+        """Starts the thread, which waits for the writes and then calls `commit`."""
         super().__init__(name=f"save-{step}", daemon=True)
         self.step, self.commit, self._writes = step, commit, writes
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
-        """Commits where all that is written is this process's; of several the first one does when all are through."""
+        """Waits for the writes, and commits if this process is the only one; else `Store.settle` commits."""
         self.error = wait_for(self._writes)
         if not (self.error or distributed.several()):
             try:
@@ -28,7 +28,7 @@ class Saving(threading.Thread):
 
 
 def wait_for(writes: Iterable[Writes]) -> Exception | None:
-    """Waits for all, so that nothing is written any more; what went wrong first."""
+    """Waits for the end of all writes; returns the first error, or None."""
     problem: Exception | None = None
     for write in writes:
         try:

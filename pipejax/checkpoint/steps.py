@@ -1,7 +1,7 @@
-"""The steps of one directory as files: which there are, how one is committed, which stay. Knows nothing of arrays.
+"""The steps of a directory as files: lists them, commits new ones and removes old ones.
 
-A save fills STEP.orbax-checkpoint-tmp. All of it is synced, one rename commits it, and that is synced as well; only
-then do older steps go. Whatever goes is renamed first, so that nothing half-deleted has a step's name.
+A save fills STEP.orbax-checkpoint-tmp. A commit syncs all of that, renames it to STEP, and syncs the rename; only then
+older steps are removed. A step is renamed before it is deleted, so that no half-deleted directory has a step's name.
 """
 
 import contextlib
@@ -13,37 +13,37 @@ from pathlib import Path
 from pipejax.system.files import free_name, sweep, sync, sync_tree
 
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
-STAGING = ".orbax-checkpoint-tmp"  # after a step's number: a save that is not committed
-GONE, REPLACED = ".gone-", ".replaced-"  # before it: no longer needed, or about to be replaced
+STAGING = ".orbax-checkpoint-tmp"  # suffix of a step that is not committed yet
+GONE, REPLACED = ".gone-", ".replaced-"  # prefixes of a step to be deleted, and of one to be replaced
 
 
 class Steps:
-    """The steps of one directory. Only one process at a time may write there."""
+    """The steps of one directory, to which only one process at a time may write."""
 
     def __init__(self, directory: Path, keep: int | None, keep_every: int) -> None:
-        """Of the committed steps the last `keep` stay, and every multiple of `keep_every`."""
+        """The last `keep` committed steps (None: all) are kept, and all multiples of `keep_every`."""
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
-        self._stuck = set[int]()  # steps that cannot be removed
-        self._troubles: list[str] = []  # what is still to be said
+        self._stuck = set[int]()  # steps whose removal failed, each reported once
+        self._troubles: list[str] = []  # lines that `troubles` has not returned yet
 
     def all(self) -> list[int]:
-        """Committed steps, newest first. An entry that only has a step's name counts: it must not be passed over."""
+        """The committed steps, newest first. Any entry with a step's name counts, so that a damaged one is noticed."""
         if not self.directory.is_dir():
             return []
         names = {path.name.removeprefix(REPLACED) for path in self.directory.iterdir()}
         return sorted((int(name) for name in names if STEP.fullmatch(name)), reverse=True)
 
     def place(self, step: int) -> Path:
-        """Where a committed step is: one that was about to be replaced counts until its successor has the name."""
+        """The path of a committed step, also if a commit that would replace it ended between its two renames."""
         named, replaced = self.directory / str(step), self.directory / f"{REPLACED}{step}"
         return replaced if os.path.lexists(replaced) and not os.path.lexists(named) else named
 
     def staging(self, step: int) -> Path:
-        """Where a step is written before it is committed."""
+        """The path where a step is written before its commit."""
         return self.directory / f"{step}{STAGING}"
 
     def identity(self, step: int) -> tuple[int, int] | None:
-        """Another one once the step was replaced; None if there is none."""
+        """Device and inode of the step, which change when it is replaced; None if there is no such step."""
         try:
             status = os.lstat(self.place(step))
         except FileNotFoundError:
@@ -51,15 +51,18 @@ class Steps:
         return status.st_dev, status.st_ino
 
     def commit(self, step: int) -> None:
-        """Makes a step of what is staged. Once that outlives a loss of power others may go; else `troubles` says so.
+        """Turns the staged files into a committed step, then removes old steps.
+
+        If the directory cannot be synced, a loss of power may undo the commit: then old steps stay and `troubles` says
+        so.
 
         Raises:
-          OSError: it could not be; the steps that there were are as before.
+          OSError: the commit failed; the earlier steps are unchanged.
         """
         sync_tree(self.staging(step))
         named = self.directory / str(step)
         if named.exists():
-            named.rename(self.directory / f"{REPLACED}{step}")  # it comes back if we are killed now
+            named.rename(self.directory / f"{REPLACED}{step}")  # `place` still finds it if the process is killed now
         self.staging(step).rename(named)
         try:
             sync(self.directory)
@@ -70,7 +73,7 @@ class Steps:
             self.retire(step)
 
     def retire(self, newest: int) -> None:
-        """Removes what is not to be kept beside the newest step, which is on the disk; `troubles` says what stays."""
+        """Removes the steps that are not kept beside the newest; `troubles` reports those that cannot be removed."""
         try:
             others = [step for step in self.all() if step != newest] if self.keep else []
         except OSError as error:
@@ -90,34 +93,37 @@ class Steps:
         self._sweep_gone()
 
     def troubles(self) -> list[str]:
-        """What went wrong beside saving, each line once: about a step that cannot be removed, too."""
+        """The problems other than failed saves since the last call, a line for each."""
         lines, self._troubles = self._troubles, []
         return lines
 
     def sweep(self) -> None:
-        """Removes what failed and killed saves have left, which may be what fills the disk."""
+        """Removes the files that failed and killed saves left, as they may fill the disk."""
         self._sweep_gone()
         sweep(self.directory, f"*{STAGING}*")
 
     def sweep_until_still(self, seconds: float = 2.0) -> None:
-        """As `sweep`, until nothing new appears: when one write fails, Orbax's others go on for a while."""
+        """Repeats `sweep` until no new files appear: after a failed write, Orbax's other writes go on for a while."""
         until, still = time.monotonic() + seconds, 0
-        with contextlib.suppress(OSError):  # what cannot be listed now is swept at the next start
+        with contextlib.suppress(OSError):  # if the directory cannot be listed, the next start sweeps it
             while still < 4 and time.monotonic() < until:
                 self.sweep()
                 time.sleep(0.05)
                 still = 0 if any(self.directory.glob(f"*{STAGING}*")) else still + 1
 
     def set_aside(self, step: int) -> str:
-        """Renames a step to a name that is none; returns it."""
+        """Renames a damaged step to corrupt-STEP, which is no step's name; returns the new name."""
         target = free_name(self.directory / f"corrupt-{step}")
         self.place(step).rename(target)
         sync(self.directory)
         return target.name
 
     def _sweep_gone(self) -> None:
-        """A step that was about to be replaced goes once its successor is on the disk; without one it comes back."""
-        with contextlib.suppress(OSError):  # it stays, and the next save tries again
+        """Deletes steps that are no longer needed.
+
+        A step to be replaced gets its name back if no successor has it.
+        """
+        with contextlib.suppress(OSError):  # on failure they stay until the next save
             for path in self.directory.glob(f"{REPLACED}*"):
                 step = path.name.removeprefix(REPLACED)
                 named = self.directory / step

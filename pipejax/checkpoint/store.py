@@ -1,7 +1,6 @@
-"""The steps in one directory: saved in the background, committed whole, verified before they are used.
+"""Saves steps in the background, commits each completely or not at all, and verifies a step before it is used.
 
-How a step is committed is in `steps.py`, how its arrays are written in `arrays.py`. A save that fails leaves every
-earlier step as it was.
+`steps.py` commits the files of a step, `arrays.py` writes its arrays. A failed save leaves all earlier steps unchanged.
 """
 
 import dataclasses
@@ -30,10 +29,10 @@ from pipejax.system.files import look, make_directories
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 20  # at steps that are replaced while they are read
+LOOKS = 20  # attempts to read steps that a training run replaces meanwhile
 
 T = TypeVar("T")
-Expect = Callable[[Config], Mapping[str, Any]]
+Expect = Callable[[Config], Mapping[str, Any]]  # a step's config -> templates of the wanted items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,32 +40,32 @@ class Restored:
     """A verified step."""
 
     step: int
-    items: dict[str, Any]
+    items: dict[str, Any]  # trees of arrays by name, such as "params"
     config: Config
     metadata: dict[str, Any]
-    arrays: dict[str, Fingerprints]
-    path: Path
+    arrays: dict[str, Fingerprints]  # by item
+    path: Path  # the step's directory
 
     def tokenizer_files(self) -> Path | None:
-        """The directory of the tokenizer that lies with the run; None if it carries none.
+        """The directory of the run's tokenizer; None if the run has none.
 
         Raises:
-          UserError: its files are not those that the step was saved with. Older checkpoints do not say.
+          UserError: the files differ from those that the step was saved with. Old steps have no digests to compare.
         """
         directory = self.path.parents[1] / "tokenizer"
         if look(directory) != "directory":
-            return None  # there are ids alone, and those are right
+            return None  # the run was trained on ids
         if expected := self.metadata.get("tokenizer"):
             check_digests(directory, expected)
         return directory
 
 
 class Replaced(Exception):
-    """A step was replaced or deleted by its run while it was read: what was found says nothing."""
+    """A training run replaced or deleted the step while it was read, so the error that was met means nothing."""
 
 
 class Store:
-    """The steps in one directory. In a run of several processes all of them make the same calls."""
+    """The steps in one directory. In a run of several processes all must make the same calls."""
 
     def __init__(
         self,
@@ -76,20 +75,24 @@ class Store:
         keep_every: int = 0,
         writable: bool = False,
     ) -> None:
-        """Of the committed steps the last `keep` stay, and every multiple of `keep_every`.
+        """Opens the directory; a writable store makes it, and removes the files that killed saves left.
 
-        A writable one must be the only one: it sweeps up what killed ones have left.
+        Args:
+          directory: the directory of the steps.
+          keep: the number of newest steps to keep; None: all.
+          keep_every: multiples of this step are kept as well; 0: none.
+          writable: whether `save` may be called. A directory may have one writable store at a time.
 
         Raises:
-          UserError: the directory cannot be written, has a name that Orbax takes for another, or too few files
-            may be open.
+          UserError: the directory cannot be written, Orbax would misread its path, or the process may open too few
+            files.
         """
         environment.check()
         self.directory = directory.absolute()
         self._steps = Steps(self.directory, keep, keep_every)
-        self._writable, self._proven = writable, False
+        self._writable, self._first_save_checked = writable, False
         self._saving: Saving | None = None
-        self.why_not = ""  # why the last failed save failed
+        self.why_not = ""  # the reason of the last failed save
         arrays_lib.check_place(self.directory)
         environment.allow_files()
         if not writable:
@@ -106,11 +109,11 @@ class Store:
         hush_stragglers()
 
     def place(self, step: int) -> Path:
-        """Where a committed step is."""
+        """The path of a committed step."""
         return self._steps.place(step)
 
     def steps(self) -> list[int]:
-        """Committed steps, newest first. An entry that only has a step's name counts: it must not be passed over."""
+        """The committed steps, newest first."""
         return self._steps.all()
 
     def save(
@@ -122,17 +125,17 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> bool:
-        """Begins to commit arrays and manifest as one; a step of that number from a lost stretch is replaced.
+        """Begins to save a step: its arrays and manifest are committed together. Replaces a step of the same number.
 
         Args:
-          step: updates made.
-          items: trees of arrays, "params" and perhaps "state"; their buffers may be donated once this returns.
-          config: the run's.
-          metadata: what else the manifest shall hold.
-          wait: come back only when the step is on disk.
+          step: the number of updates made.
+          items: trees of arrays, "params" and perhaps "state"; the caller may donate the buffers after the return.
+          config: the run's config.
+          metadata: further facts for the manifest.
+          wait: return when the step is on disk.
 
         Returns:
-          False if it failed by now; the log then has a line about it.
+          False if the save has failed by now; the log then has the reason.
         """
         assert self._writable, "not writable"
         self.settle()
@@ -150,9 +153,9 @@ class Store:
             with distributed.together(Exception):
                 for name, tree in items.items():
                     writes += arrays_lib.begin(staging / name, tree)
-        except Exception as error:  # what Orbax may raise is not documented; all of it means: not saved
+        except Exception as error:  # Orbax does not document what it raises; any error means that the save failed
             wait_for(writes)
-            self._failed(step, error)
+            self._log_failure(step, error)
             return False
 
         self._saving = Saving(step, writes, lambda: self._commit(step, list(items), seal))
@@ -160,15 +163,15 @@ class Store:
 
     @functools.cached_property
     def _tokenizer(self) -> dict[str, Any]:
-        """Digests of the tokenizer beside this directory, of the first save: what changes later is not what is used."""
+        """The tokenizer's digests at the first save, as metadata: files that change later are not those in use."""
         found = digests(self.directory.parent / "tokenizer")
         return {"tokenizer": found} if found else {}
 
     def settle(self) -> bool:
-        """Waits for the save under way. False if it failed; the log then has a line about it.
+        """Waits for the current save. False if it failed; the log then has the reason.
 
         Raises:
-          UserError: the first step that was saved cannot be read back: nothing that is saved here could.
+          UserError: the first step that this store saved cannot be read back, so later ones could not be either.
         """
         saving, self._saving = self._saving, None
         if saving is None:
@@ -182,23 +185,23 @@ class Store:
                 if distributed.several() and distributed.first():
                     saving.commit()
         except Exception as error:
-            self._failed(saving.step, error)
+            self._log_failure(saving.step, error)
             return False
-        self._tell()
-        self._prove(saving.step)
+        self._log_troubles()
+        self._check_first_save(saving.step)
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
-        """Reads one step and verifies it.
+        """Reads a step and verifies it.
 
         Args:
           step: a committed step.
-          expect: gives, for the step's config, trees of jax.ShapeDtypeStruct with shardings for each item wanted; None:
-            the parameters alone, on the host.
+          expect: given the step's config, returns a tree of jax.ShapeDtypeStruct with shardings for each wanted item;
+            None: only the parameters are read, to the host.
 
         Raises:
-          Damaged: anything is absent, unreadable or does not match the manifest.
-          UserError: it cannot be read just now, or holds something else than what is expected.
+          Damaged: a file is absent or unreadable, or an array does not match the manifest.
+          UserError: the step cannot be read at the moment, or its arrays are not the wanted ones.
         """
         with distributed.together(UserError, Damaged):
             place = self.place(step)
@@ -215,7 +218,7 @@ class Store:
         return Restored(step, items, config, manifest["metadata"], arrays, place)
 
     def verify(self, step: int) -> dict[str, int]:
-        """Reads everything that a step holds, an item at a time; the number of arrays of each item.
+        """Reads and verifies all items of a step, one at a time; returns the number of arrays of each item.
 
         Raises:
           Damaged, UserError: as `restore`.
@@ -229,24 +232,24 @@ class Store:
         return {name: len(expected) for name, expected in arrays.items()}
 
     def describe(self, step: int) -> Restored:
-        """A step's manifest without its arrays: what it says is verified, `items` is empty."""
+        """The verified content of a step's manifest; arrays are not read and `items` is empty."""
         manifest, place = self._manifest(step), self.place(step)
         return Restored(
             step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
         )
 
     def newest(self, expect: Expect | None, *, set_aside: bool = False) -> Restored | None:
-        """The newest step that verifies, or None. With `set_aside` damaged ones are renamed to corrupt-STEP."""
+        """The newest step that verifies, or None. Skips damaged steps; `set_aside` renames them to corrupt-STEP."""
         return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
     def newest_metadata(self) -> dict[str, Any] | None:
-        """The metadata of the newest step that verifies, or None; damaged ones are renamed, superfluous ones go."""
+        """As `newest`, but only the metadata. Renames damaged steps, and removes the steps that are not kept."""
 
         def read(step: int) -> Restored:
             try:
                 if distributed.first():
                     self.verify(step)
-            except UserError as trouble:  # no damage; these arrays are not needed to go on
+            except UserError as trouble:  # the step is not damaged, and its arrays are not needed
                 logger.warning("%s", trouble)
             return self.describe(step)
 
@@ -256,14 +259,14 @@ class Store:
         return found.metadata if found else None
 
     def retire(self, newest: int) -> None:
-        """Removes what is not to be kept beside the newest step: a kill may have come between its save and that."""
-        with distributed.together(UserError):  # nobody lists the steps before they are gone
+        """Removes the steps that are not kept beside the newest, as a kill may have come before their removal."""
+        with distributed.together(UserError):  # no process lists the steps before they are removed
             if distributed.first():
                 self._steps.retire(newest)
-        self._tell()
+        self._log_troubles()
 
     def close(self) -> bool:
-        """Waits for the save under way. False if it failed."""
+        """Waits for the current save and removes leftover files. False if the save failed."""
         done = self.settle()
         if self._writable and distributed.first():
             if self.why_not:
@@ -272,11 +275,11 @@ class Store:
                 self._steps.sweep()
         return done
 
-    def look(self, step: int, read: Callable[[int], T]) -> T:
-        """What `read` makes of a step.
+    def read_unless_replaced(self, step: int, read: Callable[[int], T]) -> T:
+        """Returns `read(step)`.
 
         Raises:
-          Replaced: it fails, and the step is not the one any more that it was.
+          Replaced: `read` failed, and the step was replaced or deleted meanwhile.
         """
         before = self._steps.identity(step)
         try:
@@ -287,20 +290,22 @@ class Store:
             raise
 
     def _newest(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
+        """Calls `_first_good` again if a training run replaced a step while it was read."""
         for _ in range(LOOKS):
             try:
                 return self._first_good(read, set_aside=set_aside)
-            except Replaced:  # by the run that goes on in there: what it has saved since is newer
+            except Replaced:  # a training run has saved a newer step meanwhile
                 continue
         raise UserError(f"{self.directory}: found each step replaced while it was read; expected fewer saves a minute")
 
     def _first_good(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
+        """The newest step that `read` does not find damaged; the log names each damaged one."""
         damaged = 0
         for step in distributed.same(self.steps()[:100]):
             path = self.place(step)
             try:
                 with distributed.together(UserError, Damaged, Replaced):
-                    found = self.look(step, read)
+                    found = self.read_unless_replaced(step, read)
             except Damaged as damage:
                 damaged += 1
                 logger.warning(f"{path}: damaged, {damage}; {self._set_aside(step) if set_aside else 'passed over'}")
@@ -311,6 +316,7 @@ class Store:
         return None
 
     def _set_aside(self, step: int) -> str:
+        """Renames a damaged step; returns words for the log."""
         name = ""
         with distributed.together(UserError):
             try:
@@ -321,6 +327,7 @@ class Store:
         return f"kept aside as {name}"
 
     def _manifest(self, step: int) -> Manifest:
+        """Reads and checks the manifest of a step."""
         place = self.place(step)
         with reading(place / "manifest"):
             manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
@@ -330,13 +337,14 @@ class Store:
         return arrays_lib.read(self.place(manifest["step"]) / name, template, _files(manifest, name))
 
     def _shapes(self, manifest: Manifest, name: str) -> Any:
-        """The tree of an item as it was saved, shapes alone, if those are what the manifest says."""
+        """The tree of an item's shapes as saved; raises Damaged if they differ from the manifest."""
         found = arrays_lib.shapes(self.place(manifest["step"]) / name, _files(manifest, name))
         if problem := difference(shapes_of(found), {path: x[:2] for path, x in manifest["arrays"][name].items()}):
             raise Damaged(f"{name}: {problem}")
         return found
 
     def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
+        """Merges the written parts, writes the manifest with the files' digests, and commits the step."""
         staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
             arrays_lib.finish(staging / name)
@@ -345,11 +353,11 @@ class Store:
         (staging / "manifest" / "metadata").write_text(json.dumps(seal(files)), encoding="utf-8")
         self._steps.commit(step)
 
-    def _prove(self, step: int) -> None:
-        """Reads the first step that was saved back, but for the content of the arrays."""
-        if self._proven:
+    def _check_first_save(self, step: int) -> None:
+        """Reads back the first step that this store saved, except for the arrays' content."""
+        if self._first_save_checked:
             return
-        self._proven = True
+        self._first_save_checked = True
         with distributed.together(UserError):
             if distributed.first():
                 try:
@@ -359,14 +367,15 @@ class Store:
                 except Damaged as damage:
                     raise UserError(
                         f"{self.directory / str(step)}: was saved, but cannot be read back ({damage}); expected a "
-                        "place that gives back what is written there"
+                        "file system that returns what was written"
                     ) from damage
 
-    def _tell(self) -> None:
+    def _log_troubles(self) -> None:
         for line in self._steps.troubles():
             logger.warning(line)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _log_failure(self, step: int, error: Exception) -> None:
+        """Logs why a save failed, and removes its files."""
         self.why_not = reason_of(error)
         logger.warning(
             f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are as they were"
@@ -376,6 +385,6 @@ class Store:
 
 
 def _files(manifest: Manifest, item: str) -> dict[str, str]:
-    """The digests of an item's files, as far as the manifest has them: older ones have none."""
+    """The digests of an item's small files, by name; old manifests have none."""
     files = manifest.get("files") or {}
     return {name.removeprefix(f"{item}/"): word for name, word in files.items() if name.startswith(f"{item}/")}

@@ -1,4 +1,4 @@
-"""What goes wrong when Orbax reads and writes, told apart: damage, trouble that passes, and noise."""
+"""Classifies the errors of Orbax: damaged files, passing trouble such as lack of memory, and noise to be silenced."""
 
 import contextlib
 import errno
@@ -16,52 +16,53 @@ from typing import Any
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
 
-# What reading damaged files ends in: files that are missing or are none, bytes that are not what they should be; and,
-# in the code that parses them, JSON that is another than was written.
-GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-WRECKS = (ValueError, *GONE)
-SLIPS = (LookupError, TypeError, AttributeError)
-TROUBLE = re.compile(  # of TensorStore's and of XLA's errors
+# The errors that damaged files cause: files are missing or of another kind, their bytes are invalid (ValueError), or
+# their JSON is not what the parsing code expects.
+MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+DAMAGE = (ValueError, *MISSING)
+PARSER_ERRORS = (LookupError, TypeError, AttributeError)
+PASSING = re.compile(  # in messages of TensorStore and XLA: the file may be good
     "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|UNKNOWN|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|UNIMPLEMENTED"
     "|OS error (?!2:|20:|21:)"
 )
 LOOP_CLOSED = "Event loop is closed"
-# Orbax narrates every save and shows a traceback of every error that it also raises.
+# Orbax logs every save, and the traceback of every error that it raises as well.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
 def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Tells damage to an item that is read from everything else, after which it may be good.
+    """A block that reads the item at `path`; its errors become Damaged, or UserError if the files may be good.
 
-    `files` are digests of its small files, which Orbax parses; older steps have none. As they hold, a slip of the code
-    that parses them is no damage.
+    `files` are the digests of the item's small files, which Orbax parses; old steps have none. If they match, an error
+    in the parsing code is not taken for damage.
 
     Raises:
-      Damaged: files are missing, torn or altered.
-      UserError: memory, file handles, permission, the device that holds the files, or a program failed.
+      Damaged: files are missing, incomplete or changed.
+      UserError: memory, file handles or permission are lacking, or the disk or a program failed.
     """
     hush_stragglers()
     try:
         for name, word in files.items():
             if _digest(path / name) != word:
-                raise Damaged(f"{path.name}: {name} is not what was saved")
+                raise Damaged(f"{path.name}: {name} differs from what was saved")
         yield
     except Damaged:
         raise
     except Exception as error:
-        _refuse_trouble(error, path, WRECKS if files else (*WRECKS, *SLIPS))
-        raise Damaged(f"{path.name}: unreadable ({type(error).__name__}: {_brief(error)})") from error
+        _raise_unless_damage(error, path, DAMAGE if files else (*DAMAGE, *PARSER_ERRORS))
+        raise Damaged(f"{path.name}: unreadable ({type(error).__name__}: {_short_message(error)})") from error
 
 
-def _refuse_trouble(error: Exception, path: Path, damage: tuple[type[Exception], ...]) -> None:
-    said = f"{path}: cannot be read now ({type(error).__name__}: {_brief(error)})"
-    if not any(isinstance(cause, damage) for cause in _chain(error)):  # Orbax wraps some in a bare Exception
+def _raise_unless_damage(error: Exception, path: Path, damage: tuple[type[Exception], ...]) -> None:
+    """Raises a UserError unless the error means damage: it is of a `damage` type, and all files can be read."""
+    said = f"{path}: cannot be read now ({type(error).__name__}: {_short_message(error)})"
+    if not any(isinstance(cause, damage) for cause in _chain(error)):  # Orbax wraps some errors in a bare Exception
         raise UserError(said) from error
     for cause in _chain(error):
-        if TROUBLE.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or _refused(cause):
+        if PASSING.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or _other_os_error(cause):
             raise UserError(said) from error
-    try:  # in whatever words TensorStore may have told it
+    try:  # the disk may have failed in a way that TensorStore's message does not show
         for file in path.rglob("*"):
             if file.is_file():
                 with file.open("rb") as content:
@@ -72,7 +73,7 @@ def _refuse_trouble(error: Exception, path: Path, damage: tuple[type[Exception],
 
 
 def metadata_digests(item: Path) -> dict[str, str]:
-    """By name, digests of the files of an item in which Orbax keeps the tree and the shapes."""
+    """Digests, by name, of the small files of an item in which Orbax keeps the tree and the shapes."""
     names = ["_METADATA", *(f"array_metadatas/{file.name}" for file in item.glob("array_metadatas/*"))]
     return {name: _digest(item / name) for name in names}
 
@@ -81,12 +82,13 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _refused(error: BaseException) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, GONE)
+def _other_os_error(error: BaseException) -> bool:
+    """Whether the operating system failed in another way than by a missing file."""
+    return isinstance(error, OSError) and not isinstance(error, MISSING)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and its causes."""
+    """The error, its cause, the cause of that, and so on."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -96,24 +98,30 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a save failed, in the operating system's words where those are at the bottom of it."""
+    """Why a save failed; in the operating system's words if one of its errors is the cause."""
     if isinstance(error, UserError):
         return str(error)
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno)
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):  # of TensorStore's words
+    for number in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EIO,
+    ):  # quoted in TensorStore's messages
         if any(os.strerror(number) in str(cause) for cause in _chain(error)):
             return os.strerror(number)
-    return f"{type(error).__name__}: {_brief(error)}"
+    return f"{type(error).__name__}: {_short_message(error)}"
 
 
 def hush_stragglers() -> None:
-    """When one array cannot be read or written, Orbax abandons the others, and each dies with a traceback of its own.
+    """Silences the tracebacks of arrays that Orbax abandons after another array could not be read or written.
 
-    They say nothing that the one line about the step does not. Everything else is passed on as before.
+    They add nothing to the one line about the step. All other warnings and tracebacks are shown as before.
     """
-    # Those that were abandoned before they began, by what Orbax calls them.
+    # Coroutines that were abandoned before they began, by Orbax's names for them.
     names = "coroutine '.*(array|serialize|metadata|param_info).*' was never awaited"
     warnings.filterwarnings("ignore", names, RuntimeWarning)
     before, before_main = sys.unraisablehook, sys.excepthook
@@ -134,5 +142,6 @@ def hush_stragglers() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
-def _brief(error: BaseException) -> str:
+def _short_message(error: BaseException) -> str:
+    """The message in one line of at most 160 characters, without TensorStore's details."""
     return " ".join(str(error).partition(" See full TensorStore")[0].split())[:160]

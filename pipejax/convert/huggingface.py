@@ -1,8 +1,9 @@
-"""Hugging Face T5 checkpoints into ours and back, strict both ways, without torch.
+"""Converts T5 checkpoints of Hugging Face to ours and back, without torch.
 
-Every tensor is used, every parameter filled, every shape follows from config.json; anything else is an error.
-The file decides where config.json misleads: the head is `lm_head.weight` or, without one, the shared table.
-Known are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. `pipejax.model.parameters` has the names and shapes.
+Both ways are strict: a tensor that is unused or missing, or whose shape contradicts config.json, is an error. The
+weights decide whether the head is tied, as config.json may mislead: the head is `lm_head.weight`, or without one the
+embedding table. Supported are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. `pipejax.model.parameters` has the tensors' names
+and shapes.
 """
 
 import json
@@ -29,9 +30,12 @@ from pipejax.system.files import look, new_directory
 
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
 
-UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # only in very old files
+# Very old files have this tensor, which T5 does not use.
+UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
+# transformers' dense_act_fn for each feed_forward_proj.
 ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
+# Keys that config.json must have, and keys whose null means that they are absent.
 REQUIRED = ("model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers")
 NULLABLE = ("num_decoder_layers", "tie_word_embeddings", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 TOKENIZER_FILES = (
@@ -44,10 +48,10 @@ TOKENIZER_FILES = (
 
 
 def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
-    """Reads a Hugging Face T5 directory, tensor by tensor, into float32 parameters.
+    """Reads a Hugging Face T5 directory into the architecture and float32 parameters, one tensor at a time.
 
     Raises:
-      UserError: a file, a key or a tensor is missing, damaged, superfluous or at odds with another.
+      UserError: a file, key or tensor is missing, damaged or superfluous, or contradicts another.
     """
     directory = Path(directory)
     model = _read_architecture(directory)
@@ -60,24 +64,30 @@ def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
         note(f"{weights}: no lm_head.weight; the head is the shared table, unscaled, as in transformers")
     _check_names(directory / "config.json", model, weights, tensors)
     table = mapping(model)
-    for path, (name, axes) in table.items():  # all of them before the first is read
+    for path, (name, axes) in table.items():  # all shapes are checked before a tensor is read
         axes = axes[::-1] if path.endswith("kernel") else axes
         check_shape(f"{tensors[name].file}: {name}", tensors[name].shape, axes, model)
     flat = {}
     for path, (name, _) in table.items():
-        array = tensors.pop(name).read()  # nothing is kept twice
+        array = tensors.pop(name).read()  # popped, so that no tensor is in memory twice
         flat[path] = np.array(array.T if path.endswith("kernel") else array, dtype=np.float32, order="C")
     if not model.tied_head and np.array_equal(flat["lm_head/kernel"].T, flat["shared/embedding"]):
-        del flat["lm_head/kernel"]  # a copy of the table: transformers ties the two as well
+        del flat["lm_head/kernel"]  # the head is a copy of the table, so it counts as tied, as in transformers
         model = replace(model, tied_head=True)
     return model, unflatten_dict(flat, sep="/")
 
 
 def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: str | Path | None) -> None:
-    """Writes a directory that transformers loads as T5ForConditionalGeneration, whole or not at all.
+    """Writes a directory that transformers loads as T5ForConditionalGeneration: completely or not at all.
+
+    Args:
+      config: the architecture.
+      params: its parameters.
+      out: a new or an empty directory.
+      tokenizer_dir: the directory of the tokenizer files to copy; None: none are copied.
 
     Raises:
-      UserError: `out` is not free or cannot be written; `params` are not those of `config`, or not finite.
+      UserError: `out` is not empty or cannot be written, or `params` do not fit `config` or are not finite.
     """
     out = Path(out).absolute()
     require_free(out)
@@ -87,8 +97,8 @@ def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: s
         with new_directory(out) as staging:
             for name, values in (("config.json", _hf_config(config)), ("generation_config.json", special)):
                 (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-            save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers wants it
-            shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets 0600
+            save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers requires this
+            shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets mode 0600
             if tokenizer_dir is not None:
                 _copy_tokenizer(Path(tokenizer_dir), staging)
     except (OSError, SafetensorError) as error:
@@ -96,10 +106,10 @@ def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: s
 
 
 def from_hf(source: str | Path, out: str | Path) -> None:
-    """Converts a Hugging Face directory, or a model of the hub, to a checkpoint of ours at step 0.
+    """Converts a Hugging Face directory, or a model of the hub, to a run directory with step 0.
 
     Raises:
-      UserError: as `read_hf`; `out` is not free; the tokenizer does not load or has more ids than the model.
+      UserError: as `read_hf`; `out` is not empty; the tokenizer does not load or has more ids than the model.
     """
     require_free(Path(out))
     check_place(Path(out))
@@ -117,31 +127,31 @@ def from_hf(source: str | Path, out: str | Path) -> None:
         config = Config(
             name=Path(source).resolve().name,
             model=model,
-            data=DataConfig(task="none", separator=" "),  # without a task, rows are joined by one space
+            data=DataConfig(task="none", separator=" "),  # one space joins the rows, as no task defines a separator
             train=TrainConfig(objective="none"),
         )
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
-        except (OSError, ValueError) as error:  # ValueError: the storage layer's, for a full disk too
+        except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
             raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
     _report(out, params)
 
 
 def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
-    """Converts a checkpoint of ours, its newest good step or its best, to a Hugging Face directory.
+    """Converts the newest good step of a run directory, or the best step, to a Hugging Face directory.
 
     Raises:
-      UserError: there is no good step; otherwise as `write_hf`.
+      UserError: there is no good step, or as `write_hf`.
     """
     require_free(Path(out))
     restored = open_run(checkpoint, best=best)
-    assert restored.config.model is not None  # `open_run` saw to it
+    assert restored.config.model is not None  # `open_run` checks it
     write_hf(restored.config.model, restored.items["params"], out, restored.tokenizer_files())
     _report(out, restored.items["params"])
 
 
 def _read_architecture(directory: Path) -> T5Config:
-    """The architecture by config.json; whether the head is tied, the weights decide."""
+    """The architecture in config.json, except whether the head is tied: the weights decide that."""
     file = directory / "config.json"
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
     for key in REQUIRED:
@@ -151,8 +161,8 @@ def _read_architecture(directory: Path) -> T5Config:
     if kind not in ("t5", "mt5"):
         raise UserError(f"{file}: model_type: found {kind!r}; expected t5 or mt5")
     values = {key: facts[key] for key in T5Config.__dataclass_fields__ if key in facts}
-    # transformers 5 says it by scale_decoder_outputs; before, an untied head was the sign of v1.1, which does
-    # not scale. mT5 never scales, whatever its config.json says.
+    # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the head
+    # of v1.1 is untied. mT5 never scales, whatever its config.json says.
     scaled = facts.get("scale_decoder_outputs", facts.get("tie_word_embeddings", True))
     values["scale_head"] = scaled if kind == "t5" else False
     values["feed_forward"] = facts.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
@@ -171,7 +181,7 @@ def _read_architecture(directory: Path) -> T5Config:
         raise UserError(f"{file}{problem}") from error
     activation, gated = ACTIVATIONS[model.feed_forward], model.feed_forward != "relu"
     for key, expected in (("dense_act_fn", activation), ("is_gated_act", gated)):
-        if facts.get(key, expected) != expected:  # in transformers it would override feed_forward_proj
+        if facts.get(key, expected) != expected:  # transformers would prefer this key to feed_forward_proj
             raise UserError(
                 f"{file}: {key}: found {facts[key]!r}; expected {expected!r}, as "
                 f"feed_forward_proj is {model.feed_forward}"
@@ -180,7 +190,7 @@ def _read_architecture(directory: Path) -> T5Config:
 
 
 def _merge_shared(tensors: dict[str, Stored]) -> None:
-    """Leaves one of the embedding's three names, if all that are present hold the same numbers."""
+    """Reduces the three names of the embedding table to one; raises a UserError if their tensors differ."""
     present = [name for name in SHARED if name in tensors]
     for name in present[1:]:
         alias = tensors.pop(name)
@@ -221,7 +231,7 @@ def _check_names(file: Path, model: T5Config, weights: Path, tensors: dict[str, 
 
 
 def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:
-    """Our parameters by torch's names, in its layout."""
+    """Our parameters under the names and in the layout of transformers' torch tensors."""
     flat, table = flatten_dict(params, sep="/"), mapping(model)
     for path in sorted(flat.keys() ^ table.keys()):
         problem = "missing" if path in table else "found one too many"
@@ -236,7 +246,7 @@ def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:
 
 
 def _hf_config(model: T5Config) -> dict[str, Any]:
-    """config.json. mT5 becomes an unscaled t5: only t5 has a key that says whether to scale."""
+    """The values of config.json. mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs."""
     facts = asdict(model)
     kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
     return facts | {
@@ -252,7 +262,7 @@ def _hf_config(model: T5Config) -> dict[str, Any]:
 
 
 def _locate(source: str) -> Path:
-    """The directory itself, or that of a hub model's download."""
+    """The source, if it is a directory; else the directory to which the hub's model of that name is downloaded."""
     if (found := look(source)) == "directory":
         return Path(source)
     if found:
@@ -267,13 +277,13 @@ def _locate(source: str) -> Path:
             if not any(directory.glob("model*.safetensors")):
                 snapshot_download(source, allow_patterns="flax_model.msgpack")
             return directory
-        except Exception as error:  # of the hub client and of the HTTP libraries beneath it
+        except Exception as error:  # the hub client and its HTTP libraries raise many kinds
             reason = first_line(error)
     raise UserError(f"{source}: found neither a directory nor a reachable hub id ({reason}); expected either")
 
 
 def _copy_tokenizer(source: Path, target: Path) -> Path | None:
-    """Copies the tokenizer files byte for byte; None if there are none."""
+    """Copies the tokenizer files byte for byte; returns `target`, or None if there are no such files."""
     files = [source / name for name in TOKENIZER_FILES if look(source / name) == "file"]
     target.mkdir(exist_ok=True)
     for file in files:
@@ -285,5 +295,6 @@ def _copy_tokenizer(source: Path, target: Path) -> Path | None:
 
 
 def _report(out: str | Path, params: Params) -> None:
+    """Prints the number of parameters and tensors that were written."""
     arrays = flatten_dict(params).values()
     print(f"{out}: {sum(x.size for x in arrays) / 1e6:.3f} million parameters in {len(arrays)} tensors")

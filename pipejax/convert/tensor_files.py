@@ -1,6 +1,6 @@
-"""Files of named tensors, opened strictly and read one by one: safetensors and flax's msgpack.
+"""Opens files of named tensors, safetensors and flax's msgpack, and reads one tensor at a time.
 
-Nothing here knows what the tensors are for, and no pickle is read.
+This module knows nothing of T5. It never reads a pickle, which could run code.
 """
 
 import json
@@ -20,21 +20,22 @@ from safetensors import SafetensorError, safe_open
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look
 
+# The dtypes that are accepted: safetensors' name, NumPy's name.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, not read yet; name, shape and content as torch has them."""
+    """A tensor in a file, not read yet, with the name, shape and layout that it has in torch."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
+    dtype: str  # safetensors' name
     fetch: Callable[[], np.ndarray]
 
     def read(self) -> np.ndarray:
-        """The content; raises a UserError if it cannot be read or is not finite."""
+        """Reads the tensor; raises a UserError if that is impossible or a value is not finite."""
         try:
             array = self.fetch()
         except (SafetensorError, OSError) as error:
@@ -44,10 +45,10 @@ class Stored:
 
 
 def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
-    """The file that describes a directory's weights, and its tensors by name.
+    """The file of a directory's weights (or of their index), and the tensors by name.
 
     Raises:
-      UserError: no weights; a file that is damaged or at odds with its index; a dtype not in DTYPES.
+      UserError: there are no weights, a file is damaged or contradicts the index, or a dtype is not in DTYPES.
     """
     openers = {
         "model.safetensors": _open_safetensors,
@@ -69,7 +70,7 @@ def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; raises a UserError for anything else."""
+    """The JSON object in a file; raises a UserError if the file has anything else."""
     try:
         values = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -88,13 +89,14 @@ def check_finite(where: str, array: np.ndarray) -> None:
 
 
 def damaged(file: Path, expected: str, error: Exception) -> UserError:
-    """The error for a file that does not hold what it should."""
+    """The UserError for a file whose content is not the `expected` one."""
     return UserError(f"{file}: found a damaged file ({first_line(error)}); expected {expected}")
 
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, by name."""
     try:
-        file.open("rb").close()  # safetensors says of all that cannot be opened that it is not there
+        file.open("rb").close()  # safetensors reports every file that cannot be opened as missing
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
     try:
@@ -109,6 +111,7 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
 
 
 def _open_index(index: Path) -> dict[str, Stored]:
+    """The tensors of all shards that an index names; raises a UserError if shard and index disagree."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(f"{index}: weight_map: found {places!r:.60}; expected the file name of every tensor")
@@ -132,10 +135,10 @@ def _open_index(index: Path) -> dict[str, Stored]:
 
 
 def _open_msgpack(file: Path) -> dict[str, Stored]:
-    """Flax's parameters by torch's names: a kernel, [in, out], is a transposed weight."""
+    """Flax's parameters under torch's names; a Flax kernel [in, out] is torch's weight [out, in] transposed."""
     try:
         with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            tree = flax.serialization.msgpack_restore(content)  # type: ignore[arg-type]  # any buffer will do
+            tree = flax.serialization.msgpack_restore(content)  # type: ignore[arg-type]  # accepts any buffer
         leaves = flatten_dict(tree["params"] if tree.keys() == {"params"} else tree, sep=".")
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError, OSError) as error:
         raise damaged(file, "flax parameters", error) from error

@@ -1,4 +1,4 @@
-"""Examples, tasks and batches. No JAX in here."""
+"""Data sets as tasks, their examples as text and as token ids, and padded batches. Nothing here imports JAX."""
 
 from pipejax.config import DataConfig
 from pipejax.data import cnn_dailymail, kp20k, kptimes, msqa, pubmed, sumpubmed, wikihow, wikihowqa
@@ -8,7 +8,7 @@ from pipejax.data.own_files import FilesTask
 from pipejax.data.published import PublishedTask
 from pipejax.system.errors import UserError
 
-# In the order of the paper's Table 1; the last two are not in it.
+# In the order of the paper's Table 1, which has no SumPubMed and no wikiHow.
 PUBLISHED = {
     module.TASK.name: module.TASK
     for module in (msqa, kp20k, kptimes, wikihowqa, cnn_dailymail, pubmed, sumpubmed, wikihow)
@@ -17,7 +17,11 @@ TASKS = ("demo", "demo_long", "jsonl", "csv", *PUBLISHED)
 
 
 def make_task(config: DataConfig) -> Task:
-    """The task that the config names."""
+    """The task that `data.task` names.
+
+    Raises:
+      UserError: no task has that name, or its settings contradict each other.
+    """
     if config.task in ("jsonl", "csv"):
         return FilesTask(config)
     if config.task in ("demo", "demo_long"):

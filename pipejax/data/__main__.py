@@ -1,11 +1,11 @@
-"""Prepares published data sets, and says what a task's data is like.
+"""Prepares published data sets, and prints statistics of a task's data.
 
     pipejax data prepare TASK --manual-dir DIR [--data-dir DIR]
     pipejax data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
 
-`prepare` reads what the publisher gives (DIR) and writes what training reads (--data-dir, by itself that of TFDS:
-~/tensorflow_datasets). A TASK without its files says which ones it needs. `stats` takes the bounds of the task, or
-those that --set gives; without a tokenizer it counts words only.
+`prepare` reads the publisher's files in --manual-dir and writes the data set that training reads to --data-dir (without
+that flag to TFDS's own directory, ~/tensorflow_datasets). If files are absent, the error lists those that TASK needs.
+`stats` uses the task's own length bounds unless --set changes them; without a tokenizer it counts words only.
 """
 
 import argparse
@@ -26,19 +26,19 @@ SPLITS = ("train", "dev", "test")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Runs `pipejax data`; returns the exit code."""
     parser = cli.Parser(prog="pipejax data", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=cli.Parser)
     prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")
     prepare.add_argument("task", metavar="TASK", help=", ".join(PUBLISHED))
-    prepare.add_argument("--manual-dir", default="", metavar="DIR", help="the publisher's files")
-    prepare.add_argument("--data-dir", default="", metavar="DIR", help="where to write")
+    prepare.add_argument("--manual-dir", default="", metavar="DIR", help="directory of the publisher's files")
+    prepare.add_argument("--data-dir", default="", metavar="DIR", help="directory to write to")
     stats = commands.add_parser("stats", help="sizes, words and tokens of a task's splits, and what the bounds cut")
     stats.add_argument("task", metavar="TASK", help=", ".join(TASKS))
-    stats.add_argument("--data-dir", default="", metavar="DIR", help="where it was prepared")
+    stats.add_argument("--data-dir", default="", metavar="DIR", help="directory of prepared data sets")
     stats.add_argument("--tokenizer", default="", metavar="DIR", help="directory or hub id; without it words only")
-    stats.add_argument("--split", choices=SPLITS, help="only this one")
-    stats.add_argument("--json", action="store_true", help="one JSON object")
+    stats.add_argument("--split", choices=SPLITS, help="measure this split only")
+    stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.add_overrides("override a setting, such as grid.time_max=50 or data.train=train.jsonl (repeatable)")
     flags = parser.parse_args(argv)
     return _prepare(flags) if flags.command == "prepare" else _stats(flags)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def _prepare(flags: argparse.Namespace) -> int:
     if flags.task not in PUBLISHED:
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(PUBLISHED)}")
-    from pipejax.data import builders  # imports TFDS
+    from pipejax.data import builders  # imported late: TFDS takes seconds
 
     published = PUBLISHED[flags.task]
     print(builders.prepare(published, manual_dir=flags.manual_dir, data_dir=flags.data_dir))
@@ -55,6 +55,7 @@ def _prepare(flags: argparse.Namespace) -> int:
 
 
 def _stats(flags: argparse.Namespace) -> int:
+    """Measures the splits that have examples, with the task's own bounds unless --set changes them."""
     if flags.task not in TASKS:
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(TASKS)}")
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))

@@ -1,7 +1,7 @@
-"""Batches of flat slots for training: how examples share them, which process makes what, and in which order.
+"""Training batches: packing targets into rows of slots, the order of examples, and the work of each process.
 
-Shapes: B batch, L source length, G rows of target slots, N slots of a row. The targets of B / G consecutive examples
-share a row, one after the other, so that little of it is padding.
+A slot is one decoder position. Shapes: B batch, L source length, G rows of target slots, N slots of a row. The targets
+of B / G consecutive examples are packed one after the other into a row, so that little of the row is padding.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ from pipejax.data.shapes import Pair, Shapes, choose
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.extras import extra
 
-SAMPLE, CHARACTERS = 4000, 4_000_000  # examples whose lengths the shapes are chosen by, and their text, at the most
+SAMPLE, CHARACTERS = 4000, 4_000_000  # `choose_shapes` samples at most so many examples and characters
 
 
 class Batch(NamedTuple):
-    """Padded arrays for the device, and what only the host wants to know."""
+    """A batch: padded arrays for the device, and facts about its examples that only the host uses."""
 
     arrays: dict[str, np.ndarray]
     ids: list[str]
-    lengths: np.ndarray  # i64 [B, 2], real source tokens and target slots of each example
+    lengths: np.ndarray  # i64 [B, 2], source tokens and target slots of each example without padding
     cut_sources: int
     cut_targets: int
 
 
 def pack_size(config: TrainConfig) -> int:
-    """Examples to a row of target slots: `train.pack`, or 1 to 4 by the batch size alone.
+    """The number of examples packed into a row of target slots: `train.pack`, or 1 to 4 if that is 0.
 
-    The mesh has no say in it: the same batch, and the same dropout, whatever it is trained on. Up to eight devices
-    (fewer where the batch size is not divisible by eight) still get whole rows.
+    The choice depends on the batch size and not on the mesh, so that a run has the same batches and the same dropout
+    on any number of devices. It leaves a whole number of rows for each of gcd(batch size, 8) devices.
     """
     if config.pack:
         return config.pack
@@ -48,7 +48,13 @@ def pack_size(config: TrainConfig) -> int:
 
 
 def deal(lengths: Sequence[int], size: int) -> list[int]:
-    """An order in which runs of `size` have nearly equal sums: the longest first, each to the least full run."""
+    """An order of the examples in which each run of `size` neighbours has nearly the same total length.
+
+    Greedy: the longest example goes first, and each goes to the run with the smallest sum that still has room.
+
+    Returns:
+      The indices of `lengths`, run after run.
+    """
     runs: list[list[int]] = [[] for _ in range(len(lengths) // size)]
     sums = [0] * len(runs)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -59,9 +65,10 @@ def deal(lengths: Sequence[int], size: int) -> list[int]:
 
 
 def longest(config: Config) -> Pair:
-    """The shape of a batch whose sources and targets are all as long as they may be.
+    """The shape of a batch whose sources and targets all have the greatest length that the config allows.
 
-    A pipelined target has a slot more for each row whose eos is fed; a row has two tokens or more, its eos included.
+    A pipelined target has one more slot for each row whose eos is fed to the decoder (see `grid.flatten`). A row has at
+    least two tokens, eos included, so a target of n tokens has at most (n - 1) // 2 such slots.
     """
     slots = config.data.max_target
     if config.train.objective != "sequential":
@@ -70,34 +77,35 @@ def longest(config: Config) -> Pair:
 
 
 def abstract_batch(config: TrainConfig, shape: Pair) -> dict[str, tuple[int, ...]]:
-    """The shapes of a batch's arrays, by name."""
+    """The shapes of a batch's arrays, by name; `shape` is (L, N)."""
     size, rows = config.batch_size, config.batch_size // pack_size(config)
     slots = dict.fromkeys((*grid.Flat._fields, "example"), (rows, shape[1]))
     return {"source": (size, shape[0]), "source_length": (size,), "slots": (rows,), **slots}
 
 
 def _round(need: Pair) -> Pair:
+    """The default of `collate`: rounds both lengths up."""
     return round_up(need[0]), round_up(need[1])
 
 
 def collate(examples: Sequence[Encoded], pack: int = 1, fit: Callable[[Pair], Pair] = _round) -> Batch:
-    """Pads examples to one batch; with `pack` that many share a row of slots, and the examples change places.
+    """Pads examples to one batch, with `pack` of them in each row of slots; packing reorders the examples.
 
-    `fit` says to what: it gets the longest source and row of slots.
+    `fit` gets the longest source and the longest row of slots, and returns the lengths (L, N) to pad to.
 
-    Arrays: source i32 [B, L]; source_length i32 [B]; slots i32 [G], real slots of a row; inputs, targets, row, time,
-    example (0 to pack - 1) i32 [G, N]; weights f32 [G, N].
+    Arrays: source i32 [B, L]; source_length i32 [B]; slots i32 [G], the number of slots in use in each row; inputs,
+    targets, row, time, example (0 to pack - 1, the example that a slot belongs to) i32 [G, N]; weights f32 [G, N].
     """
     return _stack([examples[i] for i in _dealt(examples, pack)], pack, fit)
 
 
 def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
-    """The places of a batch's examples in the order in which they share rows of slots."""
+    """The indices of a batch's examples in the order in which they fill the rows of slots."""
     return deal([len(e.target.inputs) for e in examples], pack)
 
 
 def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
-    """The batch of examples that are in their final order."""
+    """Pads examples that are already in the order in which they fill the rows of slots."""
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
@@ -118,12 +126,19 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
 
 
 def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
-    """i64 [n, 2], source tokens and slots."""
+    """i64 [n, 2], the number of source tokens and of target slots of each example."""
     return np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64).reshape(-1, 2)
 
 
 def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> Shapes:
-    """The shapes for training on these examples, by a sample of them; the same on every machine."""
+    """Chooses the padded shapes by a random sample of the examples; every machine chooses the same.
+
+    Args:
+      examples: the examples of the training split.
+      tokenizer: encodes the sample.
+      config: for the batch size, `train.shapes`, and the length bounds.
+      model: the architecture, for its special tokens.
+    """
     sample, characters = list[Encoded](), 0
     for i in np.random.default_rng(0).permutation(len(examples))[:SAMPLE]:
         example = examples[int(i)]
@@ -138,23 +153,25 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one of several processes makes of every batch; by default it is the only one."""
+    """The part of every batch that one of several processes encodes; by default there is one process."""
 
     index: int = 0
     count: int = 1
-    rows: frozenset[int] = frozenset()  # of slots, that its devices hold; several may hold the same
-    tell: Callable[[bytes], list[bytes]] = lambda mine: [mine]  # what each one says, by index
+    rows: frozenset[int] = frozenset()  # rows of slots on this process's devices; other processes may hold them, too
+    # Sends this process's message to all; returns the messages of all processes, by index.
+    tell: Callable[[bytes], list[bytes]] = lambda mine: [mine]
 
 
 class TrainingBatches(Sequence[Batch]):
-    """An endless sequence of batches; number i is the same on every machine, so a run's data position is its step.
+    """An endless sequence of batches. Batch i is the same on every machine, so a run's data position is its step.
 
-    Examples are shuffled anew for each epoch. `train.length_group` batches are drawn together and parted by
-    length, so that little of them is padding; their order is shuffled again.
+    Examples are shuffled anew for each epoch. The examples of `train.length_group` batches are drawn together and
+    sorted by length into batches, so that little of a batch is padding; then the order of the batches is shuffled.
 
-    Of several processes each encodes its share of what is drawn, tells the others how long that is, and encodes what
-    its own rows lack still: 2 / n of all at the most, unless processes hold the same rows. Elsewhere it has zeros of
-    the right lengths. All must ask for the same batches in the same order.
+    Each of n processes encodes every n-th example that is drawn and tells the others its lengths. Then it encodes the
+    examples that its own rows of slots still lack: with its share at most 2 / n of all, unless several processes hold
+    the same rows. For all other examples it has zeros of the right lengths. All processes must ask for the same
+    batches in the same order.
     """
 
     def __init__(
@@ -166,7 +183,16 @@ class TrainingBatches(Sequence[Batch]):
         shapes: Shapes | None = None,
         share: Share | None = None,
     ) -> None:
-        """Reads nothing yet, or a sample if no shapes are given."""
+        """Reads no examples, except the sample of `choose_shapes` if no shapes are given.
+
+        Args:
+          examples: the examples of the training split.
+          tokenizer: encodes sources and target rows.
+          config: the run's config.
+          model: the architecture, for its special tokens.
+          shapes: the padded shapes that batches may have.
+          share: the part of each batch that this process encodes; None: all of it.
+        """
         self.share = share or Share()
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
@@ -186,36 +212,37 @@ class TrainingBatches(Sequence[Batch]):
         return len(self._encoded) // self.size
 
     def __getitem__(self, index: Any) -> Any:
-        """The batch of that number."""
+        """The batch number `index`."""
         drawn, place = divmod(index, self.group)
         return self._drawn(drawn)[place]
 
     def _draw(self, number: int) -> list[Batch]:
+        """The batches of one draw: `length_group` batches, sorted by length into batches and then shuffled."""
         count = self.group * self.size
         numbers = range(number * count, (number + 1) * count)
-        drawn = self._look(numbers)
+        drawn = self._encode_share(numbers)
         batches = self.shapes.order(_lengths(drawn)).reshape(self.group, self.size)
         order = np.random.default_rng([self.seed, number]).permutation(self.group)
         return [
             _stack(
-                self._fill(numbers, drawn, batches[batch]),
+                self._encode_missing(numbers, drawn, batches[batch]),
                 self.pack,
                 functools.partial(self.shapes.fit, step=number * self.group + place),
             )
             for place, batch in enumerate(order)
         ]
 
-    def _look(self, numbers: range) -> list[Encoded]:
-        """Examples of these numbers: those of this process's share, and the lengths of the others."""
+    def _encode_share(self, numbers: range) -> list[Encoded]:
+        """The examples with these numbers: encoded if in this process's share, else zeros of the right lengths."""
         index, count = self.share.index, self.share.count
         own = [self._encoded[i] for i in numbers[index::count]]
         known = [(e.id, len(e.source), len(e.target.inputs), e.source_was_cut, e.target_was_cut) for e in own]
         told = self.share.tell(json.dumps(known).encode())
-        shares = [own if i == index else [_blank(*e) for e in json.loads(text)] for i, text in enumerate(told)]
+        shares = [own if i == index else [_zeros_for(*e) for e in json.loads(text)] for i, text in enumerate(told)]
         return [shares[i % count][i // count] for i in range(len(numbers))]
 
-    def _fill(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
-        """The examples of a batch in their final order, whole where this process holds their row."""
+    def _encode_missing(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
+        """The examples of a batch in the order of `_dealt`, all encoded whose row of slots this process holds."""
         share, places = self.share, places[_dealt([drawn[i] for i in places], self.pack)]
         lacks = [
             i % share.count != share.index and place // self.pack in share.rows
@@ -224,8 +251,8 @@ class TrainingBatches(Sequence[Batch]):
         return [self._encoded[numbers[i]] if lack else drawn[i] for i, lack in zip(places, lacks, strict=True)]
 
 
-def _blank(name: str, source: int, slots: int, *cut: bool) -> Encoded:
-    """What stands for an example of that length where only its length matters."""
+def _zeros_for(name: str, source: int, slots: int, *cut: bool) -> Encoded:
+    """Zeros in place of an example of which this process needs only the lengths."""
     target = grid.Flat(
         *(np.zeros(slots, np.float32 if field == "weights" else np.int32) for field in grid.Flat._fields)
     )
@@ -233,7 +260,7 @@ def _blank(name: str, source: int, slots: int, *cut: bool) -> Encoded:
 
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
-    """Batches from the `start`-th on, made in a thread of its own a few ahead of their use."""
+    """Yields the batches from number `start` on; a thread makes them a few ahead of their use."""
     with extra("train", "training"):
         import grain
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -243,7 +270,7 @@ def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
 
 
 def fixed_batches(examples: Sequence[Encoded], config: TrainConfig, shapes: Shapes) -> Iterator[Batch]:
-    """All examples once, in order of length; the last batch is filled up with weightless copies."""
+    """Yields all examples once, sorted by length; copies of weight 0 fill up the last batch."""
     ordered, size = [examples[i] for i in shapes.order(_lengths(examples))], config.batch_size
     for first in range(0, len(ordered), size):
         part = ordered[first : first + size]

@@ -1,6 +1,6 @@
-"""Preparing published data sets with TensorFlow Datasets, and without TensorFlow wherever that can be.
+"""Prepares published data sets with TensorFlow Datasets (TFDS), without TensorFlow unless TFDS has to download.
 
-The builders of data sets that TFDS lacks are registered with it by being imported.
+TFDS registers a builder when its class is defined, so importing this module registers those that TFDS lacks.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _VERSION = tfds.core.Version("1.0.0")
 
 
 class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[misc, call-arg]
-    """What the builders share; each adds its data set, and instructions where TFDS looks for them."""
+    """The base of our builders; each adds its data set, and the instructions under the name that TFDS reads."""
 
     published: ClassVar[Published]
 
@@ -79,7 +79,7 @@ class Sumpubmed(Builder):
     VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, sumpubmed.TASK.files, sumpubmed.TASK
 
 
-# By the data set's name in TFDS. The last three are TFDS's own; only these can it fetch by itself.
+# By the data set's name in TFDS. The last three builders are TFDS's own.
 BUILDERS = {
     "msqa": Msqa,
     "kp20k": Kp20k,
@@ -90,22 +90,22 @@ BUILDERS = {
     "scientific_papers": scientific_papers.Builder,
     "wikihow": Wikihow,
 }
-_FETCHED = ("cnn_dailymail", "scientific_papers")
+_FETCHED = ("cnn_dailymail", "scientific_papers")  # data sets that TFDS can download
 
 
 def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
-    """Writes a data set in the form that `PublishedTask` reads; one that is there already is left as it is.
+    """Writes a data set in the form that `PublishedTask` reads, unless it was prepared before.
 
     Args:
       published: the data set.
-      manual_dir: the publisher's files; "": TFDS downloads them, where it can.
-      data_dir: where to write; "": TFDS's own directory.
+      manual_dir: the directory of the publisher's files; "": TFDS downloads them, if it can.
+      data_dir: the directory to write to; "": TFDS's own.
 
     Returns:
       The directory of the data set, within the data directory.
 
     Raises:
-      UserError: files are absent or malformed, or TFDS needs TensorFlow or a network that is not there.
+      UserError: files are absent or malformed, or TFDS needs TensorFlow or a network and has none.
     """
     root = data_root(data_dir)
     directory = root / published.directory
@@ -114,7 +114,7 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
         return directory
     name, *config, _ = published.directory.split("/")
     options = {"config": config[0]} if config else {}
-    with contextlib.redirect_stdout(None if manual_dir else sys.stderr):  # TFDS tells sizes that it does not know
+    with contextlib.redirect_stdout(None if manual_dir else sys.stderr):  # TFDS would print sizes it does not know
         builder = BUILDERS[name](data_dir=str(root), file_format="array_record", **options)
         if manual_dir:
             splits = generators(published, Manual(manual_dir, expected=published.files))
@@ -123,11 +123,11 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
             raise UserError(f"--manual-dir: found none; expected a directory with {published.files}")
         elif importlib.util.find_spec("tensorflow") is None:
             raise UserError(
-                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected it (the extra "
-                f"pipejax[prepare]), or --manual-dir with {published.files}"
+                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected TensorFlow (the "
+                f"extra pipejax[prepare]), or --manual-dir with {published.files}"
             )
         if manual_dir:
-            tfds.disable_progress_bar()  # there is one of ours
+            tfds.disable_progress_bar()  # `_checked` shows its own
         download = tfds.download.DownloadConfig(manual_dir=manual_dir or None, try_download_gcs=False)
         try:
             builder.download_and_prepare(download_config=download)
@@ -137,12 +137,12 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
 
 
 def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:
-    """(key, record) of each split, read from a publisher's files."""
+    """By split, an iterator of (key, record) that reads the publisher's files."""
     return {split: _checked(split, records) for split, records in published.read(manual).items()}
 
 
 def _checked(split: str, records: Records) -> Iterator[tuple[str, Record]]:
-    """Raises a UserError for a key that comes twice, or where there is nothing."""
+    """Yields (key, record); raises a UserError for a repeated key, and for a split without records."""
     seen: dict[str, str] = {}
     with contextlib.closing(Progress(f"preparing {split}", None, unit="record")) as progress:
         for place, key, record in records:

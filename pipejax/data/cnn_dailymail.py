@@ -1,6 +1,6 @@
-"""CNN/DailyMail (Hermann et al. 2015), as TFDS's own cnn_dailymail 3.4.0 has it: news articles and their highlights.
+"""CNN/DailyMail (Hermann et al. 2015): news articles and their highlights, in the form of TFDS's cnn_dailymail 3.4.0.
 
-TFDS prepares it itself, with TensorFlow; from the publisher's files it is prepared here without.
+TFDS can download and prepare it, which needs TensorFlow; this module prepares it from the publisher's files without.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.text import lines
 
-_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")  # of a sentence
+_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")  # the ends of a complete sentence
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:
@@ -23,6 +23,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(urls: File, stories: Mapping[str, File]) -> Records:
+    """Yields the stories whose names are SHA-1 digests of the URLs in a list."""
     with urls.open() as file:
         names = {hashlib.sha1(line.strip().encode()).hexdigest() for _, line in decode_lines(file, str(urls))}
     for name in sorted(names):
@@ -35,7 +36,10 @@ def _records(urls: File, stories: Mapping[str, File]) -> Records:
 
 
 def _parse(story: File) -> tuple[str, str]:
-    """The article in one line, and a highlight a line; what lacks a full stop gets one, as image captions do."""
+    """The article as one line, and the highlights on one line each.
+
+    A line without final punctuation, such as an image caption, gets a full stop.
+    """
     article: list[str] = []
     highlights: list[str] = []
     part = article

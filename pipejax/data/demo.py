@@ -1,14 +1,14 @@
-"""The embedded tasks: delivery notes, made up from a seed, and what they ask to deliver.
+"""The demo tasks: synthetic delivery notes, and as targets the things that each note asks to deliver.
 
-A note is a shuffled run of clauses. Each "deliver" in it has one answer, and the answers have the order of the note.
+A note is a sequence of clauses. Each clause with "deliver" gives one target row; the rows are in the order of the note.
 
-In the task "demo" an answer is the 1-3 words after the "deliver": 0-2 adjectives (size, age, colour) and a noun. These
-words occur in answers alone, and none in two answers of one note, so that a small model learns the task from scratch in
-minutes. There are 1-6 answers; the task is small enough for tests.
+In the task "demo" a row is the 1-3 words after "deliver": 0-2 adjectives (size, age, colour) and a noun. These words
+occur nowhere else, and no word occurs in two rows of one note, so that a small model learns the task from scratch in
+minutes. A note has 1-6 rows; the task is small enough for tests.
 
-In the task "demo_long" a note asks for 5-7 of the baskets in `BASKETS`, and an answer is a basket's name and contents:
-6-9 words, the same ones whenever that basket is asked for. For so many words the pipelined decoder takes a quarter of
-the steps of the sequential one.
+In the task "demo_long" a note asks for 5-7 of the baskets in `BASKETS`, and a row is a basket's name and contents: 6-9
+words, always the same for the same basket. With rows this long the pipelined decoder takes a quarter of the steps of
+the sequential decoder.
 """
 
 import functools
@@ -28,14 +28,14 @@ from pipejax.data.tokenizer import Tokenizer, import_transformers
 T = TypeVar("T")
 
 SIZES = {"train": 20_000, "dev": 256, "test": 512}
-MAX_ROWS = 6  # answers of a note
+MAX_ROWS = 6  # target rows of a note
 MAX_ROW_WORDS = 3
 MAX_SOURCE_WORDS = 30  # full stops included
-LONG_ROWS = (5, 7)  # of the task "demo_long": the fewest and the most answers of a note
-LONG_ROW_WORDS = (6, 9)
+LONG_ROWS = (5, 7)  # "demo_long": the fewest and the most target rows of a note
+LONG_ROW_WORDS = (6, 9)  # "demo_long": the fewest and the most words of a row
 SEPARATOR = ";"
 
-_LEAST_WORDS, _LEAST_LONG_WORDS = 24, 36
+_LEAST_WORDS, _LEAST_LONG_WORDS = 24, 36  # of a note: shorter ones get clauses without "deliver"
 CUE = "deliver"
 ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
 NOUNS = (
@@ -60,7 +60,7 @@ PEOPLE = ("baker", "driver", "clerk", "captain", "gardener", "teacher")
 PLACES = ("river", "station", "market", "garden", "harbour", "bridge")
 VERBS = ("waited", "rested", "sang", "smiled", "slept", "walked")
 PREPOSITIONS = ("near", "behind", "past", "beside", "by")
-# The kinds of adjective that a thing has, so chosen that it has 1, 2 or 3 words equally often.
+# The kinds of adjective (indices of ADJECTIVES) before a noun; 1, 2 and 3 words in all are equally likely.
 _KINDS: tuple[tuple[int, ...], ...] = ((), (), (), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
 WORDS = (".", "the", CUE, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACES, *VERBS, *PREPOSITIONS)
 PLURALS = tuple(noun for noun in NOUNS if noun.endswith("s"))
@@ -93,17 +93,17 @@ BASKET_NAMES = (
 )
 LONG_WORDS = (*WORDS, *NUMBERS, *BASKET_NAMES, "basket")
 
-# A note belongs to one split for ever, by its own words: no split has a note of another, whatever the seeds.
+# The hash of a note's text decides its split, so no two splits share a note, whatever the seeds.
 _SHARES = {"train": (2, 3, 4, 5, 6, 7), "dev": (0,), "test": (1,)}
 
 
 def examples(split: str, seed: int = 0, *, long: bool = False) -> Sequence[Example]:
-    """The examples of a split, each made when first asked for, from the split, its index and the seed alone.
+    """The examples of a split. Each is generated on first access and depends on split, index, seed and `long` only.
 
     Args:
       split: "train", "dev" or "test".
-      seed: other notes for another seed.
-      long: those of "demo_long".
+      seed: another seed gives other notes.
+      long: the examples of "demo_long", not of "demo".
 
     Raises:
       ValueError: the split is not "train", "dev" or "test", or the seed is negative.
@@ -116,7 +116,7 @@ def examples(split: str, seed: int = 0, *, long: bool = False) -> Sequence[Examp
 
 
 def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
-    """Writes a word-level tokenizer of the task's words, or of others: pad 0, eos 1, unk 2, then ";" and the words."""
+    """Writes a word-level tokenizer of these words; the ids are pad 0, eos 1, unk 2, ";" 3, then the words."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
 
@@ -124,7 +124,7 @@ def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
     vocabulary = {word: i for i, word in enumerate([*specials.values(), SEPARATOR, *words])}
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=specials["unk_token"]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # As T5's: transformers appends eos where special tokens are asked for.
+    # As T5's tokenizer: transformers appends eos if the caller asks for special tokens.
     eos = specials["eos_token"]
     inner.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, vocabulary[eos])])
     tokenizer = import_transformers().PreTrainedTokenizerFast(
@@ -134,12 +134,12 @@ def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
 
 
 class DemoTask:
-    """An embedded task as the trainer sees it: always the same notes, and a tokenizer of its own."""
+    """A demo task as the trainer sees it: seed 0, and a tokenizer of its own."""
 
     metric = "spans"
 
     def __init__(self, *, long: bool = False) -> None:
-        """`long`: "demo_long"."""
+        """`long` selects "demo_long" instead of "demo"."""
         self._long = long
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -147,7 +147,7 @@ class DemoTask:
         return examples(split, long=self._long)
 
     def source(self, value: dict[str, Any], place: str) -> str:
-        """The note itself."""
+        """The record's "source", unchanged."""
         return text_of(value, "source", place)
 
     def tokenizer(self) -> Tokenizer:
@@ -158,6 +158,8 @@ class DemoTask:
 
 
 class _Split(Sequence[Example]):
+    """The examples of one split, generated on access."""
+
     def __init__(self, split: str, seed: int, long: bool) -> None:
         self._make = functools.partial(_example, split, seed=seed, long=long)
         self._indices = range(SIZES[split])
@@ -179,9 +181,10 @@ class _Split(Sequence[Example]):
 
 @functools.cache
 def _example(split: str, *, index: int, seed: int, long: bool) -> Example:
+    """Draws notes until the hash of one belongs to the split."""
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
-    chance = _chances(np.random.default_rng(entropy))
+    chance = _uniform_numbers(np.random.default_rng(entropy))
     while True:
         if long:
             least, most = LONG_ROWS
@@ -191,16 +194,17 @@ def _example(split: str, *, index: int, seed: int, long: bool) -> Example:
         else:
             targets = _things(chance)
             source = _note(chance, targets, least_words=_LEAST_WORDS)
-        if _share(source) in share:
+        if _hash(source) in share:
             return Example(id=f"{split}-{index}", source=source, targets=targets)
 
 
-def _share(source: str) -> int:
-    """0-7, by the note's text; Python's own hash differs from process to process."""
+def _hash(source: str) -> int:
+    """A hash of the note's text, 0 to 7; Python's own `hash` differs from process to process."""
     return hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8
 
 
 def _note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -> str:
+    """A note that asks for these things in this order, with other clauses inserted up to `least_words` words."""
     clauses = [f"{CUE} {thing} ." for thing in things]
     words = sum(len(clause.split()) for clause in clauses)
     while words < least_words:
@@ -214,6 +218,7 @@ def _note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -
 
 
 def _things(chance: Iterator[float]) -> tuple[str, ...]:
+    """1 to MAX_ROWS things that share no word."""
     things: list[str] = []
     for _ in range(1 + int(next(chance) * MAX_ROWS)):
         thing = _thing(chance)
@@ -224,17 +229,18 @@ def _things(chance: Iterator[float]) -> tuple[str, ...]:
 
 
 def _thing(chance: Iterator[float]) -> str:
+    """A noun with 0 to 2 adjectives before it."""
     adjectives = [_pick(ADJECTIVES[kind], chance) for kind in _pick(_KINDS, chance)]
     return " ".join([*adjectives, _pick(NOUNS, chance)])
 
 
 def _baskets() -> dict[str, str]:
-    """By name, the words of an answer: the name, and two or three things with their numbers, some with a colour."""
-    chance = _chances(np.random.default_rng(0))
+    """The target row of each basket, by name: the name, then two or three numbered things, some with a colour."""
+    chance = _uniform_numbers(np.random.default_rng(0))
     shortest, longest = LONG_ROW_WORDS
     baskets = {}
     for i, name in enumerate(BASKET_NAMES):
-        words = shortest - 1 + i % (longest - shortest + 1)  # of the contents
+        words = shortest - 1 + i % (longest - shortest + 1)  # words of the contents
         count = -(-words // 3)
         coloured = words - 2 * count
         things = zip(
@@ -256,8 +262,8 @@ def _pick(choices: Sequence[T], chance: Iterator[float]) -> T:
     return choices[int(next(chance) * len(choices))]
 
 
-def _chances(rng: np.random.Generator) -> Iterator[float]:
-    """Uniform numbers below 1, drawn a hundred at a time because a call costs as much as fifty of them."""
+def _uniform_numbers(rng: np.random.Generator) -> Iterator[float]:
+    """Yields uniform numbers in [0, 1), drawn a hundred at a time: one call costs as much as drawing fifty numbers."""
     while True:
         yield from rng.random(100).tolist()
 

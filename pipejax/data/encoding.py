@@ -1,4 +1,4 @@
-"""Examples as tokens: the one place that cuts sources and targets.
+"""Encodes examples as token ids. Only this module cuts sources and targets that are too long.
 
 Shapes: L source length.
 """
@@ -15,7 +15,7 @@ from pipejax.data.tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """An example in tokens."""
+    """An example as token ids."""
 
     id: str
     source: np.ndarray  # i32 [L], eos included
@@ -25,15 +25,22 @@ class Encoded(NamedTuple):
 
 
 def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
-    """At most that many ids; the last one, as a rule eos, is kept."""
+    """The first `most - 1` ids and the last one, which is eos as a rule; all ids if there are at most `most`."""
     return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
 
 
 def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Config) -> Encoded:
-    """An example as the model is trained on it: rows on the grid, or one row joined by the separator.
+    """Encodes an example for training.
 
-    A target of more than `data.max_target` tokens loses its last rows; then nothing teaches the model to stop there. If
-    its first row alone is longer, that row is cut.
+    The target becomes rows on the grid, or for the sequential objective one row in which the separator joins the rows.
+    A target of more than `data.max_target` tokens loses its last rows, and its end is left out or has weight 0, so that
+    the model does not learn to stop there. If the first row alone is too long, that row is cut.
+
+    Args:
+      example: the example as text.
+      tokenizer: encodes the source and the rows.
+      config: for the length bounds, the objective, the separator and the delay.
+      model: for the ids of eos and of the decoder's first input.
     """
     bos, eos, most = model.decoder_start_token_id, model.eos_token_id, config.data.max_target
     full = [*tokenizer.encode(example.source), eos]
@@ -52,12 +59,15 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
     kept = [row[: most - 1] for row in kept]
     target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final)
     if open_end:
-        target.weights[-1] = 0.0  # the row goes on: an eos here would not be the truth
+        target.weights[-1] = 0.0  # the row was cut, so the eos after it is not in the data
     return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)
 
 
 def _join(rows: Sequence[str], tokenizer: Tokenizer, separator: str, most: int) -> tuple[list[int], bool]:
-    """Ids of as many rows as fit, the first at least, with the separator between; and whether that are not all."""
+    """The ids of the first rows, joined by the separator, that have at most `most` ids; and whether rows were left out.
+
+    The first row is always kept.
+    """
 
     def joined(count: int) -> list[int]:
         return tokenizer.encode(separator.join(rows[:count]))
@@ -65,7 +75,7 @@ def _join(rows: Sequence[str], tokenizer: Tokenizer, separator: str, most: int) 
     whole = joined(len(rows))
     if len(whole) <= most:
         return whole, False
-    fit, beyond = 1, len(rows)  # bisected: each attempt reads the text anew
+    fit, beyond = 1, len(rows)  # bisection, because each attempt encodes the text anew
     while beyond - fit > 1:
         middle = (fit + beyond) // 2
         fit, beyond = (middle, beyond) if len(joined(middle)) <= most else (fit, middle)

@@ -1,4 +1,4 @@
-"""Examples as text, and what every task gives."""
+"""Examples as text, and the protocol of a task."""
 
 import dataclasses
 import hashlib
@@ -18,26 +18,28 @@ class Example:
 
 
 class Task(Protocol):
-    """Where examples come from."""
+    """A source of examples, with the metric that judges outputs and perhaps a tokenizer."""
 
     metric: str  # "spans", "keyphrases" or "rouge"
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of "train", "dev" or "test"; empty if there are none."""
+        """The examples of the split "train", "dev" or "test"; empty if the task lacks that split."""
 
     def source(self, value: dict[str, Any], place: str) -> str:
-        """What the model reads of an unlabelled record at "FILE:LINE": its fields as in training, or its "source".
+        """The model's input for a record without targets: made of its fields as in training, or its "source".
+
+        `place` is the record's "FILE:LINE", for errors.
 
         Raises:
-          UserError: a field is absent or no text.
+          UserError: a field is absent or is not text.
         """
 
     def tokenizer(self) -> Tokenizer | None:
-        """The task's own tokenizer, if it has one."""
+        """The task's own tokenizer; None if it has none."""
 
 
 def fingerprint(examples: Sequence[Example], most: int = 1000) -> str:
-    """A digest of the number of examples and of `most` of them at the most, evenly spread: reading all takes long."""
-    spread = range(0, len(examples), -(-len(examples) // most) or 1)
-    told = repr((len(examples), *(examples[i] for i in spread)))
-    return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
+    """SHA-256 of the number of examples and of at most `most` evenly spaced ones: reading all would take long."""
+    sampled = range(0, len(examples), -(-len(examples) // most) or 1)
+    text = repr((len(examples), *(examples[i] for i in sampled)))
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()

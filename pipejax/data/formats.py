@@ -1,4 +1,4 @@
-"""Files and directories of records by what they hold: JSON lines (gzip too), Parquet, data sets of Hugging Face."""
+"""Reads records from files of JSON lines (gzip too), Parquet files, and directories of Hugging Face datasets."""
 
 import importlib
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ EXPECTED = "JSON lines, Parquet, or a directory that the library datasets has sa
 
 
 def read_records(path: str | Path) -> Iterator[Placed]:
-    """The records of a file, or of a directory of Hugging Face's `Dataset.save_to_disk`, with their places.
+    """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote.
 
     Raises:
-      UserError: it is none, it is damaged, or the library that reads it is not installed.
+      UserError: the path holds neither, is damaged, or the library that reads it is not installed.
     """
     path = Path(path)
     if path.is_dir():
@@ -26,11 +26,12 @@ def read_records(path: str | Path) -> Iterator[Placed]:
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether it is a directory that the library datasets has saved."""
+    """Whether the path is a directory that the library datasets wrote: of one data set, or of its splits."""
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 
 def _read_parquet(path: Path) -> Iterator[Placed]:
+    """Yields ("FILE:NUMBER", row as an object) for each row of a Parquet file."""
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
     library, arrow = _library("pyarrow.parquet", "parquet", path), _library("pyarrow", "parquet", path)
@@ -45,6 +46,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
+    """Yields ("DIR:NUMBER", row as an object) for each row of a saved data set."""
     if not is_dataset(path):
         raise UserError(f"{path}: found a directory; expected {EXPECTED}")
     if (path / "dataset_dict.json").is_file():
@@ -52,7 +54,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(f"{path}: found the splits {splits or 'none'}; expected one of them, such as {path}/train")
     library, arrow = _library("datasets", "datasets", path), _library("pyarrow", "datasets", path)
     try:
-        rows = library.load_from_disk(str(path)).with_format(None)  # a format that was saved gives arrays, not lists
+        rows = library.load_from_disk(str(path)).with_format(None)  # a saved format would give arrays instead of lists
         for number, value in enumerate(rows, start=1):
             yield f"{path}:{number}", value
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
@@ -60,5 +62,6 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
 
 
 def _library(module: str, extra_name: str, path: Path) -> Any:
+    """Imports a module of an extra; raises a UserError, which begins with `path`, if it is not installed."""
     with extra(extra_name, path):
         return importlib.import_module(module)

@@ -1,7 +1,8 @@
 """KP20k (Meng et al. 2017): keyphrases of computer science abstracts.
 
-Two layouts are read: the release's JSON lines, and the preprocessed text files of later work (`title <eos> abstract`;
-keyphrases parted by ";"), which are lower-cased and have <digit> for every number.
+The publisher's files may have either of two layouts: the release's JSON lines, or the text files of later work, which
+are lower-cased and have <digit> for every number. In those a source line is `title <eos> abstract`, and a target line
+has keyphrases separated by ";".
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from pipejax.data.published import Published, Record, Records
 from pipejax.data.text import keyphrases, split
 from pipejax.system.errors import UserError
 
-_PRESENT_END = "<peos>"  # stands between present and absent phrases
+_PRESENT_END = "<peos>"  # separates present from absent phrases in target lines
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:
@@ -30,6 +31,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _from_pairs(name: str, source_file: File, target_file: File) -> Records:
+    """Records of two text files: line i of the one is the source, line i of the other the target."""
     for number, (place, source, target) in enumerate(_pairs(source_file, target_file)):
         if not (source.strip() or target.strip()):
             continue  # the train split has a few blank lines
@@ -42,16 +44,18 @@ def _from_pairs(name: str, source_file: File, target_file: File) -> Records:
 
 
 def _pairs(source_file: File, target_file: File) -> Iterator[tuple[str, str, str]]:
+    """Yields ("FILE:LINE" of the source, source line, target line)."""
     with source_file.open() as sources, target_file.open() as targets:
         both = zip_longest(decode_lines(sources, str(source_file)), decode_lines(targets, str(target_file)))
         for source, target in both:
             if source is None or target is None:
                 there, lacks = (target, source_file) if source is None else (source, target_file)
-                raise UserError(f"{there[0]}: found no such line in {lacks}; expected as many lines in both")
+                raise UserError(f"{there[0]}: found no such line in {lacks}; expected as many lines in both files")
             yield source[0], source[1], target[1]
 
 
 def _from_objects(name: str, file: File) -> Records:
+    """Records of the release's JSON lines."""
     with file.open() as lines:
         for number, (place, value) in enumerate(read_objects(lines, str(file))):
             record: Record = {"id": str(value.get("id") or f"{name}-{number}")}
@@ -61,7 +65,10 @@ def _from_objects(name: str, file: File) -> Records:
 
 
 def phrases_of(value: Record, place: str, key: str = "keyword") -> list[str]:
-    """The keyphrases under a key: a text parted by ";", a list of texts, or a list of lists of variants."""
+    """The keyphrases under a key: text with ";" between them, a list of texts, or a list of lists of variants.
+
+    Variants of one keyphrase become one text with "," between them.
+    """
     found = value_of(value, key, place)
     if isinstance(found, str):
         return split(found, ";")
@@ -72,7 +79,7 @@ def phrases_of(value: Record, place: str, key: str = "keyword") -> list[str]:
 
 
 def source(record: Record) -> str:
-    """What the model reads."""
+    """The model's input for a record."""
     return f"Title: {record['title']} Context: {record['abstract']}"
 
 

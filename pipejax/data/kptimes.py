@@ -1,7 +1,8 @@
-"""KPTimes (Gallina et al. 2019): editors' keyphrases of news articles.
+"""KPTimes (Gallina et al. 2019): keyphrases that editors gave to news articles.
 
-Variants of one keyphrase stay together, parted by a comma. Two layouts are read: the release's JSON lines, and arrays
-of objects whose "source" is `title <eos> text` and whose "target" parts keyphrases by ";".
+Variants of one keyphrase make one row, with commas between them. The publisher's files may have either of two layouts:
+the release's JSON lines, or JSON arrays of objects whose "source" is `title <eos> text` and whose "target" has
+keyphrases separated by ";".
 """
 
 import itertools
@@ -18,7 +19,7 @@ from pipejax.system.errors import UserError
 def _read(manual: Manual) -> Mapping[str, Records]:
     halves = [file for name in ("NYTimes", "JPTimes") if (file := manual.find(f"test_{name}.jsonl"))]
     names = {"train": ["train.jsonl", "train.json"], "dev": ["valid.jsonl", "dev.jsonl", "dev.json"]}
-    if len(halves) < 2:  # the test set is made of both
+    if len(halves) < 2:  # without both halves of the official test set
         names["test"] = ["test.jsonl", "test.json"]
     splits = {name: _records(name, file) for name, file in manual.splits(names).items()}
     if len(halves) == 2:
@@ -27,6 +28,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(name: str, file: File) -> Records:
+    """Records of a file in either layout, which its suffix tells: .json for an array, .jsonl for lines."""
     if file.name.endswith(".json"):
         for number, (place, value) in enumerate(read_array(file.read(), str(file))):
             title, mark, text = text_of(value, "source", place).partition("<eos>")

@@ -1,4 +1,4 @@
-"""Records of unknown origin, as JSON lines, JSON arrays or CSV: every error names the file and the line."""
+"""Reads and checks records of JSON lines, JSON arrays and CSV; every error names the file and the line."""
 
 import contextlib
 import csv
@@ -17,14 +17,14 @@ from pipejax.system.files import look
 
 Line = TypeVar("Line", str, bytes)
 Placed = tuple[str, dict[str, Any]]  # ("FILE:LINE", record)
-LONGEST = 2**28  # characters of a line: a small archive can hold a file of zeros that fills any memory
+LONGEST = 2**28  # characters of a line; without a bound a small archive could unpack to a line that fills memory
 
 
 def decode_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, str]]:
     """Yields ("FILE:LINE", text) for each line; a BOM and CRLF are dropped.
 
     Raises:
-      UserError: a line is not UTF-8, or longer than any record.
+      UserError: a line is not UTF-8 or longer than LONGEST.
     """
     for number, line in enumerate(_bounded(lines, where), start=1):
         place = f"{where}:{number}"
@@ -37,7 +37,7 @@ def decode_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, str]
 
 
 def read_objects(lines: Iterable[bytes], where: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", object) for each line; blank lines are accepted.
+    """Yields ("FILE:LINE", object) for each line that is not blank.
 
     Raises:
       UserError: a line is not UTF-8, not JSON or not an object.
@@ -56,7 +56,13 @@ def read_objects(lines: Iterable[bytes], where: str) -> Iterator[Placed]:
 
 
 def read_array(data: bytes, where: str) -> Iterator[Placed]:
-    """The same for a file that holds one array of objects, by itself or within an object: `{..., "data": [...]}`."""
+    """Yields ("FILE:LINE: record NUMBER", object) for each object of one JSON array.
+
+    The array is the whole file, or a value of one object as in `{..., "data": [...]}`.
+
+    Raises:
+      UserError: the data is not UTF-8, not JSON or not such an array.
+    """
     text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
     if head is None:
@@ -82,20 +88,23 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
 
 
 def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:
-    """The rows of a CSV file with a line of column names, as objects of texts.
+    """Yields ("FILE:LINE", {column name: text}) for each row of a CSV file whose first line has the column names.
+
+    LINE is the row's first line: a row may have several.
 
     Raises:
-      UserError: not UTF-8, no or doubled column names, or a row of another length; the line is the row's first.
+      UserError: the file is not CSV in UTF-8, column names are absent or repeated, or a row has another length.
     """
-    csv.field_size_limit(LONGEST)  # articles are longer than the 128 KiB that it starts with
+    csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     try:
         yield from _rows(csv.reader(_bounded(text, where), strict=True), where)
     finally:
-        text.detach()  # the file is closed by whoever opened it
+        text.detach()  # else the wrapper would close the file, which is the caller's
 
 
 def _rows(reader: Any, where: str) -> Iterator[Placed]:
+    """Yields as `read_table`; the first row has the column names."""
     names: list[str] | None = None
     while True:
         place = f"{where}:{reader.line_num + 1}"
@@ -111,12 +120,12 @@ def _rows(reader: Any, where: str) -> Iterator[Placed]:
                 raise UserError(f"{place}: found the column names {', '.join(names)}; expected each once")
         elif len(row) == len(names):
             yield place, dict(zip(names, row, strict=True))
-        elif row:  # a blank line is none
+        elif row:  # a blank line is skipped
             raise UserError(f"{place}: found {len(row)} columns; expected {len(names)} ({', '.join(names)})")
 
 
 def _bounded(lines: Iterable[Line], where: str) -> Iterator[Line]:
-    """The lines; of a file none is read further than a line may be long."""
+    """Yields the lines; raises a UserError for one longer than LONGEST, without reading the rest of it."""
     if isinstance(lines, io.IOBase):
         end = "" if isinstance(lines, io.TextIOBase) else b""
         lines = cast(Iterator[Line], iter(functools.partial(lines.readline, LONGEST + 1), end))
@@ -127,9 +136,9 @@ def _bounded(lines: Iterable[Line], where: str) -> Iterator[Line]:
 
 
 def open_file(path: str | Path, expected: str) -> BinaryIO:
-    """Opens a file; `expected` says what it should be in the UserError."""
+    """Opens a file to read bytes; raises a UserError, which says `expected`, if that is impossible."""
     path = Path(path)
-    if (found := look(path)) != "file":  # a pipe is as good as a file
+    if (found := look(path)) != "file":  # `look` calls pipes files, too
         raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected {expected}")
     try:
         return path.open("rb")
@@ -138,17 +147,17 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
 
 
 def read_file(path: str | Path) -> Iterator[Placed]:
-    """`read_objects` of a file."""
+    """Yields as `read_objects` the objects of a file, which may be packed with gzip."""
     with open_file(path, "a file of JSON lines") as file, unpacked(file, str(path)) as lines:
         yield from read_objects(lines, str(path))
 
 
 @contextlib.contextmanager
 def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
-    """The content of an open file, whether it is packed with gzip or not, whatever its name.
+    """Gives the content of an open file, unpacked if its first bytes are those of gzip; the name does not matter.
 
     Raises:
-      UserError: it is packed and damaged; from within the block, where it is read.
+      UserError: the gzip data is damaged; raised in the block that reads it.
     """
     packed = file.peek(2)[:2] == b"\x1f\x8b" if isinstance(file, io.BufferedReader) else False
     try:
@@ -158,19 +167,19 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
 
 
 def text_of(value: dict[str, Any], key: str, place: str) -> str:
-    """A non-empty text of an object."""
+    """The text that an object has under a key; raises a UserError if it is absent, no text or empty."""
     return check_text(value_of(value, key, place), key, place)
 
 
 def value_of(value: dict[str, Any], key: str, place: str) -> Any:
-    """What an object has under a key."""
+    """The value that an object has under a key; raises a UserError if it is absent."""
     if key not in value:
         raise UserError(f'{place}: found no "{key}"; expected one (keys: {", ".join(map(str, value)) or "none"})')
     return value[key]
 
 
 def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
-    """A list of non-empty texts of an object; the list may be empty."""
+    """The list of texts that an object has under a key; the list may be empty, its texts may not."""
     if key not in value:
         raise UserError(f'{place}: found no "{key}"; expected a list of texts')
     found = value[key]
@@ -180,16 +189,16 @@ def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
 
 
 def check_text(value: Any, key: str, place: str) -> str:
-    """That value, if it is a text with something in it that can be encoded."""
+    """Returns the value; raises a UserError unless it is text, not blank, and valid Unicode."""
     if not isinstance(value, str):
         raise UserError(f'{place}: "{key}": found {kind(value)}; expected text')
     if not value.strip():
-        raise UserError(f'{place}: "{key}": found an empty text; expected some')
+        raise UserError(f'{place}: "{key}": found an empty text; expected text that is not blank')
     return _check_unicode(value, key, place)
 
 
 def id_of(value: dict[str, Any], place: str) -> str | int:
-    """The object's id; its line number where it has none."""
+    """The object's id, or the line number of its `place` if it has none."""
     found = value.get("id")
     if found is None:
         return place.rpartition(":")[2]
@@ -199,6 +208,7 @@ def id_of(value: dict[str, Any], place: str) -> str | int:
 
 
 def _check_unicode(text: str, key: str, place: str) -> str:
+    """Returns the text; raises a UserError if it has a lone surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -209,6 +219,6 @@ def _check_unicode(text: str, key: str, place: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value in words; a number is given itself."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"the number {value!r}"[:60])

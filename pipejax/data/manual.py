@@ -1,4 +1,4 @@
-"""The files of a publisher, fetched by hand into one directory: as they are, in folders, or still inside a zip."""
+"""Finds a publisher's files in the directory to which the user downloaded them: in any folder or in a zip."""
 
 import functools
 import io
@@ -16,8 +16,8 @@ from pipejax.system.files import look
 
 logger = logging.getLogger(__name__)
 
-WHOLE = 2**31  # bytes of a file that is read as a whole; what is longer is none of the known ones
-# What zipfile raises for a member that is damaged, encrypted, or packed in a way that it does not know.
+WHOLE = 2**31  # bytes; every known file that is read as a whole is shorter
+# zipfile raises these for a member that is damaged, encrypted, or compressed by an unknown method.
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, NotImplementedError, OSError)
 
 
@@ -32,24 +32,24 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Without the folders."""
+        """The file name without folders."""
         return PurePosixPath(self.member).name if self.member else self.path.name
 
     @property
     def folder(self) -> str:
-        """The name of the folder that it lies in."""
+        """The name of the folder that holds the file."""
         return PurePosixPath(self.member).parent.name if self.member else self.path.parent.name
 
     def open(self) -> BinaryIO:
-        """Raises a UserError if it cannot be read."""
+        """Opens the file to read bytes; raises a UserError if that is impossible."""
         if not self.member:
             return open_file(self.path, "a publisher's file")
         return io.BufferedReader(_Member(self), 2**20)
 
     def read(self) -> bytes:
-        """All of it; raises a UserError if that is too much."""
+        """The whole content; raises a UserError if that is longer than WHOLE."""
         with self.open() as file:
-            # zipfile reads no more of a member than it is said to hold.
+            # zipfile reads no more of a member than its header says.
             size = _archive(self.path).getinfo(self.member).file_size if self.member else self.path.stat().st_size
             if size > WHOLE:
                 raise UserError(f"{self}: found {size >> 30} GiB; expected a publisher's file of at most {WHOLE >> 30}")
@@ -57,13 +57,14 @@ class File(NamedTuple):
 
 
 class _Member(io.RawIOBase):
-    """A member of a zip whose faults are UserErrors."""
+    """The content of a zip's member; an error while reading it becomes a UserError."""
 
     def __init__(self, file: File) -> None:
         self._name = str(file)
         self._inner = self._try(lambda: _archive(file.path).open(file.member))
 
     def _try(self, act: Callable[[], Any]) -> Any:
+        """Returns `act()`; turns an error of reading the zip into a UserError."""
         try:
             return act()
         except _UNREADABLE as error:
@@ -82,13 +83,13 @@ class _Member(io.RawIOBase):
 
 
 class Manual:
-    """A directory of publishers' files."""
+    """The directory of --manual-dir, with all files in its folders and zips."""
 
     def __init__(self, directory: str | Path, *, expected: str) -> None:
-        """Lists the directory and its zips; `expected` tells in errors what should lie there.
+        """Lists the directory and its zips; `expected` says in errors which files it should hold.
 
         Raises:
-          UserError: no such directory, or a zip that is none.
+          UserError: there is no such directory, or a zip in it cannot be read.
         """
         self.directory, self.expected = Path(directory), expected
         if (found := look(self.directory, "--manual-dir")) != "directory":
@@ -98,6 +99,7 @@ class Manual:
         self.files = sorted(self._list(), key=lambda file: (len(Path(str(file)).parts), str(file)))
 
     def _list(self) -> Iterator[File]:
+        """Yields the files of the directory and its folders, and the members of zips."""
         for path in self.directory.rglob("*"):
             if path.suffix == ".zip" and path.is_file():
                 names = (name for name in _archive(path).namelist() if not name.endswith("/"))
@@ -106,10 +108,10 @@ class Manual:
                 yield File(path)
 
     def find(self, *names: str) -> File | None:
-        """The file of one of these names that lies least deep; None if there is none.
+        """The file with one of these names, the earlier name first, that lies in the fewest folders, or None.
 
         Raises:
-          UserError: two files of one name lie equally deep.
+          UserError: two files of one name lie in equally many folders.
         """
         for name in names:
             found = [file for file in self.files if file.name == name]
@@ -121,14 +123,14 @@ class Manual:
         return None
 
     def need(self, *names: str) -> File:
-        """The same, if there must be one."""
+        """As `find`, but a UserError instead of None."""
         return self.find(*names) or self.missing(names[0])
 
     def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:
-        """The files of the splits that are there; a line says which split has none.
+        """The file of each split that has one, given the possible names by split; the log names the other splits.
 
         Raises:
-          UserError: there is none at all.
+          UserError: no split has a file.
         """
         found = {split: file for split, options in names.items() if (file := self.find(*options))}
         if not found:
@@ -138,18 +140,19 @@ class Manual:
         return found
 
     def inside(self, folder: str) -> dict[str, File]:
-        """The files in folders of that name, by their own names; there must be some."""
+        """The files in all folders of that name, by file name; raises a UserError if there are none."""
         found = {file.name: file for file in reversed(self.files) if file.folder == folder}
         return found or self.missing(f"{folder}/")
 
     def missing(self, what: str) -> NoReturn:
-        """Raises the UserError that it is not there."""
+        """Raises the UserError that the directory lacks `what`."""
         raise UserError(f"--manual-dir {self.directory}: found no {what}; expected {self.expected}")
 
 
-@functools.lru_cache(maxsize=4)  # to list a zip of 60,000 files takes longer than to read one of them
+@functools.lru_cache(maxsize=4)  # opening a zip of 60,000 files takes longer than reading one of them
 def _archive(path: Path) -> zipfile.ZipFile:
+    """Opens a zip and keeps the latest ones open; raises a UserError if it cannot be read."""
     try:
         return zipfile.ZipFile(path)
-    except (*_UNREADABLE, ValueError) as error:  # ValueError: names that are no text
+    except (*_UNREADABLE, ValueError) as error:  # ValueError: member names that cannot be decoded
         raise UserError(f"{path}: cannot be read ({error}); expected a zip") from error

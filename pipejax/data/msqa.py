@@ -1,8 +1,8 @@
 """MultiSpanQA (Li et al. 2022): questions whose answer is several spans of a document. The paper's MSQA.
 
-The official test set has no labels. So test is the official valid.json (653), and dev is an eighth of train.json (653
-of 5,230): the examples whose ids have the smallest BLAKE2b digests. Files with a dev split of their own, arrays of
-objects with "answers", are taken as they are.
+The official test set has no labels. So the test split is the official valid.json (653 examples), and the dev split is
+an eighth of train.json (653 of 5,230): the examples whose ids have the smallest BLAKE2b digests. Files in the other
+layout, arrays of objects with "answers", have a dev split of their own and keep their splits.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ _DEV_SHARE = 8
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:
+    """The records by split; splits of the official layout are assigned as the module says."""
     names = {"train": ["train.json"], "dev": ["dev.json", "valid.json"], "test": ["test.json"]}
     files = manual.splits(names)
     official = {split for split, file in files.items() if file.read().lstrip()[:1] == b"{"}
@@ -37,6 +38,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _dev_ids(file: File) -> set[str]:
+    """The ids of the eighth of train.json that becomes the dev split."""
     ids = [text_of(value, "id", place) for place, value in read_array(file.read(), str(file))]
     return set(sorted(ids, key=lambda name: hashlib.blake2b(name.encode()).digest())[: len(ids) // _DEV_SHARE])
 
@@ -50,7 +52,7 @@ def _records(file: File) -> Records:
 
 
 def _from_labels(value: Record, place: str) -> tuple[str, str, list[str]]:
-    """The official layout: lists of words, and for each word of the context B, I or O."""
+    """Question, context and answers of the official layout: lists of words, and a label B, I or O a context word."""
     question, context = texts_of(value, "question", place), texts_of(value, "context", place)
     labels = texts_of(value, "label", place)
     if len(labels) != len(context):
@@ -69,7 +71,7 @@ def _from_labels(value: Record, place: str) -> tuple[str, str, list[str]]:
 
 
 def _from_offsets(value: Record, place: str) -> tuple[str, str, list[str]]:
-    """The other layout: texts, and answers as [text, [start, end]]."""
+    """Question, context and answers of the other layout: texts, and each answer as [text, [start, end]]."""
     question, context = text_of(value, "question", place), text_of(value, "context", place)
     pairs = value_of(value, "answers", place)
     fits = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
@@ -88,7 +90,7 @@ TASK = Published(
     source=lambda record: f"Question: {record['question']} Context: {record['context']}",
     targets=lambda record: record["answers"],
     metric="spans",
-    separator="; ",  # one piece, and in no answer; " # " is in one
+    separator="; ",  # one piece of T5's vocabulary that no answer contains; one answer contains " # "
     grid=GridConfig(delay=1, time_max=50, sub_max=20),
     max_target=256,
     max_length=128,

@@ -1,4 +1,7 @@
-"""One's own data: a file of records a split, or a CSV file. A record is `{"id", "source", "targets": [row, ...]}`."""
+"""The user's own data: one file of records or of CSV for each split.
+
+A record is `{"id", "source", "targets": [row, ...]}`, unless the config names other fields.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,26 +16,26 @@ from pipejax.system.errors import UserError
 
 
 class FilesTask:
-    """Reads `data.train`, `data.dev` and `data.test`."""
+    """The task of the files `data.train`, `data.dev` and `data.test`."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Files are opened only when a split is asked for.
+        """Checks the settings; a file is opened when its split is asked for.
 
         Raises:
-          UserError: a template without fields, or a rule for the rows that the files cannot follow.
+          UserError: the source template names no fields, or `data.rows` does not fit the kind of file.
         """
         self.paths = {"train": config.train, "dev": config.dev, "test": config.test}
         self.metric = config.metric or "spans"
         self._read = read_csv if config.task == "csv" else read_records
         self._template = Template(config.source_template or "{source}", key="data.source_template")
-        self._rows = _rule(config)
+        self._rows = _rows_reader(config)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """All examples of a split, checked line by line; none if the config names no file."""
+        """All examples of a split, read and checked; empty if the config names no file for it."""
         return self._examples(self.paths[split]) if self.paths[split] else []
 
     def source(self, value: dict[str, Any], place: str) -> str:
-        """A record's "source" as it is, unless that is a field of the template; else the template with its fields."""
+        """The record's "source" unchanged, if it has one that is no field of the template; else the filled template."""
         whole = "source" in value and "source" not in self._template.fields
         return text_of(value, "source", place) if whole else self._filled(value, place)
 
@@ -40,11 +43,11 @@ class FilesTask:
         return self._template.fill({field: text_of(value, field, place) for field in self._template.fields})
 
     def tokenizer(self) -> Tokenizer | None:
-        """It has none: `data.tokenizer` or the starting checkpoint brings one."""
+        """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
         return None
 
     def _examples(self, path: str) -> list[Example]:
-        """Raises a UserError naming file and line for anything that is no example, a doubled id or an empty file."""
+        """Raises a UserError naming file and line for a record that is no example, a repeated id or an empty file."""
         examples, seen = [], dict[str, str]()
         for place, value in self._read(path):
             name = str(id_of(value, place))
@@ -60,13 +63,13 @@ class FilesTask:
 
 
 def read_csv(path: str) -> Iterator[Placed]:
-    """The rows of a CSV file, with their places."""
+    """Yields ("FILE:LINE", row as an object) for each row of a CSV file, which may be packed with gzip."""
     with open_file(path, "a CSV file") as file, unpacked(file, path) as table:
         yield from read_table(table, path)
 
 
-def _rule(config: DataConfig) -> Callable[[dict[str, Any], str], list[str]]:
-    """How the rows come out of a line."""
+def _rows_reader(config: DataConfig) -> Callable[[dict[str, Any], str], list[str]]:
+    """The function (record, place) -> target rows that `data.rows` asks for."""
     key = config.targets
     if config.rows == "list":
         if config.task == "csv":

@@ -1,4 +1,4 @@
-"""A published data set as one value, and the task that reads it once it is prepared."""
+"""The description of a published data set, and the task that reads the prepared data set."""
 
 import dataclasses
 import functools
@@ -16,32 +16,34 @@ from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.system.files import look
 
-Record = dict[str, Any]  # of texts and lists of texts
+Record = dict[str, Any]  # a text or a list of texts by field
 Records = Iterator[tuple[str, str, Record]]  # ("FILE:LINE", key, record)
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """All that is particular to one data set: where its files come from, what they hold, and how that is laid out."""
+    """Everything that differs between data sets: their files, their fields, and how a record becomes an example."""
 
     name: str
-    directory: str  # in the data directory: TFDS's name, config if there is one, and version
-    files: str  # what `--manual-dir` should hold, and where it is from
-    read: Callable[[Manual], Mapping[str, Records]]  # by TFDS's names of the splits
-    source: Callable[[Record], str]
-    targets: Callable[[Record], Sequence[str]]
+    directory: str  # below the data directory: TFDS's NAME/VERSION, or NAME/CONFIG/VERSION
+    files: str  # for errors: the files that `--manual-dir` should hold, and their address
+    read: Callable[[Manual], Mapping[str, Records]]  # the records by TFDS's name of the split
+    source: Callable[[Record], str]  # the model's input
+    targets: Callable[[Record], Sequence[str]]  # the rows
     metric: str
     separator: str
-    grid: GridConfig  # the paper's where they cut little, else wider
-    max_target: int  # tokens
-    max_length: int  # tokens of the sequential decoder
-    fields: Mapping[str, type] = dataclasses.field(default_factory=dict)  # of a builder of ours: str, or list of str
+    grid: GridConfig  # the paper's bounds if they cut few examples, else wider ones
+    max_target: int  # tokens of a training target
+    max_length: int  # tokens that the sequential decoder generates at most
+    # The type of each field: str, or list for a list of str. TFDS's own builders need none.
+    fields: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    # TFDS's name of each split.
     splits: Mapping[str, str] = dataclasses.field(default_factory=lambda: {s: s for s in ("train", "dev", "test")})
-    placeholders: tuple[tuple[str, str], ...] = ()  # what T5's pieces cannot hold, and what stands for it
+    placeholders: tuple[tuple[str, str], ...] = ()  # (old, new): text outside T5's vocabulary, and its replacement
 
 
 def data_root(data_dir: str) -> Path:
-    """That directory, or TFDS's own (the environment's TFDS_DATA_DIR, ~/tensorflow_datasets) where it is ""."""
+    """The directory of prepared data sets: `data_dir`, or if that is "", $TFDS_DATA_DIR or ~/tensorflow_datasets."""
     with extra("data", "data.data_dir"):
         import tensorflow_datasets as tfds
 
@@ -49,33 +51,34 @@ def data_root(data_dir: str) -> Path:
 
 
 class PublishedTask:
-    """Reads a data set that `pipejax data prepare` wrote, each example only when it is asked for."""
+    """The task of a data set that `pipejax data prepare` wrote; an example is read when it is accessed."""
 
     def __init__(self, published: Published, config: DataConfig) -> None:
-        """Files are opened only when a split is asked for."""
+        """Opens no file: `examples` does."""
         self.published, self.metric = published, config.metric or published.metric
         self._data_dir = config.data_dir
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of a split; none if it was prepared without.
+        """The examples of a split; empty if the publisher's files lacked that split.
 
         Raises:
-          UserError: it was never prepared there, or in a format that only TensorFlow reads.
+          UserError: the data set was not prepared there, or in a format that only TensorFlow reads.
         """
         source = self._source(self.published.splits[split])
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 
     def source(self, value: dict[str, Any], place: str) -> str:
-        """What the fields of a record make, in the spelling of training; or its "source" as it is."""
+        """The record's "source" unchanged if it has one; else the source that its fields make, spelt as in training."""
         if "source" in value:
             return text_of(value, "source", place)
         return plain(self.published.source(_Fields(value, place)), self.published.placeholders)
 
     def tokenizer(self) -> Tokenizer | None:
-        """It has none: `data.tokenizer` or the starting checkpoint brings one."""
+        """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
         return None
 
     def _source(self, split: str) -> Sequence[Any] | None:
+        """The prepared records of TFDS's split; None if it has none."""
         with extra("data", f"data.task={self.published.name}"):
             import tensorflow_datasets as tfds
 
@@ -95,6 +98,7 @@ class PublishedTask:
         return builder.as_data_source(split=split)
 
     def _example(self, split: str, index: int, raw: Record) -> Example:
+        """Converts a prepared record to an example; rows that are empty in plain spelling are left out."""
         record = {key: _text(value) for key, value in raw.items()}
         spell = functools.partial(plain, placeholders=self.published.placeholders)
         rows = (spell(row) for row in self.published.targets(record))
@@ -103,7 +107,7 @@ class PublishedTask:
 
 
 class _Fields(dict[str, Any]):
-    """A record of unknown origin: a field that is absent or no text is an error that names its place."""
+    """A user's record: reading a field that is absent or not text raises a UserError that names the place."""
 
     def __init__(self, value: dict[str, Any], place: str) -> None:
         super().__init__(value)
@@ -114,10 +118,10 @@ class _Fields(dict[str, Any]):
 
 
 class PreparedExamples(Sequence[Example]):
-    """Records on disk, made into examples one by one."""
+    """The examples of a prepared split; each access reads a record and converts it."""
 
     def __init__(self, source: Sequence[Any], make: Callable[[int, Record], Example]) -> None:
-        """Reads nothing yet."""
+        """`make` converts (index, record of `source`) to an example; nothing is read yet."""
         self._source, self._make = source, make
 
     def __len__(self) -> int:
@@ -137,5 +141,5 @@ class PreparedExamples(Sequence[Example]):
 
 
 def _text(value: Any) -> Any:
-    """TFDS reads text back as bytes, and sequences of it as lists or arrays of bytes."""
+    """Decodes a field: TFDS returns text as bytes, and a list of texts as a list or array of bytes."""
     return value.decode() if isinstance(value, bytes) else [item.decode() for item in value]

@@ -1,7 +1,7 @@
-"""PubMed abstracts of articles (Cohan et al. 2018), as TFDS's own scientific_papers/pubmed 1.1.1 has them.
+"""PubMed (Cohan et al. 2018): articles and their abstracts, in the form of TFDS's scientific_papers/pubmed 1.1.1.
 
-TFDS prepares it itself, with TensorFlow; from the publisher's files it is prepared here without. Its sizes are those of
-the paper's PubMed, whose citation names another set (see `sumpubmed`).
+TFDS can download and prepare it, which needs TensorFlow; this module prepares it from the publisher's files without.
+The paper's PubMed has the sizes of this data set, although the paper cites another one (see `sumpubmed`).
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ def _records(file: File) -> Records:
 
 
 def _joined(value: Record, key: str, place: str) -> str:
+    """The texts of a list under a key, as lines of one text."""
     texts = value_of(value, key, place)
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UserError(f'{place}: "{key}": found {kind(texts)}; expected a list of texts')

@@ -1,9 +1,10 @@
-"""The padded shapes of training batches: few, since each one compiles, and chosen once, from the examples' lengths.
+"""Chooses a few padded shapes for training batches from the lengths of the examples.
 
-A shape is a pair: padded source tokens and padded slots of a row. Sources come in a few levels; within a level
-examples are ordered by their slots, so that a batch pads little of either. What pairs the batches then need is tried
-out on draws from a sample of the lengths, and the pairs are merged, those first that cost the least padding, until few
-are left. A run begins with the most useful ones and takes another every few steps: a short one compiles few.
+A run has few shapes because each one is compiled. A shape is a pair of lengths: source tokens, and slots of a row.
+Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch has
+little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
+those that save the most padding. A run begins with the most useful pairs and adds one every few steps, so that a short
+run compiles few.
 
 Shapes: B batch, G rows of slots.
 """
@@ -17,35 +18,39 @@ import numpy as np
 
 from pipejax.data.padding import round_up
 
-Pair = tuple[int, int]
-TRIED = 640  # batches that the choice is made on
-FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until there is another
-SOURCE = 2.0  # what padding a source counts against padding slots: there are ten times as many of its tokens
-LONGEST = 2**31 - 1  # no length is: arrays count in 32 bits
+Pair = tuple[int, int]  # source tokens, slots of a row
+TRIED = 640  # batches that `choose` draws
+FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
+SOURCE = 2.0  # weight of source padding against slot padding: sources have ten times the tokens
+LONGEST = 2**31 - 1  # no length is larger: arrays count in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Pairs of padded lengths, the most useful first; the first one holds all others."""
+    """The padded shapes of a run: pairs in order of use, of which the first is at least as long as all others."""
 
-    levels: tuple[int, ...]  # lengths that sources are sorted by
+    levels: tuple[int, ...]  # rising source lengths by which examples are sorted
     pairs: tuple[Pair, ...]
-    limit: Pair  # that no batch exceeds
-    means: tuple[float, float]  # real source tokens, and real slots of a row: what padding is measured by
+    limit: Pair  # the longest shape that a batch can need
+    means: tuple[float, float]  # source tokens, and slots of a row, without padding
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
-        """An order of examples [n, 2] in which neighbours have like lengths: by level, then there and back by slots."""
+        """Indices that sort examples i64 [n, 2] (source tokens, slots) so that neighbours have similar lengths.
+
+        They are sorted by level, then by slots: rising in every other level and falling between, so that slots stay
+        similar where a level ends.
+        """
         level = np.searchsorted(self.levels, lengths[:, 0])
         return np.lexsort((np.where(level % 2, -1, 1) * lengths[:, 1], level))
 
     def in_use(self, step: int) -> tuple[Pair, ...]:
-        """The pairs that batches are padded to at that step, from 0."""
+        """The pairs that batches may be padded to at a step (the first is 0)."""
         return self.pairs[: FIRST + step // EVERY]
 
     def fit(self, need: Pair, step: int = 0) -> Pair:
-        """The cheapest pair, of those in use at that step, that holds so much.
+        """The cheapest pair in use at a step that is at least as long as `need`.
 
-        What exceeds them all gets one of the doublings of the first pair.
+        If none is, the first pair's lengths are doubled as often as necessary, up to `limit`.
         """
         fitting = [p for p in self.in_use(step) if p[0] >= need[0] and p[1] >= need[1]]
         if fitting:
@@ -57,51 +62,52 @@ class Shapes:
         return source, slots
 
     def cost(self, pair: Any) -> Any:
-        """Of a batch of that shape, or of each of an array [..., 2]: padded against real."""
+        """The cost of a padded shape relative to the mean lengths; also of each shape in an array [..., 2]."""
         pairs = np.asarray(pair)
         return SOURCE * pairs[..., 0] / self.means[0] + pairs[..., 1] / self.means[1]
 
     def to_json(self) -> dict[str, Any]:
-        """What `Shapes.from_json` reads."""
+        """The fields as JSON values, which `from_json` reads."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Any) -> "Shapes":
-        """What `to_json` made, also after it went through JSON.
+        """The shapes that `to_json` described.
 
         Raises:
-          ValueError: it made no such thing.
+          ValueError: the values do not describe shapes.
         """
         try:
             pairs = tuple((source, slots) for source, slots in values["pairs"])
             rising, (source, slots), means = tuple(values["levels"]), values["limit"], tuple(values["means"])
         except (TypeError, LookupError, ValueError) as error:
-            raise ValueError(f"no shapes: {error}") from error
+            raise ValueError(f"shapes: {error}; expected the fields of Shapes") from error
         lengths = [*rising, source, slots, *(length for pair in pairs for length in pair)]
         kinds = all(type(x) is int for x in lengths) and all(type(x) in (int, float) for x in means)
         if not (rising and pairs and len(means) == 2 and kinds and all(0 < x <= LONGEST for x in (*lengths, *means))):
-            raise ValueError("no shapes: expected lengths, and two means")
+            raise ValueError("shapes: expected positive lengths and two positive means")
         if list(rising) != sorted(rising) or any(a > b for pair in pairs for a, b in zip(pair, pairs[0], strict=True)):
-            raise ValueError("no shapes: expected levels that grow, and a first pair that holds all others")
+            raise ValueError("shapes: expected rising levels, and a first pair as long as all others")
         return cls(rising, pairs, (source, slots), means)
 
 
 def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair) -> Shapes:
-    """At most that many pairs for batches of such examples.
+    """Chooses at most `most` pairs for batches of examples with these lengths.
 
     Args:
       lengths: i64 [n, 2], source tokens and slots of a sample of the examples.
-      size: B.
-      group: batches that are drawn together and ordered by length.
-      pack: B / G, examples that share a row of slots.
-      most: pairs.
-      limit: what no source and no row of slots exceeds.
+      size: B, examples in a batch.
+      group: batches that are drawn together and sorted by length.
+      pack: B / G, examples in a row of slots.
+      most: the greatest number of pairs.
+      limit: the greatest possible lengths of a source and of a row of slots.
     """
     rng, together = np.random.default_rng(0), group * size
     draws = max(TRIED // group, 1)
     epochs = [rng.permutation(len(lengths)) for _ in range(-(-draws * together // len(lengths)))]
     drawn = lengths[np.concatenate(epochs)[: draws * together]].reshape(draws, together, 2)
-    longest = np.sort(drawn[..., 0], axis=1)[:, size - 1 :: size].ravel()  # source of each batch in order of sources
+    # The longest source of each batch, if batches were sorted by source alone.
+    longest = np.sort(drawn[..., 0], axis=1)[:, size - 1 :: size].ravel()
     means = float(lengths[:, 0].mean()), float(pack * lengths[:, 1].mean())
     rounded = [round_up(int(n)) for n in (*longest, lengths[:, 0].max())]
     best, least = None, math.inf
@@ -116,9 +122,12 @@ def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, 
 
 
 def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarray:
-    """[n, 2]: the level of the longest source, and the slots of the longest row, of each batch of draws [.., .., 2]."""
+    """The shape that each batch needs, i64 [n, 2]: the level of its longest source, the slots of its longest row.
+
+    `drawn`, i64 [draws, group * B, 2], has the lengths of the examples that are drawn together.
+    """
     batches = np.concatenate([draw[shapes.order(draw)] for draw in drawn]).reshape(-1, size, 2)
-    # As `data.batches.deal` shares slots out over rows, in all batches at once.
+    # The greedy packing of `data.batches.deal`, for all batches at once.
     n, sums = np.arange(len(batches)), np.zeros((len(batches), size // pack))
     room = np.full(sums.shape, pack)
     for slots in -np.sort(-batches[..., 1]).T:
@@ -130,10 +139,13 @@ def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarra
 
 
 def levels(lengths: Sequence[int], most: int) -> list[int]:
-    """At most that many of the lengths, to round all of them up to with the least padding: dynamic programming."""
+    """Chooses at most `most` of the lengths such that rounding all lengths up to these pads least.
+
+    Dynamic programming over the sorted lengths; the result rises.
+    """
     values, counts = np.unique(lengths, return_counts=True)
     before = np.concatenate([[0], counts.cumsum()])
-    # cost[i, j]: of rounding the values i to j - 1 up to the last of them.
+    # cost[i, j]: the length in total after rounding the values i to j - 1 up to value j - 1.
     cost = np.concatenate([[0], values]) * (before[None] - before[:, None]).astype(float)
     cost[np.tril_indices(len(before))] = np.inf
     best, choices = np.where(np.arange(len(before)), np.inf, 0.0), []
@@ -149,9 +161,16 @@ def levels(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) -> tuple[list[Pair], float]:
-    """Pairs that hold all needs, made of their lengths, and what they cost; what saves the most is taken first.
+    """Chooses pairs such that every need fits into one, and returns them with their total cost.
 
-    In the end each one is given up for another as long as that saves padding: the first choices knew of no others.
+    Greedy: the pair of the greatest lengths first, then always the pair that saves the most. Then single pairs are
+    exchanged for better ones until no exchange saves padding, because early choices did not know the later ones.
+
+    Args:
+      needs: [n, 2], the different shapes that batches need; candidates are all combinations of their lengths.
+      counts: [n], the number of batches with each need.
+      most: the greatest number of pairs.
+      shapes: for `cost`.
     """
     every = np.stack(np.meshgrid(*(np.unique(axis) for axis in needs.T)), -1).reshape(-1, 2)
     holds = (every >= needs[:, None]).all(2)
@@ -159,7 +178,7 @@ def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) ->
     weight = counts.astype(float)
 
     def totals(others: list[int]) -> np.ndarray:
-        """Of each pair beside those."""
+        """The total cost for each candidate if it were used beside `others`."""
         return weight @ np.minimum(cost, cost[:, others].min(1)[:, None])
 
     chosen = [int((every == every.max(0)).all(1).argmax())]

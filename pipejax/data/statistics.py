@@ -1,4 +1,4 @@
-"""What a split is like: its size and words (Table 1 of the paper), and in tokens what lengths and bounds do to it."""
+"""Statistics of a split: its size and words (the paper's Table 1), its lengths in tokens, and what the bounds cut."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from pipejax.data.text import tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
 
-_UNBOUNDED = 2**30
+_UNBOUNDED = 2**30  # a bound that no target reaches
 
 
 @dataclasses.dataclass
 class _Lengths:
-    """Lists with an entry for each example, or for each row."""
+    """Tokens and steps of each example (`row`: of each row), and the number of examples that each bound cuts."""
 
     source: list[int] = dataclasses.field(default_factory=list)
     row: list[int] = dataclasses.field(default_factory=list)
@@ -37,16 +37,25 @@ def measure(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
-    """Statistics of a split; those in tokens only with a tokenizer.
+    """Computes the statistics of a split; those in tokens need a tokenizer.
 
-    Words are what stands between spaces. Tokens leave bos and eos out, save in `source` and the steps. Steps are those
-    of Algorithm 1 without bounds, and of an ordinary decoder; `step_ratio` is that of their means.
+    Words are separated by white space. Token counts include eos in `source` and in the steps only, and never bos.
+
+    Args:
+      examples: the examples of the split.
+      tokenizer: None: the result has no statistics in tokens.
+      data: for max_source, max_target and the separator.
+      bounds: the delay, time_max and sub_max.
+      tick: called with 1 after each example.
 
     Returns:
-      examples and without_target (counts); words_per_target, rows_per_target, words_per_row (means); `tokens`: of
-      source, rows, row, pipelined_steps and sequential_steps the median, the 95th percentile and the most; step_ratio;
-      `cut_percent`: of the examples, by each of max_source, max_target (pipelined), time_max, sub_max, and either of
-      the last two.
+      examples, without_target: counts.
+      words_per_target, rows_per_target, words_per_row: means.
+      tokens: median, percentile_95 and most (the maximum) of source, rows (rows a target), row (tokens a row),
+        pipelined_steps (Algorithm 1 without bounds) and sequential_steps.
+      step_ratio: the sum of sequential steps over that of pipelined steps.
+      cut_percent: the percentage of examples cut by max_source, max_target (of the pipelined objective), time_max,
+        sub_max, and by either of the last two.
     """
     lengths, words, rows = _Lengths(), 0, [len(example.targets) for example in examples]
     for example in examples:
@@ -76,6 +85,7 @@ def measure(
 
 
 def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: GridConfig, lengths: _Lengths) -> None:
+    """Adds the numbers of one example to `lengths`."""
     source = len(tokenizer.encode(example.source)) + 1
     rows = [len(tokenizer.encode(row)) for row in example.targets]
     lengths.source.append(source)
@@ -83,7 +93,7 @@ def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: Gri
     lengths.sequential.append(sequential_steps(rows, separator=tells_rows_apart(data.separator)))
     free = pipelined_steps(rows, delay=bounds.delay, sub_max=_UNBOUNDED, time_max=_UNBOUNDED)
     lengths.pipelined.append(free)
-    # The first sub_max rows must have ended in time, eos included.
+    # Only the first sub_max rows are decoded; time_max must leave room for each of them and its eos.
     ends = [grid.start(i, bounds.delay) + length + 1 for i, length in enumerate(rows[: bounds.sub_max])]
     late, many = max(ends, default=1) > bounds.time_max, len(rows) > bounds.sub_max
     cuts = lengths.cuts
@@ -95,6 +105,7 @@ def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: Gri
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
+    """Median, 95th percentile and maximum; zeros without values."""
     if not values:
         return {"median": 0.0, "percentile_95": 0.0, "most": 0.0}
     median, high = np.percentile(values, (50, 95))
@@ -102,7 +113,7 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
 
 
 def table(splits: dict[str, dict[str, Any]]) -> list[str]:
-    """The statistics of splits for people, a line each."""
+    """The lines of the tables that show the statistics of `measure`, given by split."""
     lines = [f"{'split':8}{'examples':>10}{'words/target':>14}{'rows':>7}{'words/row':>11}{'no target':>11}"]
     for name, s in splits.items():
         lines.append(

@@ -1,7 +1,7 @@
-"""SumPubMed (Gupta et al. 2021): summaries of biomedical articles. The paper cites it but reports on `pubmed`.
+"""SumPubMed (Gupta et al. 2021): biomedical articles and their summaries. The paper cites it but reports on `pubmed`.
 
-There is no official split: an article belongs to dev or test, a twentieth each, where the BLAKE2b digest of its number
-says so, and to train otherwise.
+There is no official split. The BLAKE2b digest of an article's number decides its split: dev and test get a twentieth
+each, train the rest.
 """
 
 import hashlib
@@ -29,6 +29,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _split(number: str) -> str:
+    """The split of an article by the digest of its number."""
     share = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest()) % _SHARES
     return {0: "dev", 1: "test"}.get(share, "train")
 

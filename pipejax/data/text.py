@@ -1,4 +1,4 @@
-"""What tasks do to text: spelling that T5's pieces can hold, templates, and the rules that part a target into rows."""
+"""Text rules of tasks: spelling for T5's vocabulary, templates of fields, and splitting a target into rows."""
 
 import re
 import string
@@ -7,29 +7,29 @@ from collections.abc import Mapping, Sequence
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 
-# The backtick is not among T5's pieces; these are the quotation marks of treebank tokenizers.
+# Treebank tokenizers write quotation marks so, but T5's vocabulary has no backtick.
 _QUOTES = (("``", '"'), ("''", '"'), ("`", "'"))
 
 
 def plain(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
-    """The text with straight quotes, single spaces and no line break; placeholders (old, new) are replaced."""
+    """The text with straight quotes, single spaces, no line breaks, and each placeholder `old` replaced by `new`."""
     for old, new in (*placeholders, *_QUOTES):
         text = text.replace(old, new)
     return " ".join(text.split())
 
 
 def lines(text: str) -> list[str]:
-    """The lines that are not blank."""
+    """The lines that are not blank, stripped."""
     return split(text, "\n")
 
 
 def split(text: str, delimiter: str) -> list[str]:
-    """The parts between delimiters, stripped; empty ones are left out."""
+    """The parts between delimiters, stripped and without empty ones."""
     return [part for part in map(str.strip, text.split(delimiter)) if part]
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of English text."""
+    """The sentences of English text, as the library sentencex finds them."""
     with extra("metrics", "sentences"):
         import sentencex
 
@@ -37,12 +37,12 @@ def sentences(text: str) -> list[str]:
 
 
 def keyphrases(document: str, phrases: Sequence[str]) -> list[str]:
-    """The phrases, each once: those present in the document as they first appear there, then the absent ones as given.
+    """The phrases without repetitions: present ones in order of first appearance, then absent ones in the given order.
 
-    Present means that the phrase's words, lower-cased and stemmed, follow one another somewhere in the document (Meng
-    et al. 2017).
+    A phrase is present if its words, lower-cased and stemmed, occur one after the other in the document (Meng et al.
+    2017).
     """
-    from pipejax.metrics.keyphrases import stems_of  # nltk takes its time: only those who order phrases wait for it
+    from pipejax.metrics.keyphrases import stems_of  # imported late, as importing nltk takes time
 
     words = stems_of(document)
     starts: dict[str, list[int]] = {}
@@ -56,34 +56,34 @@ def keyphrases(document: str, phrases: Sequence[str]) -> list[str]:
         places = (i for i in starts.get(stems[0], ()) if words[i : i + len(stems)] == stems)
         return next(places, float("inf"))
 
-    return sorted(dict.fromkeys(phrases), key=first)  # a stable sort: equal ones stay as given
+    return sorted(dict.fromkeys(phrases), key=first)  # stable: absent phrases keep the given order
 
 
 class Template:
-    """Text with the names of fields in braces, such as "Question: {question} Context: {context}"."""
+    """A text with field names in braces, such as "Question: {question} Context: {context}"."""
 
     def __init__(self, text: str, *, key: str) -> None:
         """`key` names the setting in errors.
 
         Raises:
-          UserError: a lone brace, a field without a name, or no field at all.
+          UserError: the text has a lone brace, braces without a plain name, or no field.
         """
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
             raise UserError(f"{key}: found {text!r} ({error}); expected fields such as {{title}}") from error
         self.fields = tuple(name for _, name, _, _ in parts if name is not None)
-        odd = any(spec or conversion for _, _, spec, conversion in parts)
+        has_format = any(spec or conversion for _, _, spec, conversion in parts)
         if (
             not self.fields
-            or odd
+            or has_format
             or not all(name.replace("_", "a").replace("-", "a").isalnum() for name in self.fields)
         ):
             raise UserError(f"{key}: found {text!r}; expected the names of fields in braces, such as {{title}}")
         self._parts = [(literal, name) for literal, name, _, _ in parts]
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The text with a value in the place of each field."""
+        """The text with each field replaced by its value."""
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)
 
 
@@ -93,7 +93,7 @@ def tells_rows_apart(separator: str) -> bool:
 
 
 def split_rows(text: str, separator: str) -> list[str]:
-    """The rows of a sequential text; at either end a separator may lack its spaces."""
+    """Splits a decoded sequential target into rows; if the separator is only spaces, the whole text is one row."""
     if not tells_rows_apart(separator):
         return [text] if text else []
     parts = re.split(separator_pattern(separator), text)
@@ -101,7 +101,10 @@ def split_rows(text: str, separator: str) -> list[str]:
 
 
 def separator_pattern(separator: str) -> str:
-    """Matches the separator; tokenizers are free with the number of spaces around it, and with those at the ends."""
+    """A regular expression for the separator in decoded text.
+
+    Tokenizers change the number of spaces around the separator, and drop them at the ends of the text.
+    """
     core = separator.strip(" ")
     before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
     after = r"(?:$| +)" if separator.endswith(" ") else ""

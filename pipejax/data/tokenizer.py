@@ -1,4 +1,4 @@
-"""Text <-> token ids, on top of transformers' tokenizers. No model, no task and no batch lives here."""
+"""Converts between text and token ids with the tokenizers of the library transformers."""
 
 import fnmatch
 import hashlib
@@ -13,30 +13,30 @@ from typing import Any
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
-# A directory holds a tokenizer if it holds one of these; ByT5's needs no vocabulary, only the last.
+# A tokenizer's directory has at least one of these; ByT5's has only the last, as it needs no vocabulary.
 _FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
-# What else may decide on ids, under the names that transformers' tokenizers give to their files.
+# The names of all files by which transformers' tokenizers may decide on ids.
 _READ = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
     *("*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*vocab*", "merges*", "*bpe*", "dict*.txt"),
     *("byte_maps.json", "emoji.json", "word_*.json"),
 )
-# Of every call that reads files: what lies in a directory is data, and is never run or asked about.
+# For every call that reads files: never run code from the directory, and do not ask the user whether to.
 _DATA: dict[str, Any] = {"trust_remote_code": False}
-_HUB_TIMEOUT = 10.0  # seconds to find out whether the hub answers and knows a name
+_HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
 
 
 class Tokenizer:
-    """Encodes without adding special tokens and decodes without them; safe to share between threads."""
+    """Encodes without adding special tokens and decodes without showing them; threads may share one."""
 
     size: int  # the largest id + 1
 
     def __init__(self, inner: Any) -> None:
-        """Wraps a tokenizer of transformers; see `load` for the ordinary way in."""
+        """Wraps a tokenizer object of transformers; `load` makes one from files."""
         self._inner = inner
         self._backend = inner.backend_tokenizer if inner.is_fast else None
         if self._backend is not None:
-            # Set once, here: transformers sets them at each call, which fails while another thread encodes.
+            # Set once: transformers would set these at each call, which fails while another thread encodes.
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = inner.split_special_tokens
@@ -45,7 +45,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a directory of tokenizer files, or, if there is no such path, the tokenizer of a hub id.
+        """Reads the tokenizer in a directory or, if no such path exists, that of a hub id.
 
         Raises:
           UserError: neither exists, the hub cannot be reached, or the files cannot be read.
@@ -60,30 +60,30 @@ class Tokenizer:
         return cls(_read_hub(name))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text of any length; no special token is added. A lone surrogate counts as "?"."""
-        text = text.encode("utf-8", "replace").decode("utf-8")  # JSON can hold half a pair, tokenizers cannot
+        """The ids of a text, uncut and without special tokens. A lone surrogate is encoded as "?"."""
+        text = text.encode("utf-8", "replace").decode("utf-8")  # JSON may hold lone surrogates, tokenizers fail on them
         if self._backend is not None:
             return self._backend.encode(text, add_special_tokens=False).ids
         with self._lock:
             return self._inner(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, stripped; special tokens, and ids beyond the vocabulary, are left out."""
+        """The stripped text of the ids, without special tokens and ids outside the vocabulary."""
         known = [int(i) for i in ids if 0 <= i < self.size]
         with self._lock:
             text = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.strip()
 
     def save(self, directory: str | Path) -> None:
-        """Writes files from which `load` gives the same tokenizer."""
+        """Writes the files from which `load` makes the same tokenizer."""
         self._inner.save_pretrained(str(directory))
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """SHA-256 by name of each file that a tokenizer may read; nothing if there is no such directory.
+    """The SHA-256 of each tokenizer file in a directory, by name; empty if there is no such directory.
 
     Raises:
-      UserError: they cannot be read.
+      UserError: a file cannot be read.
     """
     if look(directory) != "directory":
         return {}
@@ -95,10 +95,10 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def check_digests(directory: Path, expected: dict[str, str]) -> None:
-    """Other bytes may give other ids, silently: the files must be those that `digests` was once asked about.
+    """Checks that the tokenizer files still have the `expected` digests: changed files may give other ids silently.
 
     Raises:
-      UserError: they are not; it names the first that differs.
+      UserError: a file is changed, missing or new; the message names the first.
     """
     found = digests(directory)
     for name in sorted(filter(_is_read, found.keys() | expected.keys())):
@@ -112,10 +112,12 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
 
 
 def _is_read(name: str) -> bool:
+    """Whether a tokenizer may read a file of that name."""
     return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ)
 
 
 def _read_directory(directory: Path) -> Any:
+    """Reads the tokenizer in a directory; raises a UserError if it has none or a damaged one."""
     if not any(look(directory / name) == "file" for name in _FILES):
         raise UserError(f"{directory}: found no tokenizer; expected one of {', '.join(_FILES)}")
     transformers = import_transformers()
@@ -124,12 +126,12 @@ def _read_directory(directory: Path) -> Any:
             inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
         else:
             inner = _read_sentencepiece(transformers, directory)
-    except Exception as error:  # transformers, tokenizers and sentencepiece raise all kinds for a bad file
+    except Exception as error:  # for a bad file the libraries raise exceptions of many kinds
         raise UserError(
             f"{directory}: found tokenizer files that cannot be read ({_summary(error)}); "
             f"expected those of a transformers tokenizer"
         ) from error
-    # Without its vocabulary file transformers makes up a tokenizer of a few pieces, silently.
+    # Without the vocabulary file transformers silently makes a tokenizer of a few pieces.
     needed = list(type(inner).vocab_files_names.values())
     if needed and not any(look(directory / name) == "file" for name in needed):
         raise UserError(f"{directory}: found no vocabulary; expected {' or '.join(needed)}")
@@ -137,33 +139,34 @@ def _read_directory(directory: Path) -> Any:
 
 
 def _names_a_class(directory: Path) -> bool:
-    """False for the oldest T5 files: their class was told by the model's config.json, which lies elsewhere here."""
+    """Whether the files name their tokenizer class. The oldest T5 files leave that to the model's config.json."""
     file = directory / "tokenizer_config.json"
     return look(file) == "file" and "tokenizer_class" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> Any:
-    """A bare spiece.model. T5's gets its 100 sentinels after the pieces; mT5's has them among its pieces."""
+    """Reads a bare spiece.model: T5 has 100 sentinel tokens after the pieces, mT5 has its sentinels among them."""
     try:
         return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
     except ValueError:
         pass
     try:
         return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, extra_ids=0, **_DATA)
-    except ValueError as error:  # says that tiktoken is missing, whatever the cause
+    except ValueError as error:  # it says that tiktoken is missing, whatever the cause
         raise ValueError("spiece.model is damaged, or the package sentencepiece is missing") from error
 
 
 def _read_hub(name: str) -> Any:
+    """Reads the tokenizer of a hub id, from the local cache if it was downloaded before."""
     transformers = import_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, **_DATA)  # downloaded before
+        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, **_DATA)  # if downloaded before
     except Exception:
         pass
     try:
         import huggingface_hub
 
-        # transformers would try for a minute before it says that there is no network.
+        # Asked first, because without a network transformers would try for a minute.
         huggingface_hub.model_info(name, timeout=_HUB_TIMEOUT)
         return transformers.AutoTokenizer.from_pretrained(name, **_DATA)
     except Exception as error:
@@ -174,13 +177,13 @@ def _read_hub(name: str) -> Any:
 
 
 def _is_hub_id(name: str) -> bool:
-    """True for NAME and OWNER/NAME, the only forms a hub id has."""
+    """Whether the name has a hub id's form, NAME or OWNER/NAME."""
     parts = name.split("/")
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
 def import_transformers() -> types.ModuleType:
-    """transformers, imported late (it takes seconds) and without its advice to install PyTorch."""
+    """Imports transformers late, as that takes seconds, and without its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
@@ -188,4 +191,5 @@ def import_transformers() -> types.ModuleType:
 
 
 def _summary(error: Exception) -> str:
+    """Type and first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

@@ -1,6 +1,7 @@
-"""wikiHow (Koupaee and Wang 2018) as TFDS's own wikihow/all 1.2.0 has it: articles, and the first lines of their steps.
+"""wikiHow (Koupaee and Wang 2018): articles and the first lines of their steps.
 
-It is read from the publisher's CSV file and lists of titles, without TensorFlow and network.
+The form is that of TFDS's wikihow/all 1.2.0. This module prepares it from the publisher's CSV file and lists of titles,
+without TensorFlow and network.
 """
 
 import re
@@ -13,7 +14,7 @@ from pipejax.data.published import Published, Records
 from pipejax.data.text import split
 
 _COLUMNS = ("headline", "title", "text")
-_MOST = 0.75  # a headline as long as that of its text is no summary
+_MOST = 0.75  # a headline of at least this part of the text's length is no summary
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:
@@ -23,13 +24,14 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(table: File, titles: File) -> Records:
+    """Yields the rows of the CSV file whose titles are in a list, filtered and cleaned as TFDS does."""
     with titles.open() as file:
         wanted = {line.strip() for _, line in decode_lines(file, str(titles))}
     with table.open() as file:
         for number, (place, row) in enumerate(read_table(file, str(table))):
             headline, title, text = (value_of(row, column, place).strip() for column in _COLUMNS)
             if headline and len(headline) < _MOST * len(text) and title.replace(" ", "") in wanted:
-                text = re.sub(r"\.+\n+,", ".\n", text)  # a step's end and the comma that follows it in the file
+                text = re.sub(r"\.+\n+,", ".\n", text)  # the file has a comma after the end of a step
                 yield place, str(number), {"text": text, "headline": headline.replace(".,", "."), "title": title}
 
 

@@ -1,7 +1,8 @@
-"""WikiHowQA (Deng et al. 2020): how-to questions, a long answer, and its summary, which is to be written.
+"""WikiHowQA (Deng et al. 2020): how-to questions with a long answer; the target is the summary of the answer.
 
-summary.txt has an answer a line (id, answer, summary); train.txt, valid.txt and test.txt pair questions with answers
-(question, id, and a label that is 1 where the answer is the question's own). All columns are parted by tabs.
+Each line of summary.txt is an answer (id, answer, summary). Each line of train.txt, valid.txt and test.txt pairs a
+question with an answer (question, id, label); the label is 1 if the answer belongs to the question. Tabs separate the
+columns.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(name: str, file: File, summaries: File) -> Records:
+    """Yields the questions of a split that are paired with their own answer, with its summary."""
     pairs: list[tuple[str, str, str]] = []
     with file.open() as lines:
         for place, line in decode_lines(lines, str(file)):

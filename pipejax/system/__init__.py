@@ -1,1 +1,1 @@
-"""What has nothing to do with T5: commands, files, streams, processes, the shell's settings."""
+"""Everything that does not depend on T5: commands, files, streams, processes, and JAX's settings."""

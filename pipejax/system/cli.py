@@ -1,4 +1,4 @@
-"""What all commands share: flags, exit codes, and errors as one line."""
+"""The parts that all commands share: the parser of flags, exit codes, and errors as one line."""
 
 import argparse
 import contextlib
@@ -21,29 +21,29 @@ from pipejax.system.progress import say
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-EXIT_OUR_MISTAKE = 70  # EX_SOFTWARE; a traceback shows it
-# What the operating system refuses for reasons that people can mend; any other of its errors is a mistake of ours.
+EXIT_OUR_MISTAKE = 70  # EX_SOFTWARE of sysexits.h; comes with a traceback
+# Errors of the operating system that the user can mend, such as a full disk; all others are our mistakes.
 REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENODEV, errno.ENXIO),
 )
-COMPLETING = "_ARGCOMPLETE"  # the variable by which a shell asks what could come next on its line
-LINE = 1000  # characters of a line that is said; what is longer loses its middle
+COMPLETING = "_ARGCOMPLETE"  # the variable that a shell sets to ask for completions
+LINE = 1000  # characters; a longer line loses its middle
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without its usage block: a wrong flag is a UserError like any other bad input."""
+    """An argparse parser that raises a UserError for a wrong flag instead of printing a usage block."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # type: ignore[arg-type]
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_overrides(self, text: str) -> None:
-        """The repeatable flag --set KEY=VALUE, as `overrides`."""
+        """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help."""
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse does; where a shell asks what could come next, it is told, and the process ends."""
+        """Parses as argparse does; if a shell asks for completions, prints them and ends the process."""
         if COMPLETING in os.environ:
             with extra("completion", "completion"):
                 import argcomplete
@@ -51,12 +51,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for anything that it cannot parse."""
+        """Raises a UserError; argparse calls this for anything that it cannot parse."""
         raise UserError(message)
 
 
 def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
-    """The type of a flag that is a whole number in that range."""
+    """The argparse type of a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         try:
@@ -72,22 +72,22 @@ def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
 
 
 def note(line: str) -> None:
-    """One line for the person at the keyboard, on standard error: standard output belongs to results."""
+    """Writes a line for the user to standard error, as standard output is for results."""
     if len(line) > LINE:
         line = f"{line[: LINE // 2]} ... {line[-LINE // 2 :]}"
     say(line)
 
 
-LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}  # what a line begins with
+LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}  # prefixes of logged lines
 
 
 def line_of(record: logging.LogRecord) -> str:
-    """What is logged, as a line for the person at the keyboard."""
+    """A log record as a line for the user."""
     return LEVELS.get(record.levelno, "") + record.getMessage()
 
 
 class _Lines(logging.Handler):
-    """Says what the package logs."""
+    """Writes the package's log records to standard error, a line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(line_of(record))
@@ -97,19 +97,19 @@ _lines = _Lines()
 
 
 def mute() -> None:
-    """What is logged stays unsaid from now on: another process says it."""
+    """Stops writing log records to standard error: the command ends, or another process writes the same ones."""
     logging.getLogger("pipejax").removeHandler(_lines)
 
 
 def check_output(flag: str, target: str | None) -> None:
-    """Raises a UserError if a file is asked for that cannot be written: before the work, not after it."""
+    """Raises a UserError if the file that a flag names cannot be written; called before the work, not after it."""
     if target is None:
         return
     wanted = Path(target)
     found = look(wanted, flag)
     if found == "directory":
         raise UserError(f"{flag} {target}: found a directory; expected a file")
-    directory = Path(os.path.realpath(wanted)).parent  # where a link leads to
+    directory = Path(os.path.realpath(wanted)).parent  # of a link's target
     if look(directory, flag) != "directory":
         raise UserError(f"{flag} {target}: found no directory {directory}; expected one that exists")
     if not os.access(wanted if found else directory, os.W_OK):
@@ -117,14 +117,14 @@ def check_output(flag: str, target: str | None) -> None:
 
 
 def write_output(flag: str, target: str, text: str) -> None:
-    """Writes a file whole; if the disk does not take it, the text goes to standard output: it may be hours of work.
+    """Writes a file completely or not at all. On failure prints the text, which may be hours of work.
 
     Raises:
-      UserError: it cannot be written; a file that was there is as it was.
+      UserError: the file cannot be written; an existing one is unchanged.
     """
-    path = Path(os.path.realpath(target))  # where a link leads to
+    path = Path(os.path.realpath(target))  # a link stays, its target is written
     try:
-        if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):  # a device, a pipe
+        if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):  # such as a device or a pipe
             path.write_text(text, encoding="utf-8")
         else:
             write_text(path, text)
@@ -135,13 +135,13 @@ def write_output(flag: str, target: str, text: str) -> None:
 
 
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and leaves with its exit code; bad input is one last line on standard error and exit code 2."""
+    """Runs a command and exits with its code. Bad input gives one line on standard error and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     streams.make_safe()
     logger = logging.getLogger("pipejax")
     logger.addHandler(_lines)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # absl gives the root logger a handler as it logs; that one would say each line again
+    logger.propagate = False  # absl adds a handler to the root logger, which would write each line again
     try:
         environment.allow_files()
         environment.check_flags()
@@ -158,7 +158,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
             traceback.print_exception(error)
     mute()
     logger.propagate = True
-    if _unneeded:  # sys.exit would wait for it; and a daemon thread that is in XLA aborts the process as it ends
+    if _unneeded:  # sys.exit would wait for these threads, and a daemon thread inside XLA would abort the process
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -166,12 +166,12 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     sys.exit(code)
 
 
-_unneeded: list[int] = []  # threads
+_unneeded: list[int] = []  # ids of threads
 
 
 @contextlib.contextmanager
 def unneeded() -> Iterator[None]:
-    """Work of a thread that no command waits for once it is through, such as compiling ahead."""
+    """A block of work in a thread, such as compiling ahead, that a command may leave unfinished when it ends."""
     _unneeded.append(threading.get_ident())
     try:
         yield
@@ -180,7 +180,7 @@ def unneeded() -> Iterator[None]:
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
-    """One line about an error that people can do something about; the exit code, EXIT_OUR_MISTAKE for any other."""
+    """Writes one line about an error that the user can mend; returns its exit code, or EXIT_OUR_MISTAKE."""
     if isinstance(error, KeyboardInterrupt):
         note("interrupted")
         return EXIT_INTERRUPTED

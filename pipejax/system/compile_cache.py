@@ -1,4 +1,4 @@
-"""Compiled programs on disk, so that only the first run of a command waits for the compiler."""
+"""Keeps compiled programs on disk, so that only the first run of a command waits for the compiler."""
 
 import logging
 import os
@@ -9,11 +9,11 @@ import jax
 logger = logging.getLogger(__name__)
 
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
-SIZE = 4 * 2**30  # bytes; beyond it JAX drops what was used longest ago
+SIZE = 4 * 2**30  # bytes; JAX then removes the least recently used programs
 
 
 def directory() -> Path | None:
-    """Where programs are kept: $PIPEJAX_CACHE, else pipejax/ in the user's cache directory; None: nowhere."""
+    """The cache's directory: $PIPEJAX_CACHE, or pipejax/ in the user's cache directory; None if it is "off"."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen == "off":
         return None
@@ -24,10 +24,10 @@ def directory() -> Path | None:
 
 
 def safe_directory() -> Path | None:
-    """That directory, made if need be; None if it is off, cannot be had, or is open to others.
+    """The cache's directory, made if it is missing; None if it is off, unusable or writable by other users.
 
-    What lies in there is executed, so nobody else may write to it: a new one has mode 700. A cache that cannot be had
-    is worth a line, no more.
+    The files in it are executed, so no other user may write to it: a new directory has mode 700. If it cannot be used,
+    the log says so and work goes on without a cache.
     """
     path = directory()
     if path is None:
@@ -47,13 +47,13 @@ def safe_directory() -> Path | None:
 
 
 def ours_alone(path: Path) -> bool:
-    """Whether nobody else may write there: only then is what it holds executed. Raises OSError if it cannot be told."""
+    """Whether only this user may write to the path, so that its files may be executed. Raises OSError if unknown."""
     found = path.stat()
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def use() -> Path | None:
-    """Lets JAX keep its programs there, unless the user configured a cache of JAX's own; returns its directory."""
+    """Turns on JAX's compilation cache in this directory, unless the user configured one; returns its directory."""
     if own := jax.config.values["jax_compilation_cache_dir"]:
         return Path(own)
     path = safe_directory()

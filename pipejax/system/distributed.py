@@ -1,7 +1,7 @@
-"""Several processes of one run, through JAX's own runtime: joining it, who is first, and what all agree on.
+"""Runs of several processes on JAX's distributed runtime: joining, exchanging messages, and failing together.
 
-With one process everything here costs nothing. Who starts the processes (srun, mpirun, Kubernetes, Ray, ssh) is none of
-our business: docs/clusters.md has a recipe for each.
+With one process the functions return at once. This module does not start processes; docs/clusters.md shows how to with
+srun, mpirun, Kubernetes, Ray and ssh.
 """
 
 import collections
@@ -23,27 +23,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed  # whose client asks the coordinator
-from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # what jax.distributed.initialize() asks
+from jax._src import distributed  # for the client of the coordination service
+from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # which jax.distributed.initialize() asks
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipejax.system.errors import UserError
 
-HEARTBEAT = 60  # seconds without a sign of life after which a process counts as dead and the others end
-PATIENCE = 3_600_000  # milliseconds to wait for what another process says, as long as it gives signs of life
-# How launchers tell a process the number of processes, its own number, and its number on its machine.
+HEARTBEAT = 60  # seconds of silence after which a process counts as dead and the others end
+PATIENCE = 3_600_000  # milliseconds to wait for a message of a process whose heartbeat goes on
+# Launchers' variables for the number of processes, the process's rank, and its rank on its machine.
 LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 TPU_CLUSTERS = (GkeTpuCluster, GceTpuCluster)
-_SHARED = "shared_by_all_processes"  # marks an exception
+_SHARED = "shared_by_all_processes"  # the attribute of an exception that all processes raise
 
 
 def shared(error: BaseException) -> bool:
-    """Whether all processes raise it."""
+    """Whether all processes raise this error."""
     return hasattr(error, _SHARED)
 
 
@@ -57,27 +57,27 @@ def join(
     alone: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
-    """Joins the processes of this run, if it has several; before anything else uses a device.
+    """Joins the processes of this run, if it has several. Must be called before anything uses a device.
 
     Args:
       coordinator: HOST:PORT of process 0, or None to have JAX find it (Slurm, Open MPI 4, JobSet, Cloud TPU).
-      processes: how many there are; None: as the launcher says.
-      process_id: which one this is, from 0; None: as the launcher says.
+      processes: the number of processes; None: as the environment says.
+      process_id: the rank of this process, from 0; None: as the environment says.
       heartbeat: seconds of silence after which a process counts as dead; the others then end themselves.
       patience: seconds to wait for process 0 to listen.
-      alone: do not look for others.
-      environment: where launchers leave their variables.
+      alone: run as a single process, whatever the environment says.
+      environment: the environment variables, among them the launcher's.
 
     Returns:
-      Whether there are several.
+      Whether the run has several processes.
 
     Raises:
-      UserError: some of the three are missing or make no sense, or the coordinator does not answer.
+      UserError: coordinator, processes or process_id is missing or invalid, or the coordinator does not answer.
     """
     if alone:
         return False
     coordinator = coordinator or environment.get("PIPEJAX_COORDINATOR") or None
-    told = _told(environment)
+    told = _from_launcher(environment)
     processes = _number("processes", processes, environment)
     if processes is None:
         processes = told[0] if told else None
@@ -86,7 +86,7 @@ def join(
     process_id = _number("process_id", process_id, environment)
     if process_id is None and told:
         process_id = told[1]
-    if coordinator is None and not (told or _detected(environment)):
+    if coordinator is None and not (told or _detected_by_jax(environment)):
         if processes is None and process_id is None:
             return False
         raise UserError("--coordinator: found none; expected HOST:PORT of process 0, as for every process of the run")
@@ -107,7 +107,7 @@ def join(
     if coordinator is not None and process_id != 0:
         _await(coordinator, patience)
     own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from us
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, which the trainer does itself
     try:
         jax.distributed.initialize(coordinator, processes, process_id, own_device, heartbeat_timeout_seconds=heartbeat)
     except (RuntimeError, ValueError, OSError) as error:
@@ -120,7 +120,11 @@ def join(
 
 
 def _await(coordinator: str, patience: float) -> None:
-    """JAX aborts the process, without an exception, when nobody listens there in time."""
+    """Waits until the coordinator listens, because JAX aborts the process without an exception if it never does.
+
+    Raises:
+      UserError: nothing listens at HOST:PORT within `patience` seconds.
+    """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + patience
     while True:
@@ -137,6 +141,7 @@ def _await(coordinator: str, patience: float) -> None:
 
 
 def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
+    """The value, or if it is None, the whole number in the variable PIPEJAX_NAME; None without either."""
     text = environment.get(f"PIPEJAX_{name.upper()}", "")
     if value is not None or not text:
         return value
@@ -145,8 +150,11 @@ def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int
     return int(text)
 
 
-def _told(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """What srun or mpirun says, if it started more than one; a login shell in an allocation says nothing."""
+def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
+    """Number of processes, rank and local rank as srun or mpirun gives them; None unless it started several.
+
+    A login shell in a Slurm allocation has some of the variables, but no step: it is a single process.
+    """
     for names in LAUNCHERS:
         values = [environment.get(name, "") for name in names]
         started = names[0] != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in environment
@@ -155,8 +163,8 @@ def _told(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
     return None
 
 
-def _detected(environment: Mapping[str, str]) -> bool:
-    """Whether JAX finds out by itself: an indexed Kubernetes job with its client library, or Cloud TPU machines.
+def _detected_by_jax(environment: Mapping[str, str]) -> bool:
+    """Whether JAX can detect the processes: of an indexed Kubernetes job (needs its library), or on Cloud TPU machines.
 
     JAX asks the network only where the machine has a TPU.
     """
@@ -165,7 +173,7 @@ def _detected(environment: Mapping[str, str]) -> bool:
         return True
     try:
         return any(cluster.is_env_present() and cluster.get_process_count() > 1 for cluster in TPU_CLUSTERS)
-    except (OSError, RuntimeError, ValueError, LookupError) as error:  # of `requests`, and of what it found
+    except (OSError, RuntimeError, ValueError, LookupError) as error:  # of `requests`, or of parsing the answer
         said = " ".join(str(error).split())[:200]
         raise UserError(
             f"the metadata of this Cloud TPU machine: found no answer of use ({said}); expected the processes of its "
@@ -174,7 +182,7 @@ def _detected(environment: Mapping[str, str]) -> bool:
 
 
 def lost(error: BaseException) -> bool:
-    """Whether it says that another process of the run is gone."""
+    """Whether the error means that another process of the run ended or cannot be reached."""
     words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe|deadline_exceeded"
     return isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I)) and several()
 
@@ -185,12 +193,12 @@ def several() -> bool:
 
 
 def first() -> bool:
-    """Whether this process is the one that writes the log, the config and all that is said."""
+    """Whether this is process 0, which writes the log, the config and the lines for the user."""
     return jax.process_index() == 0
 
 
 def gather(text: str) -> list[str]:
-    """Each process's text, in their order; every process must call it."""
+    """The texts of all processes, by index; every process must call this."""
     if not several():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -201,10 +209,10 @@ def gather(text: str) -> list[str]:
 
 
 def check_same(text: str, what: str) -> None:
-    """All processes must have been given the same: they compute parts of one thing.
+    """Checks that all processes have the same text; `what` names it in the error. Every process must call this.
 
     Raises:
-      UserError: one was given something else than process 0; in every process.
+      UserError: a process has another text than process 0. All processes raise it.
     """
     words = gather(hashlib.sha256(text.encode()).hexdigest())
     for index, word in enumerate(words):
@@ -216,9 +224,10 @@ def check_same(text: str, what: str) -> None:
 
 @contextlib.contextmanager
 def together(*kinds: type[Exception]) -> Iterator[None]:
-    """A stretch that succeeds in all processes or in none.
+    """A block that succeeds in all processes or in none; every process must enter it.
 
-    An exception of one of the `kinds` in any process is raised in every one, so that none waits for another for ever.
+    If one process raises an exception of one of the `kinds`, all processes raise it at the end of the block, so that
+    none waits for another for ever.
     """
     problem: Exception | None = None
     try:
@@ -241,9 +250,10 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[None]:
-    """Ends this process at once if it fails by itself: the others, which would wait for it, then notice and end, too.
+    """A block whose error, unless all processes raise it, ends this process at once, so that the others notice.
 
-    `explain` says what went wrong and gives the exit code; `joined` is what `join` said: JAX may have no device to ask.
+    Otherwise they would wait for this process. `explain` reports the error and returns the exit code. `joined` is the
+    result of `join`; `several` would ask JAX, which may have no device.
     """
     try:
         yield
@@ -257,7 +267,7 @@ def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[
 
 
 def same(value: Any) -> Any:
-    """Process 0's value, in every process: anything that JSON can hold."""
+    """Process 0's value, a JSON value, in every process; every process must call this."""
     return json.loads(gather(json.dumps(value))[0]) if several() else value
 
 
@@ -265,21 +275,22 @@ _exchanges = itertools.count()
 
 
 class Exchange:
-    """What each process says, told to all by the coordinator: no device takes part, so that any one thread may call.
+    """Exchanges messages between all processes by the coordinator, without a device, so that any thread may call it.
 
-    All processes must make their exchanges, and the calls of each, in the same order.
+    All processes must make their `Exchange` objects, and the calls of each object, in the same order. One object must
+    not be called by two threads at once.
     """
 
     def __init__(self) -> None:
-        """Nothing has been said."""
+        """Makes the next exchange of this process."""
         self._name, self._calls = f"pipejax/exchange/{next(_exchanges)}", 0
         self._lock, self._closed = threading.Lock(), False
 
     def __call__(self, mine: bytes) -> list[bytes]:
-        """What each process says in its call of this number, by index; never nothing: that closes.
+        """Sends `mine`, which must not be empty; returns the messages of all processes in this call, by index.
 
         Raises:
-          RuntimeError: the exchange is closed, here or by another process, or another is gone (see `lost`).
+          RuntimeError: this or another process closed the exchange, or another process is gone (see `lost`).
         """
         if not several():
             return [mine]
@@ -287,25 +298,25 @@ class Exchange:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this exchange is closed")
-            self._say(mine)
+            self._send(mine)
             self._calls += 1
         said = list[bytes]()
         for i in range(jax.process_count()):
             said.append(mine if i == own else self._client.blocking_key_value_get_bytes(self._key(call, i), PATIENCE))
             if not said[i]:
                 raise RuntimeError(f"coordination service: process {i} has closed the exchange")
-        if call:  # who has said this much has read all that was said before
+        if call:  # every process that sent this message has read the previous ones
             self._client.key_value_delete(self._key(call - 1, own))
         return said
 
     def close(self) -> None:
-        """Ends the calls of other processes that would wait for this one, and refuses later ones."""
+        """Closes the exchange: calls that wait for this process, and all later calls, raise a RuntimeError."""
         with self._lock:
             if several() and not self._closed:
-                self._say(b"")
+                self._send(b"")
             self._closed = True
 
-    def _say(self, mine: bytes) -> None:
+    def _send(self, mine: bytes) -> None:
         self._client.key_value_set_bytes(self._key(self._calls, jax.process_index()), mine)
 
     def _key(self, call: int, index: int) -> str:
@@ -317,19 +328,19 @@ class Exchange:
 
 
 class Vote:
-    """The highest number that any process has said, known to all at the same call.
+    """The maximum of the numbers that the processes give, which all processes learn at the same call.
 
-    Calls must match across processes. A call starts the exchange and takes the result of the one `delay` calls ago, so
-    that no device waits for a host: what is said becomes known that many calls later.
+    All processes must make the same number of calls. A call starts a reduction on the devices and returns the result of
+    the one `delay` calls ago, so that no device waits for a host.
     """
 
     def __init__(self, delay: int = 2) -> None:
-        """Nothing has been said."""
+        """`delay` is the number of calls until a number is known."""
         self.delay = delay
         self._under_way: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, mine: int) -> int:
-        """Says a number; returns what is known by now."""
+        """Gives a number; returns the maximum of `delay` calls ago, 0 in the first calls."""
         if not several():
             return mine
         said = np.full(jax.local_device_count(), mine, np.int32)

@@ -1,6 +1,6 @@
-"""What somebody's shell says to JAX: pinned where the meaning of a run depends on it, refused where nothing would run.
+"""Checks the environment's settings of JAX and XLA: pins those that change results, refuses those that cannot work.
 
-Standard library only, so that it can be said before JAX is imported.
+It imports the standard library only, so that it can act before JAX is imported.
 """
 
 import contextlib
@@ -12,28 +12,32 @@ from typing import Any
 
 from pipejax.system.errors import UserError
 
-# The settings of JAX that decide what a program computes, as this package needs them: JAX's own defaults.
+# The settings of JAX that change what a program computes, with the values that this package needs: the defaults.
 PINNED: dict[str, Any] = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,
-    "jax_debug_nans": False,  # a step that is not finite is left out, not raised
+    "jax_debug_nans": False,  # the trainer skips a step that is not finite
     "jax_threefry_partitionable": True,
     "jax_default_prng_impl": "threefry2x32",
     "jax_random_seed_offset": 0,
     "jax_numpy_dtype_promotion": "standard",
     "jax_numpy_rank_promotion": "allow",
 }
-_WORDS = {False: ("0", "false", "f", "no", "n", "off"), True: ("1", "true", "t", "yes", "y", "on")}  # as JAX reads them
-FILES = 256  # that must be allowed to be open at once: a save opens some for each array, and Orbax hangs without
+_WORDS = {
+    False: ("0", "false", "f", "no", "n", "off"),
+    True: ("1", "true", "t", "yes", "y", "on"),
+}  # as JAX reads booleans
+# A process must be allowed so many open files: a save opens some for each array, and without them Orbax hangs.
+FILES = 256
 _FLAGS = "XLA_FLAGS"
 _PROBE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options"
 
 
 def pin() -> list[str]:
-    """Takes back what the environment says about pinned settings; the variables that said otherwise.
+    """Resets environment variables that contradict pinned settings; returns them as "VARIABLE=VALUE".
 
-    This is for the JAX that is imported from now on, here and in processes that are started from here. Commands say it
-    in a line, `pipejax.load` in a warning.
+    This acts on JAX if it is imported later, in this process or in one started by it. Commands report the variables in
+    a line, `pipejax.load` in a warning.
     """
     found = []
     for name, value in PINNED.items():
@@ -44,12 +48,12 @@ def pin() -> list[str]:
     return found
 
 
-IGNORED = pin()
+IGNORED = pin()  # at import, before JAX is imported
 
 
 def allow_files() -> None:
-    """Raises the number of files that may be open to what a command needs, or a UserError if that is forbidden."""
-    import resource  # Windows has none
+    """Raises the limit of open files to FILES if it is lower; raises a UserError if that is forbidden."""
+    import resource  # absent on Windows
 
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or allowed >= FILES:
@@ -62,11 +66,11 @@ def allow_files() -> None:
 
 
 def check() -> None:
-    """What `pin` could not reach, asked before JAX computes anything.
+    """Checks the settings that `pin` could not reset; called before JAX computes anything.
 
     Raises:
-      UserError: a program of the user's set a pinned setting of JAX otherwise, XLA does not know one of its flags, or
-        this machine has no device of the kind that is asked for.
+      UserError: the user's program changed a pinned setting, XLA does not know a flag in XLA_FLAGS, or this machine has
+        no device of the platform in JAX_PLATFORMS.
     """
     for name, value in settings().items():
         if name in PINNED and value != PINNED[name]:
@@ -78,7 +82,7 @@ def check() -> None:
     if "jax" in sys.modules:
         try:
             sys.modules["jax"].devices()
-        except (RuntimeError, AssertionError) as error:  # the latter for CUDA without its plugin, in JAX 0.10
+        except (RuntimeError, AssertionError) as error:  # JAX 0.10 raises an AssertionError for CUDA without its plugin
             wanted = os.environ.get("JAX_PLATFORMS", "")
             reason = str(error).partition("\n")[0] or "JAX has no plugin for it, or there is no such device"
             raise UserError(
@@ -87,7 +91,7 @@ def check() -> None:
 
 
 def settings() -> dict[str, Any]:
-    """The pinned settings and the precision of products, as JAX has them; empty as long as JAX is not imported."""
+    """JAX's values of the pinned settings and of the matmul precision; empty if JAX is not imported."""
     if "jax" not in sys.modules:
         return {}
     values = sys.modules["jax"].config.values
@@ -95,18 +99,19 @@ def settings() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """A setting's value as JSON can hold it."""
     return value if value is None or isinstance(value, bool | int) else str(getattr(value, "value", value))
 
 
 def check_flags() -> None:
-    """Raises a UserError if XLA does not know a flag in XLA_FLAGS: it would abort the process."""
+    """Raises a UserError if XLA does not know a flag in XLA_FLAGS, because XLA would abort the process."""
     if flags := os.environ.get(_FLAGS, "").strip():
         _try_flags(flags)
 
 
 @functools.cache
 def _try_flags(flags: str) -> None:
-    """Another process asks XLA first."""
+    """Starts XLA with these flags in another process, which may abort."""
     ended = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     said = ended.stderr.decode(errors="replace").splitlines()
     reason = next((line.partition("] ")[2] for line in said if ".cc:" in line), "")

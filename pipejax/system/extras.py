@@ -1,4 +1,4 @@
-"""Libraries that only part of the package needs: its extras, as pyproject.toml lists them."""
+"""Optional libraries, which pyproject.toml lists as extras: a missing one is a UserError that says what to install."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from pipejax.system.errors import UserError
 
 @contextlib.contextmanager
 def extra(name: str, place: object) -> Iterator[None]:
-    """Around the import of libraries that belong to that extra; `place`: what needs them, for the error.
+    """A block that imports libraries of the extra `name`; the error begins with `place`, the user of the libraries.
 
     Raises:
-      UserError: one of them is not installed.
+      UserError: a library is not installed.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""Dataclasses of settings, whatever they set: legal ranges, checks of type and range, values from text.
+"""Dataclasses of settings: legal ranges of fields, checks of types and ranges, and values parsed from text.
 
-Standard library only.
+It imports the standard library only.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from pipejax.system.errors import UserError
 
-WHOLE = 2**31 - 1  # no whole number is larger: arrays count in 32 bits
+WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
 
 
 def setting(
@@ -25,25 +25,35 @@ def setting(
     below: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with its legal range: `least`/`most` are inclusive, `above`/`below` are not.
+    """A dataclass field with its legal values; an error is better than an allocation that ends the process.
 
-    Sizes end where no machine could follow: an error is better than an allocation that ends the process.
+    Args:
+      default: the default value; without one the field is required.
+      least: the smallest legal number.
+      most: the largest legal number; for a whole number at most WHOLE.
+      above: legal numbers are larger than this.
+      below: legal numbers are smaller than this.
+      choices: the legal texts; empty: all.
     """
     bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices}
     return dataclasses.field(default=default, metadata=bounds)
 
 
 def check_fields(node: Any, prefix: str, where: str) -> None:
-    """Raises a UserError naming `where` and the key, which begins with `prefix`, for a wrong type or range."""
+    """Checks the types and ranges of a dataclass's fields, also in nested dataclasses.
+
+    Raises:
+      UserError: a value is wrong; the message begins with `where` and the key, which begins with `prefix`.
+    """
     kinds = types_of(type(node))
     for field in dataclasses.fields(node):
         key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
         if dataclasses.is_dataclass(value) and type(value) in alternatives(kind):
             check_fields(value, f"{key}.", where)
             continue
-        # bool is an int and an int is a float in Python; a config key takes the first for neither.
+        # In Python a bool is an int. A setting of type int or float must not be a bool; a float may be given as an int.
         fits = type(value) in alternatives(kind) or (kind is float and type(value) is int)
-        if type(value) is int and abs(value) > 10**30:  # no float, and beyond some length no text either
+        if type(value) is int and abs(value) > 10**30:  # neither a float nor, if longer still, text can represent it
             raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
         if not fits or (kind is float and not math.isfinite(value)):
             raise UserError(f"{where}: {key}: found {value!r}; expected {noun(kind)}")
@@ -70,23 +80,23 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
 
 
 def types_of(cls: type) -> dict[str, Any]:
-    """The type of each field."""
+    """The type of each field, by name."""
     return typing.get_type_hints(cls)
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types of a union; of any other type itself."""
+    """The members of a union; any other type alone."""
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
 def noun(kind: Any) -> str:
-    """A type in words."""
+    """A type in words, for error messages."""
     nouns = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
 
 
 def parse(text: str, kind: type, key: str) -> Any:
-    """A value from the command line; raises a UserError naming the key."""
+    """Parses a value of --set as `kind`; raises a UserError naming the key if that is impossible."""
     if kind is str:
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
     if kind is bool and text.lower() in ("true", "false"):

@@ -1,8 +1,8 @@
-"""Files: what lies at a path, and writing whole or not at all, so that what is said to be written is on the disk.
+"""Looks at paths, and writes files and directories completely or not at all, synced to the disk.
 
-A rename is atomic for whoever looks, but after a loss of power it may have survived while what was renamed has not. So
-everything is synced before the rename, and the directory that holds the name after it. What a killed process leaves
-has a name of ours, and whoever writes there next removes it.
+A rename is atomic for other processes, but after a loss of power the new name may exist without its content. So the
+content is synced before the rename, and the directory that holds the name after it. Temporary files have recognisable
+names; those that a killed process leaves are removed by the next writer.
 """
 
 import contextlib
@@ -22,12 +22,13 @@ from pipejax.system.errors import UserError
 
 
 def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
-    """What lies at a path, through links: "" for nothing, "file" for all that is no directory, pipes and devices too.
+    """Says what is at a path, following links: "" (nothing), "directory", or "file" (also pipes and devices).
 
-    Path's own questions raise an OSError on one Python and say "nothing" on another if they are not answered.
+    `Path.exists` and the like are not used: on some errors one version of Python raises an OSError, another returns
+    False.
 
     Raises:
-      UserError: the path may not be looked at, is too long, or cannot be one; it begins with `where`.
+      UserError: access is forbidden, or the path is too long or invalid; the message begins with `where`.
     """
     try:
         mode = os.stat(path).st_mode
@@ -35,20 +36,20 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ""
         raise UserError(f"{where}{' ' if where else ''}{path}: cannot be looked at ({error.strerror})") from error
-    except ValueError as error:  # a NUL, or characters that no file name has
+    except ValueError as error:  # a NUL, or characters that a file name cannot have
         raise UserError(f"{where}{' ' if where else ''}{str(path)!r}: found no path ({error}); expected one") from error
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
-_PARTIAL = "-partial"
+_PARTIAL = "-partial"  # in the name of a directory that is being filled
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's content, or a directory's names, are on the disk. Whatever cannot be synced is let be."""
+    """Waits until a file's content or a directory's names are on the disk; ignores what cannot be synced, as a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:
-        if path.is_dir():  # one where names may be made but not listed
+        if path.is_dir():  # a directory with write but without read permission
             return
         raise
     try:
@@ -61,7 +62,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """As `sync`, for all that is in a directory and for itself; what is inside of a directory comes before it."""
+    """Syncs all files and directories below a directory, and then the directory itself."""
     for place, _, names in os.walk(directory, topdown=False, onerror=_raise):
         for name in names:
             sync(Path(place, name))
@@ -69,14 +70,18 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_output(path: Path) -> None:
-    """As `sync`, for a file that was just written and for its name; anything but a file is let be."""
+    """Syncs the content and the name of a file that was just written; ignores pipes and devices."""
     if path.is_file():
         sync(path)
         sync(Path(os.path.realpath(path)).parent)
 
 
 def _sync_name(path: Path) -> None:
-    """As `sync`, for the name that something whole has just taken: it is there, whatever becomes of this."""
+    """Syncs the name that a file or directory has just got by a rename.
+
+    Raises:
+      UserError: that failed; the file is there, but a loss of power may undo the rename.
+    """
     try:
         sync(path.parent)
     except OSError as error:
@@ -84,7 +89,12 @@ def _sync_name(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file whole, or leaves it as it was."""
+    """Writes or replaces a file completely; on an error the old file stays.
+
+    Raises:
+      OSError: the file cannot be written.
+      UserError: the file is written, but its name cannot be synced.
+    """
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
     ) as file:
@@ -102,12 +112,12 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill, which takes the place of `target` at the end of the block: whole and on disk, or not at all.
+    """Gives a new directory to fill; at the end of the block it is synced and renamed to `target`.
 
-    `target` must be absent or empty. An exception leaves everything as it was, missing parents included.
+    `target` must be absent or empty. An exception in the block removes the new directory and the parents made for it.
 
     Raises:
-      UserError: all is there, but its name may not be on the disk.
+      UserError: `target` is complete, but its name cannot be synced.
     """
     made = make_directories(target.parent)
     partial: Path | None = None
@@ -130,7 +140,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def make_directories(directory: Path) -> list[Path]:
-    """Makes a directory and its parents; those that were missing, the innermost first."""
+    """Makes a directory and its parents; returns those that were missing, the innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -139,20 +149,20 @@ def make_directories(directory: Path) -> list[Path]:
 
 
 def remove_empty(directories: list[Path]) -> None:
-    """Removes each of these directories if nothing is in it, in their order."""
+    """Removes those of the directories that are empty, in the given order."""
     for directory in directories:
         with contextlib.suppress(OSError):
             directory.rmdir()
 
 
 def free_name(path: Path) -> Path:
-    """The path, or where something is there already, it with -2, -3 and so on behind it."""
+    """The path, or if it exists, the first free path with -2, -3 and so on appended."""
     names = (path.with_name(f"{path.name}-{count}") for count in itertools.count(2))
     return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
 
 
 def sweep(directory: Path, *patterns: str) -> None:
-    """Removes files and directories whose names match: what killed processes have left. What cannot go stays."""
+    """Removes the files and directories whose names match a glob pattern, as far as possible."""
     for pattern in patterns:
         with contextlib.suppress(OSError):
             for path in directory.glob(pattern):
@@ -164,12 +174,12 @@ def sweep(directory: Path, *patterns: str) -> None:
 
 
 def sweep_text(path: Path) -> None:
-    """Removes what a `write_text` left that was killed. Nobody else may be writing the file."""
+    """Removes the temporary files of killed calls of `write_text`. No other process may be writing the file."""
     sweep(path.parent, f".{glob.escape(path.name)}-{'[a-z0-9_]' * 8}")
 
 
 def sweep_partial(target: Path) -> None:
-    """Removes what a `new_directory` left that was killed, unless somebody is filling it."""
+    """Removes the directories of killed calls of `new_directory`; those in use are locked and stay."""
     for path in target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*"):
         with contextlib.suppress(OSError), _held(path) as alone:
             if alone:
@@ -178,7 +188,7 @@ def sweep_partial(target: Path) -> None:
 
 @contextlib.contextmanager
 def _held(directory: Path) -> Iterator[bool]:
-    """Holds a lock on a directory, which goes with the process, however that ends; whether it could be had."""
+    """Locks a directory during the block; gives whether that worked. The lock ends with the process, even if killed."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         yield _locked(handle)
@@ -189,7 +199,7 @@ def _held(directory: Path) -> Iterator[bool]:
 def _locked(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by another, or a file system without locks
+    except OSError:  # another process holds the lock, or the file system has none
         return False
     return True
 

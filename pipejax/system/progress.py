@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines without one. All on standard error."""
+"""Shows the progress of long work on standard error: a bar on a terminal, else a line from time to time."""
 
 import contextlib
 import sys
@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-_bars: list[Any] = []  # on the terminal just now
+_bars: list[Any] = []  # shown at the moment
 
 
 def say(text: str) -> None:
-    """A line on standard error that does not break a bar."""
+    """Writes a line to standard error, above a bar if one is shown."""
     if _bars:
         _bars[-1].write(text, file=sys.stderr)
     else:
@@ -18,12 +18,21 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Counts units up to a total; without a terminal a line every `every` seconds."""
+    """Counts units of work up to a total, and shows the count."""
 
     def __init__(
         self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0, shown: bool = True
     ) -> None:
-        """With `shown` off it counts and says nothing."""
+        """Shows a bar if standard error is a terminal.
+
+        Args:
+          what: the name of the work.
+          total: the number of units; None: unknown.
+          unit: the name of a unit, in the singular.
+          start: the number of units already done.
+          every: seconds between lines, without a terminal.
+          shown: False: count, but show nothing.
+        """
         self.shown, self.note = shown, ""
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.said, self.said_count = time.monotonic(), start
@@ -36,7 +45,7 @@ class Progress:
             _bars.append(self.bar)
 
     def add(self, count: int, note: str = "") -> None:
-        """That many more are done; a note stays until the next one."""
+        """Adds `count` units done; a note is shown until the next one."""
         self.count, self.note = self.count + count, note or self.note
         if self.bar is not None:
             if note:
@@ -53,7 +62,7 @@ class Progress:
 
     @contextlib.contextmanager
     def aside(self, what: str) -> Iterator[None]:
-        """Time that the work stands still, in rates and the time left as if it had not passed; says what for, if so."""
+        """A block during which the work pauses; rates and the time left ignore it. Shows `what` unless it is empty."""
         begun = time.monotonic()
         if what and self.bar is not None:
             self.bar.set_postfix_str(what)
@@ -70,7 +79,7 @@ class Progress:
                 self.bar.set_postfix_str(self.note)
 
     def line(self, text: str) -> None:
-        """A line that does not break the bar; nothing if this is not shown."""
+        """Writes a line above the bar; does nothing if `shown` is False."""
         if self.shown:
             say(text)
 

@@ -1,7 +1,7 @@
-"""The standard streams of a command, made safe: closed ones are opened on nothing, and writing to them never kills.
+"""Makes the standard streams of a command safe: a closed stream leads to /dev/null, a failed write ends no work.
 
-What is said on standard error is for people: if nobody can read it any more it is dropped, and the work goes on. What
-goes to standard output is the result: if that cannot be written, it is an error, told once.
+Standard error has lines for the user: if it can no longer be written, they are dropped and the work goes on. Standard
+output has the result: the first failure to write it is an error.
 """
 
 import io
@@ -14,14 +14,14 @@ from pipejax.system.errors import UserError
 
 
 class ReaderGone(BrokenPipeError):
-    """Whoever read standard output went away, as `head` does."""
+    """The reader of standard output has ended, as `head` does."""
 
 
 class _Stream(io.RawIOBase):
-    """A descriptor that is written to until it fails; from then on everything is dropped."""
+    """Writes to a file descriptor until a write fails; drops everything after that."""
 
     def __init__(self, descriptor: int, name: str = "") -> None:
-        """With a name the first failure is a UserError, or ReaderGone."""
+        """With a name, the first failure raises a UserError or ReaderGone; without one, it is ignored."""
         self._descriptor, self._name, self._dead = descriptor, name, False
 
     def writable(self) -> bool:
@@ -37,7 +37,7 @@ class _Stream(io.RawIOBase):
         while not self._dead:
             try:
                 return os.write(self._descriptor, data)
-            except BlockingIOError:  # somebody who shares the terminal made it so
+            except BlockingIOError:  # another user of the terminal made it non-blocking
                 select.select([], [self._descriptor], [])
             except OSError as error:
                 self._dead = True
@@ -49,9 +49,9 @@ class _Stream(io.RawIOBase):
 
 
 def make_safe() -> None:
-    """Replaces the interpreter's own streams; those that somebody else put in their place stay."""
+    """Replaces the interpreter's standard streams, but not streams that other code put in their place."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:  # closed: the next file to be opened would get its number, and what is said
+        if getattr(sys, name) is None:  # closed: the next file opened would get its number, and its output
             handle = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(handle, handle == number)
             setattr(sys, f"__{name}__", os.fdopen(handle, mode, closefd=False))
@@ -68,10 +68,10 @@ def make_safe() -> None:
             setattr(sys, name, text)
 
 
-_closed: list[str] = []  # what was closed at the start
+_closed: list[str] = []  # "stdout" if it was closed at the start
 
 
 def check_standard_output(flag: str) -> None:
-    """Raises a UserError if what is written to standard output would reach nobody."""
+    """Raises a UserError if standard output, to which `flag` sends the result, was closed at the start."""
     if _closed:
         raise UserError(f"{flag} -: found standard output closed; expected it open")

@@ -39,8 +39,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
       config: of the run to come.
       directory: the run's.
       store: of its checkpoints.
-      data: fingerprints; those of "data", the training examples, must be those that the run began with, and of "dev" the
-        log is told.
+      data: fingerprints of "data", the training examples, which may not change, and of "dev", of which the log tells it.
 
     Raises:
       UserError: something else than before is asked for, or there is nothing to begin with.

@@ -1,1 +1,1 @@
-"""Commands by their former names, `python -m pipejax.plan` and its like: `pipejax/__init__.py` makes them be found."""
+"""Commands by their former names, as `python -m pipejax.plan`; `pipejax/__init__.py` adds this folder to its path."""
