@@ -17,13 +17,10 @@ from pipejax.system import distributed
 class Best:
     """Saves the parameters with the highest score; all processes must make the same calls."""
 
-<<<<<<< HEAD
     def __init__(self, directory: Path, config: Config, about: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Takes up what an earlier part of the run has left there; `about` is saved with each step's score.
-=======
-    def __init__(self, directory: Path, config: Config) -> None:
         """Reads the score that an earlier part of the run saved in the directory, if there is one.
->>>>>>> words
+
+        `about` is saved with each step, beside its score.
 
         Raises:
           UserError: the directory cannot be written.
@@ -61,13 +58,9 @@ class Best:
         return self.store.close() and done
 
     def _save(self, step: int, score: tuple[float, ...], params: Any) -> bool:
-<<<<<<< HEAD
+        """Saves the parameters as the best step; False if that failed."""
         metadata = {**self.about, "score": list(score)}
         done = self.store.save(step, {"params": params}, config=self.config, metadata=metadata, wait=True)
-=======
-        """Saves the parameters as the best step; False if that failed."""
-        done = self.store.save(step, {"params": params}, config=self.config, metadata={"score": list(score)}, wait=True)
->>>>>>> words
         if done:
             self.score = score
         return done

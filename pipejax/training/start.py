@@ -39,7 +39,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
       config: of the run to come.
       directory: the run's.
       store: of its checkpoints.
-      data: fingerprints of "data", the training examples, which may not change, and of "dev", of which the log tells it.
+      data: fingerprints of the training examples ("data"), which may not change, and of the dev examples ("dev").
 
     Raises:
       UserError: something else than before is asked for, or there is nothing to begin with.
