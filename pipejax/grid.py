@@ -77,7 +77,7 @@ def flatten(rows: Sequence[Sequence[int]], *, delay: int, bos: int, eos: int, fi
 def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_max: int) -> int:
     """Time-steps that Algorithm 1 takes for rows of these lengths (tokens, eos not counted) under the default stop."""
     started = [length for i, length in enumerate(lengths[:sub_max]) if start(i, delay) < time_max]
-    steps = [start(i, delay) + length + 1 for i, length in enumerate(started)]
+    steps: list[int] = [start(i, delay) + length + 1 for i, length in enumerate(started)]
     if len(started) < sub_max:
         steps.append(start(len(started), delay) + 1)  # the empty row that ends spawning
     return min(max(steps), time_max)

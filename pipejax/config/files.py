@@ -80,7 +80,7 @@ def from_json(text: str, *, where: str) -> Config:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
-    config = _build(Config, values, "", where)
+    config: Config = _build(Config, values, "", where)
     check(config, where=where)
     return config
 

@@ -100,7 +100,7 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
     try:
-        handle = safe_open(file, framework="numpy")
+        handle: Any = safe_open(file, framework="numpy")
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no dict)
     except (SafetensorError, OSError) as error:
         raise damaged(file, "safetensors", error) from error

@@ -264,9 +264,10 @@ def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
     with extra("train", "training"):
         import grain
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(reading))
+    iterator: Any = iter(grain.MapDataset.source(batches).to_iter_dataset(reading))
     iterator.set_state({"next_index": start})
-    return iterator
+    made: Iterator[Batch] = iterator
+    return made
 
 
 def fixed_batches(examples: Sequence[Encoded], config: TrainConfig, shapes: Shapes) -> Iterator[Batch]:

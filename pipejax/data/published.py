@@ -95,7 +95,8 @@ class PublishedTask:
             raise UserError(f"{directory}: found the format {form and form.value}; expected array_record")
         if split not in builder.info.splits or not builder.info.splits[split].num_examples:
             return None
-        return builder.as_data_source(split=split)
+        source: Sequence[Any] = builder.as_data_source(split=split)
+        return source
 
     def _example(self, split: str, index: int, raw: Record) -> Example:
         """Converts a prepared record to an example; rows that are empty in plain spelling are left out."""

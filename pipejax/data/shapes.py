@@ -179,7 +179,7 @@ def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) ->
 
     def totals(others: list[int]) -> np.ndarray:
         """The total cost for each candidate if it were used beside `others`."""
-        return weight @ np.minimum(cost, cost[:, others].min(1)[:, None])
+        return np.asarray(weight @ np.minimum(cost, cost[:, others].min(1)[:, None]))
 
     chosen = [int((every == every.max(0)).all(1).argmax())]
     while len(chosen) < min(most, len(every)):

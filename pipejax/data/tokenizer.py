@@ -62,16 +62,19 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, uncut and without special tokens. A lone surrogate is encoded as "?"."""
         text = text.encode("utf-8", "replace").decode("utf-8")  # JSON may hold lone surrogates, tokenizers fail on them
+        ids: list[int]
         if self._backend is not None:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        with self._lock:
-            return self._inner(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        else:
+            with self._lock:
+                ids = self._inner(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The stripped text of the ids, without special tokens and ids outside the vocabulary."""
         known = [int(i) for i in ids if 0 <= i < self.size]
         with self._lock:
-            text = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text: str = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.strip()
 
     def save(self, directory: str | Path) -> None:
@@ -182,7 +185,7 @@ def _is_hub_id(name: str) -> bool:
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
-def import_transformers() -> types.ModuleType:
+def import_transformers() -> Any:
     """Imports transformers late, as that takes seconds, and without its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers

@@ -50,7 +50,7 @@ class Pipelined:
     @property
     def slots(self) -> int:
         """Every place on the grid that can be fed: each row from its start to time_max - 1."""
-        first, last = grid.start(0, self.delay), grid.start(self.rows - 1, self.delay)
+        first, last = int(grid.start(0, self.delay)), int(grid.start(self.rows - 1, self.delay))
         return self.rows * self.time_max - (first + last) * self.rows // 2
 
     def init(self, batch: int) -> State:

@@ -21,7 +21,8 @@ class _Words:
 
     def tokenize(self, text: str) -> list[str]:
         """Lower-case letters and digits of ASCII; words of more than three characters are stemmed."""
-        return tokenize.tokenize(text, self)
+        words: list[str] = tokenize.tokenize(text, self)
+        return words
 
 
 def score(

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import operator
 import types
 import typing
 from typing import Any
@@ -67,10 +68,10 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
                 + (f" (did you mean {guess[0]}?)" if guess else "")
             )
         for name, words, broken in (
-            ("least", "at least", lambda v, b: v < b),
-            ("most", "at most", lambda v, b: v > b),
-            ("above", "more than", lambda v, b: v <= b),
-            ("below", "less than", lambda v, b: v >= b),
+            ("least", "at least", operator.lt),
+            ("most", "at most", operator.gt),
+            ("above", "more than", operator.le),
+            ("below", "less than", operator.ge),
         ):
             bound = rule.get(name)
             if name == "most" and bound is None and kind is int:
