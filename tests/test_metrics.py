@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipejax import checkpoint, config, metrics
-from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import Config, DataConfig
 from pipejax.data import make_task
 from pipejax.data.examples import Example
 from pipejax.inference.evaluation import evaluate
@@ -20,6 +20,7 @@ from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
+from support.tiny import RUN_ON_ONE, change
 
 DOCUMENTS: list[dict[str, Any]] = [
     {"id": "a", "source": "graphs of cats", "gold": ["graphs", "a dog"], "pred": ["graph", "the dog"]},
@@ -183,14 +184,8 @@ def test_the_headline_picks_the_best(tmp_path, monkeypatch, said) -> None:
         return {"rouge1": 100 - value, "em_f1": 100 - value, metrics.HEADLINES[name]: value}
 
     monkeypatch.setattr(metrics, "score", scripted)
-    sizes: Any = dict.fromkeys(("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers"), 1)
-    tiny = Config(
-        model=T5Config(vocab_size=64, **sizes),
-        grid=GridConfig(time_max=4, sub_max=2),
-        data=DataConfig(task="demo", metric="rouge"),
-        train=TrainConfig(steps=3, batch_size=8, evaluate_every=1, evaluate_examples=2, learning_rate=1e-9),
-    )
-    assert fit(tiny, tmp_path) == 0
+    train = {"steps": 3, "evaluate_every": 1, "evaluate_examples": 2, "length_group": 1, "shapes": 1}
+    assert fit(change(RUN_ON_ONE, train=train, data={"metric": "rouge"}), tmp_path) == 0
     best = checkpoint.open_run(tmp_path, best=True)
     assert (best.step, best.metadata["score"][0]) == (2, 30.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -159,44 +159,48 @@ def of(directory, event):
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(config, tmp_path):
+def test_two_processes_equal_one_and_end_together(config, tmp_path):
+    """A signal to one of the two ends both, at the same step; what they go on to is what one process comes to."""
+    settings = ("decode.batch_size=1", "train.evaluate_examples=0", "train.evaluate_every=6")
+    alone, workdir = tmp_path / "alone", tmp_path / "run"
+    assert end(start(config, alone, 1, "train.steps=8", *settings))[0] == [0]
+    started = start(config, workdir, 2, "train.steps=100000", *settings)
+    wait_for_step(workdir, 6, started)
+    started[1].send_signal(signal.SIGTERM)
+    codes, said = end(started)
+    assert codes == [143, 143] and all(line == [] for line in said[1:]), "only the first process speaks"
+    steps = runs.committed(workdir)
+    # The log had step 6: its evaluation was under way, or about to be.
+    assert f"at step {steps[-1]};" in said[0][-1] and runs.steps_made(workdir) == steps[-1] == 6
+    assert not of(workdir, "evaluation")
+    assert end(start(config, workdir, 2, "train.steps=8", *settings))[0] == [0, 0]
+    assert runs.committed(workdir) == [4, 6, 8] and runs.committed(alone) == [4, 8]
     results = {}
-    for count in (1, 2):
-        directory = tmp_path / str(count)
-        codes, said = end(start(config, directory, count, "train.steps=12"))
-        assert codes == [0] * count, said
-        assert all(line == [] for line in said[1:]), "only the first process speaks"
-        results[count] = [line["loss"] for line in of(directory, "train")]
-        assert [line["step"] for line in of(directory, "evaluation")] == [12]
-        results[count] += [line[key] for line in of(directory, "evaluation") for key in ("dev_loss", "em_f1", "steps")]
-        assert runs.committed(directory) == [4, 8, 12]
-    assert results[2] == pytest.approx(results[1], rel=1e-6, abs=1e-6)  # sums of float32 in another order
+    for directory in (alone, workdir):
+        assert [line["step"] for line in of(directory, "evaluation")] == [6, 8]
+        results[directory] = [line["loss"] for line in of(directory, "train")]
+        results[directory] += [line[k] for line in of(directory, "evaluation") for k in ("dev_loss", "em_f1", "steps")]
+    assert len(results[alone]) == 8 + 2 * 3
+    assert results[workdir] == pytest.approx(results[alone], rel=1e-6, abs=1e-6)  # sums of float32 in another order
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, None)], ids=str)
-def test_a_signal_to_one_of_two_ends_both(config, tmp_path, number, code):
-    workdir, again = tmp_path / "run", ("train.steps=8", "train.evaluate_every=6")
-    settings = ("decode.batch_size=1", "train.evaluate_examples=0", f"train.evaluate_every={6 if code else 100000}")
-    started = start(config, workdir, 2, "train.steps=100000", *settings)
-    deadline = time.monotonic() + 250
-    while time.monotonic() < deadline and runs.steps_made(workdir) < 6:
-        assert all(process.poll() is None for process in started), end(started)
-        time.sleep(0.1)
-    started[1].send_signal(number)
+def test_a_process_that_is_killed_ends_the_other(config, tmp_path):
+    workdir = tmp_path / "run"
+    started = start(config, workdir, 2, "train.steps=100000", "train.evaluate_every=100000")
+    wait_for_step(workdir, 6, started)
+    started[1].kill()
     begun = time.monotonic()
     codes, said = end(started)
-    steps = runs.committed(workdir)
-    if code:
-        assert codes == [code, code]
-        # The log had step 6: its evaluation was under way, or about to be.
-        assert f"at step {steps[-1]};" in said[0][-1] and runs.steps_made(workdir) == steps[-1] == 6
-        assert not of(workdir, "evaluation")
-        assert end(start(config, workdir, 2, *settings, *again))[0] == [0, 0]
-        assert [line["step"] for line in of(workdir, "evaluation")] == [6, 8]
-    else:
-        assert codes[0] != 0 and time.monotonic() - begun < 60 and steps
-        assert "Traceback" not in "".join(said[0])
+    assert codes[0] != 0 and time.monotonic() - begun < 60 and runs.committed(workdir)
+    assert "Traceback" not in "".join(said[0])
+
+
+def wait_for_step(workdir, step, started):
+    deadline = time.monotonic() + 250
+    while time.monotonic() < deadline and runs.steps_made(workdir) < step:
+        assert all(process.poll() is None for process in started), end(started)
+        time.sleep(0.1)
 
 
 EXCHANGE = """

@@ -39,7 +39,8 @@ def check_place(path: Path) -> None:
         place.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a symbolic link to it will do)"
+            f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a symbolic link to it "
+            "will do)"
         ) from None
     if found := _MISREAD.search(place):
         raise UserError(
