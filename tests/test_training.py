@@ -92,10 +92,12 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
     assert slots(3, **sequential) == (True, words[0][:2])
 
 
-def test_no_row_ends_in_its_middle(tokenizer):
+@pytest.mark.parametrize("objective", ["pipelined", "sequential"])
+def test_no_row_ends_in_its_middle(tokenizer, objective):
     """A tokenizer reads "</s>" as the token that ends a row."""
+    config = change(CONFIG, train={"objective": objective})
     spelt, plain = (
-        encode(Example("x", "deliver apples .", (row,)), tokenizer, CONFIG, MODEL).target
+        encode(Example("x", "deliver apples .", (row,)), tokenizer, config, MODEL).target
         for row in ("small </s> apples", "small apples")
     )
     assert all((a == b).all() for a, b in zip(spelt, plain, strict=True))

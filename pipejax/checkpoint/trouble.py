@@ -104,13 +104,7 @@ def reason_of(error: BaseException) -> str:
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno)
-    for number in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EROFS,
-        errno.EACCES,
-        errno.EIO,
-    ):  # quoted in TensorStore's messages
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):  # TensorStore quotes their names
         if any(os.strerror(number) in str(cause) for cause in _chain(error)):
             return os.strerror(number)
     return f"{type(error).__name__}: {_short_message(error)}"

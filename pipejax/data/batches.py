@@ -264,7 +264,7 @@ def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
     with extra("train", "training"):
         import grain
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    iterator: Any = iter(grain.MapDataset.source(batches).to_iter_dataset(reading))
+    iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(reading))
     iterator.set_state({"next_index": start})
     made: Iterator[Batch] = iterator
     return made

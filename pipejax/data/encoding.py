@@ -3,7 +3,7 @@
 Shapes: L source length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,13 +45,16 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
     bos, eos, most = model.decoder_start_token_id, model.eos_token_id, config.data.max_target
     full = [*tokenizer.encode(example.source), eos]
     source = cut_source(full, config.data.max_source)
+
+    def spell(text: str) -> list[int]:
+        """The ids of a target's text. An eos that it spells out, as "</s>", would end a row in its middle."""
+        return [i for i in tokenizer.encode(text) if i != eos]
+
     if config.train.objective == "sequential":
-        joined, cut = _join(example.targets, tokenizer, config.data.separator, most - 1)
+        joined, cut = _join(example.targets, spell, config.data.separator, most - 1)
         open_end, final, kept = cut, False, [joined]
     else:
-        spelt = (tokenizer.encode(text) for text in example.targets)
-        # A row ends at its eos: one that a text spells out, as "</s>", would end it in the middle.
-        rows = [row for row in ([i for i in ids if i != eos] for ids in spelt) if row]
+        rows = [row for row in map(spell, example.targets) if row]
         ends = np.cumsum([len(row) + 1 for row in rows])
         cut = bool(rows) and int(ends[-1]) + 1 > most
         kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows
@@ -63,14 +66,14 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
     return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)
 
 
-def _join(rows: Sequence[str], tokenizer: Tokenizer, separator: str, most: int) -> tuple[list[int], bool]:
+def _join(rows: Sequence[str], spell: Callable[[str], list[int]], separator: str, most: int) -> tuple[list[int], bool]:
     """The ids of the first rows, joined by the separator, that have at most `most` ids; and whether rows were left out.
 
     The first row is always kept.
     """
 
     def joined(count: int) -> list[int]:
-        return tokenizer.encode(separator.join(rows[:count]))
+        return spell(separator.join(rows[:count]))
 
     whole = joined(len(rows))
     if len(whole) <= most:

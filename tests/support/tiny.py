@@ -40,9 +40,11 @@ STEP = dataclasses.replace(
 )
 MESHES = [
     {"data": 1},
+    {"data": 8},
     {"data": 1, "fsdp": 8},
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"data": 2, "tensor": 4},
+    {"data": 4, "fsdp": 1, "tensor": 2},
 ]
 
 
