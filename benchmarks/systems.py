@@ -25,6 +25,7 @@ from pipejax.grid import sequential_steps
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend
 from pipejax.inference.programs import Ready, prepare
+from pipejax.model import quantization
 from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
@@ -306,9 +307,16 @@ def save(path: str, value: Any) -> None:
     cli.write_output("--json", path, json.dumps(value, indent=2) + "\n")
 
 
-def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
-    """Ours, on shared weights."""
-    model = T5(config, dtype=jnp.dtype(dtype))
-    backend = backends.fastest()
+def build(
+    config: T5Config,
+    params: Any,
+    dtype: str,
+    *,
+    strategies: dict[str, Pipelined | Sequential],
+    weights: str = "auto",
+) -> list[Pipejax]:
+    """Ours, on shared weights, held in what `weights` says."""
+    backend = backends.fastest(weights)
+    model = T5(config, dtype=jnp.dtype(dtype), operands=quantization.operands(jnp.dtype(dtype), weights))
     ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]

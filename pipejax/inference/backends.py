@@ -5,6 +5,7 @@ A backend is chosen once, when a checkpoint is opened. Whatever is laid out for 
 Shapes: O outputs, I inputs, N columns (queries), B batch, H heads, K head width, Q queries, L source length.
 """
 
+import dataclasses
 from typing import NamedTuple, Protocol
 
 import flax.struct
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pipejax.inference import kernels
+from pipejax.model.quantization import quantize
 from pipejax.model.t5 import MASKED, Memory
 
 Array = jax.Array
@@ -40,6 +42,10 @@ class Matrix(Protocol):
         """[O, N], the residual [O, N] plus the matrix times the columns."""
         ...
 
+    def rows_at(self, which: Array) -> Array:
+        """[N, I], rows of the matrix itself; `which`: i32 [N]."""
+        ...
+
 
 class SourceMemory(Protocol):
     """Keys and values of a source in each layer, as a decoder step looks into them."""
@@ -54,12 +60,17 @@ class SourceMemory(Protocol):
 class Backend(Protocol):
     """Lays out what a decoder step reads. Static under jit."""
 
-    def matrix(self, rows: Array) -> Matrix:
-        """Of a matrix [O, I]."""
+    @property
+    def weights(self) -> str:
+        """What they are held in, one of `pipejax.config.WEIGHTS`."""
         ...
 
-    def memory(self, memory: Memory) -> SourceMemory:
-        """Of the model's memory."""
+    def matrix(self, rows: Array, dtype: DTypeLike) -> Matrix:
+        """Of a matrix [O, I], for columns of that dtype."""
+        ...
+
+    def memory(self, memory: Memory, dtype: DTypeLike) -> SourceMemory:
+        """Of the model's memory, for queries of that dtype."""
         ...
 
 
@@ -68,35 +79,54 @@ class XlaMatrix:
     """A matrix for XLA's product."""
 
     rows: Array  # [O, I]
+    scale: Array | None  # f32 [O] of int8
+    dtype: DTypeLike = flax.struct.field(pytree_node=False)  # of the columns
 
     def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
         """See `Matrix`."""
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + norm.epsilon)
-        hidden = (wide * inverse * norm.scale[:, None]).astype(self.rows.dtype)
+        hidden = (wide * inverse * norm.scale[:, None]).astype(self.dtype)
         if norm.factor != 1.0:
             hidden = hidden * jnp.asarray(norm.factor, hidden.dtype)
-        found = jnp.matmul(self.rows, hidden, preferred_element_type=dtype)
+        found = self._times(hidden, dtype)
         return jax.nn.relu(found) if relu else found
 
     def added(self, columns: Array, residual: Array) -> Array:
         """See `Matrix`."""
-        return residual + jnp.matmul(self.rows, columns)
+        return residual + self._times(columns, None)
+
+    def rows_at(self, which: Array) -> Array:
+        """See `Matrix`."""
+        found = self.rows[which].astype(self.dtype)
+        return found if self.scale is None else found * self.scale[which][:, None].astype(self.dtype)
+
+    def _times(self, columns: Array, dtype: DTypeLike | None) -> Array:
+        found = jnp.matmul(self.rows.astype(self.dtype), columns, preferred_element_type=dtype)
+        return found if self.scale is None else found * self.scale[:, None].astype(found.dtype)
 
 
 @flax.struct.dataclass
 class KernelMatrix:
-    """A float32 matrix for our own kernel."""
+    """A matrix for our own kernel and float32 columns."""
 
-    panels: Array  # f32 [O / 16, I, 16]
+    panels: Array  # [O / 16, I / depth, 16, depth], see `kernels.panels`
+    scale: Array  # f32 [O] of int8, else [0]
+    kernel: kernels.Kernel = flax.struct.field(pytree_node=False)
 
     def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
         """See `Matrix`; always float32."""
-        return kernels.normed(self.panels, x, norm.scale * norm.factor, epsilon=norm.epsilon, relu=relu)
+        factors = norm.scale * norm.factor
+        return self.kernel.normed(self.panels, self.scale, x, factors, epsilon=norm.epsilon, relu=relu)
 
     def added(self, columns: Array, residual: Array) -> Array:
         """See `Matrix`."""
-        return kernels.added(self.panels, columns, residual)
+        return self.kernel.added(self.panels, self.scale, columns, residual)
+
+    def rows_at(self, which: Array) -> Array:
+        """See `Matrix`."""
+        found = kernels.rows(self.panels, which).astype(jnp.float32)
+        return found * self.scale[which][:, None] if self.scale.size else found
 
 
 @flax.struct.dataclass
@@ -115,54 +145,75 @@ class XlaMemory:
 
 @flax.struct.dataclass
 class KernelMemory:
-    """A float32 memory for our own kernel."""
+    """A memory for our own kernel."""
 
-    keys: tuple[Array, ...]  # f32, a layer each [B, H, L / 16, K, 16]
-    values: tuple[Array, ...]  # f32 [B, H, K / 16, L, 16]
+    keys: tuple[Array, ...]  # a layer each [B, H, L, K] in panels, float32 or bfloat16
+    values: tuple[Array, ...]  # [B, H, K, L]
     mask: Array  # bool [B, L]
+    kernel: kernels.Kernel = flax.struct.field(pytree_node=False)
 
     def attend(self, layer: int, query: Array) -> Array:
         """See `SourceMemory`."""
         bias = jnp.where(self.mask, 0.0, MASKED)
-        return kernels.attend(query, self.keys[layer], self.values[layer], bias)
+        return self.kernel.attend(query, self.keys[layer], self.values[layer], bias)
 
 
+@dataclasses.dataclass(frozen=True)
 class Xla:
     """XLA's own products, on any device and in any dtype."""
 
-    def matrix(self, rows: Array) -> Matrix:
-        """See `Backend`."""
-        return XlaMatrix(rows)
+    weights: str = "auto"
 
-    def memory(self, memory: Memory) -> SourceMemory:
+    def matrix(self, rows: Array, dtype: DTypeLike) -> Matrix:
+        """See `Backend`."""
+        return XlaMatrix(*_narrowed(rows, dtype, self.weights), dtype)
+
+    def memory(self, memory: Memory, dtype: DTypeLike) -> SourceMemory:
         """See `Backend`."""
         return XlaMemory(memory.keys, memory.values, memory.mask)
 
 
+@dataclasses.dataclass(frozen=True)
 class OwnKernel:
-    """The kernel for CPUs, wherever dtype and sizes allow it; only after `kernels.use` said that it is there."""
+    """The kernel for CPUs, wherever dtype and sizes allow it."""
 
-    def matrix(self, rows: Array) -> Matrix:
+    kernel: kernels.Kernel
+    weights: str = "auto"
+
+    def matrix(self, rows: Array, dtype: DTypeLike) -> Matrix:
         """See `Backend`."""
-        fits = rows.dtype == jnp.float32 and rows.shape[0] % kernels.LANES == 0
-        return KernelMatrix(kernels.panels(rows)) if fits else XlaMatrix(rows)
+        narrow, scale = _narrowed(rows, dtype, self.weights)
+        if dtype != jnp.float32 or not kernels.fits(narrow):
+            return XlaMatrix(narrow, scale, dtype)
+        return KernelMatrix(kernels.panels(narrow), jnp.zeros(0) if scale is None else scale, self.kernel)
 
-    def memory(self, memory: Memory) -> SourceMemory:
+    def memory(self, memory: Memory, dtype: DTypeLike) -> SourceMemory:
         """See `Backend`."""
         length, width = memory.values[0].shape[2:]
-        if length % kernels.LANES or width % kernels.LANES or memory.values[0].dtype != jnp.float32:
-            return XLA.memory(memory)
-        keys = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.keys)
-        values = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.values)
-        return KernelMemory(keys, values, memory.mask)
+        if length % kernels.LANES or width % kernels.LANES or dtype != jnp.float32:
+            return XLA.memory(memory, dtype)
+        narrow = self.weights in ("bfloat16", "int8")
+
+        def laid(x: Array) -> Array:
+            return kernels.panels(x.astype(jnp.bfloat16 if narrow else dtype).swapaxes(2, 3))
+
+        return KernelMemory(tuple(map(laid, memory.keys)), tuple(map(laid, memory.values)), memory.mask, self.kernel)
 
 
-XLA, OWN_KERNEL = Xla(), OwnKernel()
+XLA = Xla()
 
 
-def fastest() -> Backend:
-    """Our own kernel if this machine can have it, XLA otherwise."""
-    return OWN_KERNEL if kernels.use() else XLA
+def fastest(weights: str = "auto") -> Backend:
+    """Our own kernel if this machine can have it, XLA otherwise; `weights`: one of `pipejax.config.WEIGHTS`."""
+    kernel = kernels.use()
+    return OwnKernel(kernel, weights) if kernel else Xla(weights)
+
+
+def _narrowed(rows: Array, dtype: DTypeLike, weights: str) -> tuple[Array, Array | None]:
+    """A matrix [O, I] as it is held, and the scale f32 [O] of int8."""
+    if weights == "int8":
+        return quantize(rows, axis=1)
+    return rows.astype(jnp.bfloat16 if weights == "bfloat16" else dtype), None
 
 
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:

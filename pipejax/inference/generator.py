@@ -68,7 +68,8 @@ class Generator:
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
-        dtype = compute_dtype(config.decode.dtype)
+        wanted = config.decode
+        dtype = compute_dtype("float32" if wanted.weights == "float32" else wanted.dtype)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
@@ -245,7 +246,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.fastest())
+    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.fastest(config.decode.weights))
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 

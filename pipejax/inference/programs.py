@@ -23,9 +23,9 @@ from pipejax.decoding import Carry, Decoded, Sizes, Strategy, Stretch
 from pipejax.inference import step_decoder
 from pipejax.inference.backends import XLA, Backend, SourceMemory
 from pipejax.inference.report import Report
-from pipejax.model import lora
+from pipejax.model import lora, quantization
 from pipejax.model.precision import precision
-from pipejax.model.t5 import T5, Memory, cast_params
+from pipejax.model.t5 import T5, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable[..., Any] = _call) -> Ready:
-    """Merges low-rank factors, casts to the model's dtype, lays the decoder's out (`step_decoder.lay_out`). Jit-able.
+    """Merges low-rank factors, rounds the weights, lays the decoder's out (`step_decoder.lay_out`). Jit-able.
 
     Args:
       model: the T5.
@@ -67,7 +67,7 @@ def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable
     layers, weights = {}, []
     for i in range(model.config.num_layers):
         name = f"layers_{i}"
-        layers[name] = compute(_cast, encoder.pop(name), model=model)
+        layers[name] = compute(_held, encoder.pop(name), model=model, backend=backend)
     projections = {}
     for i in range(model.config.num_decoder_layers):
         name = f"layers_{i}"
@@ -79,20 +79,21 @@ def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable
     return Ready(encoding, whole.replace(layers=tuple(weights)))
 
 
-def _cast(layer: Any, *, model: T5) -> Any:
-    return cast_params(lora.merge_factors(layer), model.dtype)
+def _held(layer: Any, *, model: T5, backend: Backend) -> Any:
+    return quantization.hold(lora.merge_factors(layer), model.dtype, backend.weights)
 
 
 def _decoder_layer(layer: Any, *, model: T5, backend: Backend) -> tuple[Any, step_decoder.Layer]:
-    layer = _cast(layer, model=model)
-    projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
+    layer = lora.merge_factors(layer)
+    memorizing = {key: layer["cross_attention"][key] for key in ("key", "value")}
+    projections = quantization.hold({"cross_attention": memorizing}, model.dtype, backend.weights)
     return projections, step_decoder.lay_out_layer(layer, model.dtype, backend)
 
 
 def _rest(params: Any, *, model: T5, backend: Backend) -> tuple[Any, step_decoder.Weights]:
-    params = cast_params(params, model.dtype)
     weights = step_decoder.lay_out(model.config, params, model.dtype, backend)
-    return {"shared": params["shared"], "encoder": params["encoder"]}, weights
+    held = quantization.hold({key: params[key] for key in ("shared", "encoder")}, model.dtype, backend.weights)
+    return held, weights
 
 
 def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
@@ -128,7 +129,7 @@ def encode_batch(
         values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
         mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
     )
-    return backend.memory(memory)
+    return backend.memory(memory, model.dtype)
 
 
 def decode_batch(
@@ -158,7 +159,8 @@ class Programs:
         self, config: T5Config, dtype: jnp.dtype, *, devices: Sequence[jax.Device], backend: Backend = XLA
     ) -> None:
         """Nothing compiles yet."""
-        self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
+        operands = quantization.operands(dtype, backend.weights)
+        self.config, self.model, self.devices = config, T5(config, dtype=dtype, operands=operands), list(devices)
         self._backend = backend
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}

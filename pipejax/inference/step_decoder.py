@@ -29,7 +29,7 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Layer:
-    """Weights of a decoder layer, in the compute dtype and laid out for a backend; norm scales are float32."""
+    """Weights of a decoder layer, laid out for a backend; norm scales are float32."""
 
     self_norm: Array  # [D]
     self_inwards: Matrix  # [3 I, D]: query, key, value
@@ -46,10 +46,10 @@ class Layer:
 class Weights:
     """What a decoder step reads, except for the source."""
 
-    embedding: Array  # [V, D]
+    embedding: Matrix | None  # [V, D]; None: the head's, if tied
     layers: tuple[Layer, ...]
     norm: Array  # [D]
-    head: Matrix  # [V, D], the embedding itself if tied
+    head: Matrix  # [V, D]
     bias: Array  # f32 [H, distances], the last for all that is farther
 
 
@@ -66,16 +66,16 @@ class Cache:
 
 def lay_out(config: T5Config, params: Any, dtype: DTypeLike, backend: Backend) -> Weights:
     """The decoder's weights from a T5's parameters, but for its layers."""
-    embedding = params["shared"]["embedding"].astype(dtype)
-    head = embedding if config.tied_head else params["lm_head"]["kernel"].T.astype(dtype)
+    embedding = params["shared"]["embedding"]
+    head = embedding if config.tied_head else params["lm_head"]["kernel"].T
     longest = config.relative_attention_max_distance
     of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
     decoder = params["decoder"]
     return Weights(
-        embedding=embedding,
+        embedding=None if config.tied_head else backend.matrix(embedding, dtype),
         layers=(),
         norm=decoder["norm"]["scale"],
-        head=backend.matrix(head),
+        head=backend.matrix(head, dtype),
         bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
     )
 
@@ -85,7 +85,7 @@ def lay_out_layer(layer: Any, dtype: DTypeLike, backend: Backend) -> Layer:
     own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
 
     def rows(*parts: Any) -> Matrix:
-        return backend.matrix(jnp.concatenate([x["kernel"].T for x in parts]).astype(dtype))
+        return backend.matrix(jnp.concatenate([x["kernel"].T for x in parts]), dtype)
 
     return Layer(
         self_norm=own["norm"]["scale"],
@@ -125,7 +125,7 @@ class StepDecoder:
         """See `Model`."""
         w = self.weights
         bias = self._bias(step)
-        x = w.embedding[step.tokens].T
+        x = (w.embedding or w.head).rows_at(step.tokens).T
         keys, values = [], []
         for i, layer in enumerate(w.layers):
             projected = self._at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)

@@ -27,18 +27,26 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`)."""
+    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`).
+
+    W may be int8 with a scale for each output (`pipejax.model.quantization`).
+    """
 
     features: int
     dtype: DTypeLike
     kernel_init: nn.initializers.Initializer
+    operands: DTypeLike | None = None  # what x and W are rounded to; None: `dtype`
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """[..., features] from [..., in]."""
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
-        x = x.astype(self.dtype)
-        answer = jnp.dot(x, kernel.astype(self.dtype))
+        operands = self.operands or self.dtype
+        x = x.astype(operands)
+        answer = jnp.dot(x, kernel.astype(operands), preferred_element_type=self.dtype if self.operands else None)
+        if self.has_variable("params", "scale"):
+            scale: Array = self.get_variable("params", "scale")
+            answer = answer * scale.astype(self.dtype)
         if not self.has_variable("params", lora.A):
             return answer
         a: Array = self.get_variable("params", lora.A)
