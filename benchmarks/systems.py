@@ -25,7 +25,6 @@ from pipejax.grid import sequential_steps
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend
 from pipejax.inference.programs import Ready, prepare
-from pipejax.model import quantization
 from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
@@ -316,7 +315,7 @@ def build(
     weights: str = "auto",
 ) -> list[Pipejax]:
     """Ours, on shared weights, held in what `weights` says."""
-    backend = backends.fastest(weights)
-    model = T5(config, dtype=jnp.dtype(dtype), operands=quantization.operands(jnp.dtype(dtype), weights))
+    model = T5(config, dtype=jnp.dtype(dtype))
+    backend = backends.fastest(config, model.dtype, weights)
     ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]

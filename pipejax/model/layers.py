@@ -35,15 +35,13 @@ class Linear(nn.Module):
     features: int
     dtype: DTypeLike
     kernel_init: nn.initializers.Initializer
-    operands: DTypeLike | None = None  # what x and W are rounded to; None: `dtype`
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """[..., features] from [..., in]."""
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
-        operands = self.operands or self.dtype
-        x = x.astype(operands)
-        answer = jnp.dot(x, kernel.astype(operands), preferred_element_type=self.dtype if self.operands else None)
+        x = x.astype(self.dtype)
+        answer = jnp.dot(x, kernel.astype(self.dtype))
         if self.has_variable("params", "scale"):
             scale: Array = self.get_variable("params", "scale")
             answer = answer * scale.astype(self.dtype)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pipejax.model.t5 import cast_params
-from pipejax.system import processor
 
 Array = jax.Array
 SCALE = "scale"  # of a module's kernel or table, beside it
@@ -45,13 +44,3 @@ def _held(params: Any) -> Any:
         if name in params:
             held[name], held[SCALE] = quantize(params[name], axis)
     return held
-
-
-def operands(dtype: DTypeLike, weights: str) -> DTypeLike:
-    """What the operands of the encoder's products are rounded to, whose sums are float32.
-
-    Products of bfloat16 are several times as fast as those of float32 on processors that have them, and bfloat16 holds
-    every int8.
-    """
-    fast = {"amx_bf16", "avx512_bf16"} & processor.features() and jax.default_backend() == "cpu"
-    return jnp.bfloat16 if fast and weights in ("bfloat16", "int8") else dtype

@@ -88,12 +88,11 @@ class Attention(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
-    operands: DTypeLike | None = None
 
     def setup(self) -> None:
         c = self.config
         inner = c.num_heads * c.d_kv
-        dense = partial(Linear, dtype=self.dtype, operands=self.operands)
+        dense = partial(Linear, dtype=self.dtype)
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
         self.query = dense(inner, kernel_init=nn.initializers.normal((c.d_model * c.d_kv) ** -0.5))
         self.key = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
@@ -102,8 +101,7 @@ class Attention(nn.Module):
         self.drop = Dropout(self.dropout)
 
     def heads(self, x: Array) -> Array:
-        """[B, L, H*K] -> [B, H, L, K], as operands."""
-        x = x.astype(self.operands or self.dtype)
+        """[B, L, H*K] -> [B, H, L, K]."""
         return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
@@ -124,12 +122,11 @@ class FeedForward(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
-    operands: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
         c = self.config
-        dense = partial(Linear, dtype=self.dtype, operands=self.operands)
+        dense = partial(Linear, dtype=self.dtype)
         inwards = partial(dense, c.d_ff, kernel_init=nn.initializers.normal(c.d_model**-0.5))
         drop = Dropout(self.dropout)
         hidden = RMSNorm(c.layer_norm_epsilon, self.dtype, name="norm")(x)
@@ -149,11 +146,10 @@ class EncoderLayer(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
-    operands: DTypeLike | None = None
 
     def setup(self) -> None:
-        self.attention = Attention(self.config, self.dtype, self.dropout, self.operands)
-        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout, self.operands)
+        self.attention = Attention(self.config, self.dtype, self.dropout)
+        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
     def __call__(self, x: Array, bias: Array, padding: Array, deterministic: bool) -> Array:
         normed = self.attention.norm(x)
@@ -168,12 +164,11 @@ class DecoderLayer(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
-    operands: DTypeLike | None = None
 
     def setup(self) -> None:
-        self.self_attention = Attention(self.config, self.dtype, self.dropout, self.operands)
-        self.cross_attention = Attention(self.config, self.dtype, self.dropout, self.operands)
-        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout, self.operands)
+        self.self_attention = Attention(self.config, self.dtype, self.dropout)
+        self.cross_attention = Attention(self.config, self.dtype, self.dropout)
+        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
     def __call__(self, x: Array, bias: Array, encoded: Array, memory_bias: Array, deterministic: bool) -> Array:
         """Teacher-forced: the keys are the queries themselves, and the memory is computed here."""
@@ -237,12 +232,11 @@ class Encoder(nn.Module):
     dropout: float
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
-    operands: DTypeLike | None = None
 
     def setup(self) -> None:
         c = self.config
         self.relative_bias = RelativeBias(c, bidirectional=True)
-        self.layers = [EncoderLayer(c, self.dtype, self.dropout, self.operands) for _ in range(c.num_layers)]
+        self.layers = [EncoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
         self.drop = Dropout(self.dropout)
 
@@ -268,12 +262,11 @@ class Decoder(nn.Module):
     dropout: float
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
-    operands: DTypeLike | None = None
 
     def setup(self) -> None:
         c = self.config
         self.relative_bias = RelativeBias(c, bidirectional=False)
-        self.layers = [DecoderLayer(c, self.dtype, self.dropout, self.operands) for _ in range(c.num_decoder_layers)]
+        self.layers = [DecoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_decoder_layers)]
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
         self.drop = Dropout(self.dropout)
 
@@ -301,13 +294,12 @@ class T5(nn.Module):
     dropout: float = 0.0
     remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
     pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
-    operands: DTypeLike | None = None  # what matrices, keys and values are multiplied in; None: `dtype`
 
     def setup(self) -> None:
         c = self.config
         self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0))
-        self.encoder = Encoder(c, self.dtype, self.dropout, self.remat, self.pin, self.operands)
-        self.decoder = Decoder(c, self.dtype, self.dropout, self.remat, self.pin, self.operands)
+        self.encoder = Encoder(c, self.dtype, self.dropout, self.remat, self.pin)
+        self.decoder = Decoder(c, self.dtype, self.dropout, self.remat, self.pin)
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
 
@@ -320,7 +312,7 @@ class T5(nn.Module):
         embedded = jnp.take(self.shared.embedding, tokens, axis=0).astype(self.dtype)
         if not self.shared.has_variable("params", "scale"):
             return embedded
-        scale: Array = self.shared.get_variable("params", "scale")
+        scale: Array = self.shared.get_variable("params", "scale")  # of int8
         return embedded * scale[tokens][..., None].astype(self.dtype)
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:

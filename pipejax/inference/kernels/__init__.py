@@ -1,11 +1,10 @@
-"""A kernel of our own for decoding on a CPU, compiled once on the user's machine: see columns.cc.
+"""A kernel of our own for encoding and decoding on a CPU, compiled once on the user's machine: see t5.cc.
 
 Without a C++ compiler, without a cache to keep it in, or elsewhere than on a CPU everything works as well, in XLA's own
 products.
 """
 
 import ctypes
-import dataclasses
 import hashlib
 import logging
 import os
@@ -13,11 +12,9 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pipejax.system import compile_cache, processor
 from pipejax.system.errors import UserError
@@ -33,68 +30,34 @@ class Level(NamedTuple):
     name: str
     needs: frozenset[str]  # of the processor
     options: str  # of the compiler
+    digits: frozenset[str] = frozenset()  # which weights it has products for, see products.h
 
 
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
+_BOTH = frozenset({"int8", "bfloat16"})
 LEVELS = (  # the best first
     Level(
         "amx",
         frozenset(_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
         "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16",
+        _BOTH,
     ),
-    Level("bf16", frozenset(_BF16), "-march=x86-64-v4 -mavx512vnni -mavx512bf16"),
-    Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni"),
+    Level("bf16", frozenset(_BF16), "-march=x86-64-v4 -mavx512vnni -mavx512bf16", _BOTH),
+    Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni", frozenset({"int8"})),
     Level("avx512", frozenset(_V4), "-march=x86-64-v4"),
     Level("avx2", frozenset(_V3), "-march=x86-64-v3"),
     Level("native", frozenset(), "-march=native"),
 )
-TARGETS = ("pipejax_added", "pipejax_normed", "pipejax_attend")
-LANES = 16  # outputs of a panel, as in columns.cc
-SOURCE = Path(__file__).parent / "columns.cc"
+TARGETS = ("pipejax_step", "pipejax_encode")
+LANES = 16  # outputs of a panel, as in products.h
+SOURCES = [Path(__file__).parent / name for name in ("t5.cc", "attention.h", "products.h", "team.h")]
 VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or the best below it
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The kernel of a level, loaded. Static under jit.
-
-    Matrices [O, I] are in `panels`, of float32, bfloat16 or int8, columns are f32 [I, N]. `scale` is f32 [O] of int8
-    and f32 [0] of the others.
-    """
-
-    level: str
-
-    def added(self, matrix: Array, scale: Array, columns: Array, residual: Array) -> Array:
-        """f32 [O, N], the residual f32 [O, N] plus the matrix times the columns."""
-        return self._call("pipejax_added", matrix, scale, columns, residual)
-
-    def normed(
-        self, matrix: Array, scale: Array, columns: Array, factors: Array, *, epsilon: float, relu: bool = False
-    ) -> Array:
-        """f32 [O, N], the matrix times the columns in their root-mean-square norm, times f32 [I]; then perhaps relu."""
-        return self._call("pipejax_normed", matrix, scale, columns, factors, epsilon=np.float32(epsilon), relu=relu)
-
-    def attend(self, query: Array, keys: Array, values: Array, bias: Array) -> Array:
-        """What queries find: f32 [B, H, K, N].
-
-        Args:
-          query: f32 [B, H, K, N].
-          keys: [B, H, L, K] in panels, float32 or bfloat16.
-          values: [B, H, K, L] in panels.
-          bias: f32 [B, L], added to the scores before the softmax.
-        """
-        result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-        return jax.ffi.ffi_call(f"pipejax_attend_{self.level}", result)(keys, values, query, bias)
-
-    def _call(self, target: str, matrix: Array, scale: Array, columns: Array, *more: Array, **attributes: Any) -> Array:
-        shape = jax.ShapeDtypeStruct((matrix.shape[0] * LANES, columns.shape[1]), jnp.float32)
-        return jax.ffi.ffi_call(f"{target}_{self.level}", shape)(matrix, scale, columns, *more, **attributes)
-
-
-def use() -> Kernel | None:
+def use() -> Level | None:
     """Loads the kernel, compiling it before if need be; None if this machine cannot have it.
 
     Raises:
@@ -119,11 +82,11 @@ def use() -> Kernel | None:
     return _tried[key]
 
 
-_tried: dict[tuple[Path, str], Kernel | None] = {}  # what came of it, by cache and best level
+_tried: dict[tuple[Path, str], Level | None] = {}  # what came of it, by cache and best level
 _registered: set[str] = set()  # levels: a name can be given once
 
 
-def _first(directory: Path, levels: list[Level]) -> Kernel | None:
+def _first(directory: Path, levels: list[Level]) -> Level | None:
     """Of the first level that compiler and system support."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -135,7 +98,7 @@ def _first(directory: Path, levels: list[Level]) -> Kernel | None:
     for level in levels:
         library, failed = _compiled(directory, level, compiler, quiet=bool(failed))
         if library and _load(library, level):
-            return Kernel(level.name)
+            return level
     logger.warning(f"decoding goes without its own kernel: {compiler}: {failed or 'the system forbids it'}")
     return None
 
@@ -144,15 +107,15 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
     """The library, or why there is none."""
     flags = ["-O3", *level.options.split(), "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
     here = sorted(processor.features()) if level is LEVELS[-1] else []  # a home directory may be shared by machines
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), jax.__version__, compiler, flags, here)).encode())
-    library = directory / f"columns-{level.name}-{key.hexdigest()[:16]}.so"
+    key = hashlib.sha256(repr(([x.read_bytes() for x in SOURCES], jax.__version__, compiler, flags, here)).encode())
+    library = directory / f"t5-{level.name}-{key.hexdigest()[:16]}.so"
     if library.exists() and compile_cache.ours_alone(library):
         return library, ""
     if not quiet:
         logger.info(f"compiling a kernel for this processor (once; kept in {directory})")
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / library.name
-        command = [*compiler.split(), *flags, str(SOURCE), "-o", str(made)]
+        command = [*compiler.split(), *flags, str(SOURCES[0]), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -184,22 +147,13 @@ def _load(library: Path, level: Level) -> bool:
     return True
 
 
-def fits(matrix: Array) -> bool:
-    """Whether a matrix [.., O, I] can be laid in panels."""
-    return matrix.shape[-2] % LANES == 0 and matrix.shape[-1] % _depth(matrix) == 0
-
-
 def panels(matrix: Array) -> Array:
     """[.., O, I] -> [.., O / 16, I / depth, 16, depth], as the kernel reads it: `depth` inputs fill 32 bits."""
     *batch, outputs, inputs = matrix.shape
-    depth = _depth(matrix)
+    depth = 4 // matrix.dtype.itemsize
     return matrix.reshape(*batch, outputs // LANES, LANES, inputs // depth, depth).swapaxes(-2, -3)
 
 
 def rows(matrix: Array, which: Array) -> Array:
     """Some of the rows [N, I] of a matrix in panels; `which`: i32 [N]."""
     return matrix[which // LANES, :, which % LANES].reshape(len(which), -1)
-
-
-def _depth(matrix: Array) -> int:
-    return 4 // matrix.dtype.itemsize
