@@ -73,7 +73,7 @@ class KernelDecoder:
         factor = c.d_model**-0.5 if c.scale_head else 1.0
         given = [x, w.bias, step.mask, step.distance, step.start, place.astype(jnp.int32), memory.mask]
         given += [w.norm * factor, *_flat(w.head)]
-        aliases = {}  # the caches are written in place
+        aliases: dict[int, int] = {}  # the caches are written in place
         for i, layer in enumerate(w.layers):
             given += [layer.self_norm, *_flat(layer.self_inwards, layer.self_outwards), layer.cross_norm]
             given += [*_flat(layer.cross_query, layer.cross_outwards), memory.keys[i], memory.values[i]]
@@ -138,7 +138,7 @@ def encode(
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
     offsets = jnp.arange(1 - longest, longest)[None, None]
-    biases = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, offsets)
+    biases: Any = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, offsets)
     given: list[Array] = [x, length.astype(jnp.int32), biases.reshape(config.num_heads, -1), encoder.norm]
     for layer in encoder.layers:
         given += [layer.norm, *_flat(layer.inwards, layer.outwards)]

@@ -374,22 +374,28 @@ void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, 
     }
 }
 
+template <Kind K>
+void TilePair(int64_t panel, int64_t to, const Matrix& w, const Digits& x, int64_t first, int64_t end, bool far,
+              const Results& y) {
+  const int64_t count = std::min<int64_t>(16, end - first);
+  const bool pair = panel + 2 <= to;
+  if (pair && count > 8) TileBlock<K, 2, 2>(w, panel, x, first, count, far, y);
+  else if (pair) TileBlock<K, 2, 1>(w, panel, x, first, count, far, y);
+  else if (count > 8) TileBlock<K, 1, 2>(w, panel, x, first, count, far, y);
+  else TileBlock<K, 1, 1>(w, panel, x, first, count, far, y);
+}
+
 // `begin` is a multiple of 8.
 template <Kind K>
 void TilePanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
   const TileShapes shapes(end <= 8 ? 2 * end : 16);
   _tile_loadconfig(&shapes);
-  const bool far = end - begin <= 32;
-  for (int64_t panel = from; panel < to;) {
-    const bool pair = panel + 2 <= to;
-    for (int64_t first = begin; first < end; first += 16) {
-      const int64_t count = std::min<int64_t>(16, end - first);
-      if (pair && count > 8) TileBlock<K, 2, 2>(w, panel, x, first, count, far, y);
-      else if (pair) TileBlock<K, 2, 1>(w, panel, x, first, count, far, y);
-      else if (count > 8) TileBlock<K, 1, 2>(w, panel, x, first, count, far, y);
-      else TileBlock<K, 1, 1>(w, panel, x, first, count, far, y);
-    }
-    panel += pair ? 2 : 1;
+  if (end - begin <= 32) {  // each weight is read once, from far away
+    for (int64_t panel = from; panel < to; panel += 2)
+      for (int64_t first = begin; first < end; first += 16) TilePair<K>(panel, to, w, x, first, end, true, y);
+  } else {  // digits stay near, and weights come by in the order in which they lie
+    for (int64_t first = begin; first < end; first += 16)
+      for (int64_t panel = from; panel < to; panel += 2) TilePair<K>(panel, to, w, x, first, end, false, y);
   }
   _tile_release();
 }
