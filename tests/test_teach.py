@@ -169,12 +169,23 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
     assert converted.train.schedule == "constant"
 
 
-def test_the_run_is_one_like_any_other(given, taught):
+def test_agreement_is_that_of_the_run_with_the_checkpoint(given, taught):
+    sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (taught / "labels" / labels.ANSWERS).read_text().splitlines()]
+    chosen = labels.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
+    pairs = [(sources[i]["source"], answers[i]) for i in chosen if not answers[i]["truncated"]]
     t5 = pipejax.load(taught)
     assert t5.default_strategy == "pipelined"
-    assert t5.decode(["deliver honey ."])[0]["rows"] is not None
+    decoded = t5.decode([source for source, _ in pairs])
     found = json.loads((taught / "agreement.json").read_text())
-    assert found["step"] == 4 and found["examples"] == found["labels"]["held_out"]
+    same = [set(answer["rows"]) & set(record["rows"]) for (_, answer), record in zip(pairs, decoded, strict=True)]
+    gold = sum(max(len(set(answer["rows"])), 1) for _, answer in pairs)
+    assert found["em_recall"] == pytest.approx(100 * sum(map(len, same)) / gold)
+    equal = [sorted(a["rows"]) == sorted(r["rows"]) for (_, a), r in zip(pairs, decoded, strict=True)]
+    assert found["equal_answers"] == pytest.approx(100 * sum(equal) / len(pairs))
+    assert (found["step"], found["examples"]) == (4, len(pairs))
+    assert found["steps"] == pytest.approx(sum(r["steps"] for r in decoded) / len(pairs))
+    assert found["checkpoint_steps"] == pytest.approx(sum(a["steps"] for _, a in pairs) / len(pairs))
     assert found["steps_saved"] == pytest.approx(100 - 100 * found["steps"] / found["checkpoint_steps"])
 
 

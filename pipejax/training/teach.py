@@ -124,7 +124,7 @@ def measure(run: Path, made: Labels) -> dict[str, Any]:
 
     Returns:
       what is also written to agreement.json: scores of spans, with the checkpoint's rows as gold; "equal_answers", the
-      percentage with the same rows in the same order; the mean "steps", and "checkpoint_steps" of the checkpoint;
+      percentage that has the same rows, in whatever order, as the scores ignore it too; the mean "steps", and "checkpoint_steps" of the checkpoint;
       "steps_saved" in percent; "labels", the counts.
     """
     generator, examples = load(run), made.held_out
@@ -132,7 +132,8 @@ def measure(run: Path, made: Labels) -> dict[str, Any]:
     size = generator.batch_size_for(min(generator.config.decode.batch_size, len(examples)))
     scores, records = evaluate(generator, examples, metric="spans", batch_size=size, tick=progress.add)
     progress.close()
-    equal = sum([row.strip() for row in texts(r)] == [*e.targets] for e, r in zip(examples, records, strict=True))
+    pairs = zip(examples, records, strict=True)
+    equal = sum(sorted(e.targets) == sorted(row.strip() for row in texts(r)) for e, r in pairs)
     before, after = sum(made.steps) / len(made.steps), scores["steps"]
     found = {
         **generator.origin,
