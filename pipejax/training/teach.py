@@ -124,8 +124,8 @@ def measure(run: Path, made: Labels) -> dict[str, Any]:
 
     Returns:
       what is also written to agreement.json: scores of spans, with the checkpoint's rows as gold; "equal_answers", the
-      percentage that has the same rows, in whatever order, as the scores ignore it too; the mean "steps", and "checkpoint_steps" of the checkpoint;
-      "steps_saved" in percent; "labels", the counts.
+      percentage that has the same rows, in whatever order, as the scores ignore it, too; the mean "steps", and
+      "checkpoint_steps" of the checkpoint; "steps_saved" in percent; "labels", the counts.
     """
     generator, examples = load(run), made.held_out
     progress = Progress("comparing with the checkpoint", len(examples), unit="example")
