@@ -39,8 +39,8 @@ class Labels:
         c = self.counts
         return [
             f"{c['sources']} answers: {c['train']} to learn from, with {c['rows']} rows; {c['held_out']} held out",
-            f"{c['truncated']} answers left out, as decode.max_length cut them off; kept: {c['empty']} without a row, "
-            f"{c['single']} with one",
+            f"left out: {c['truncated']} answers that decode.max_length cut off, {c['repeated']} rows that repeat another; "
+            f"kept: {c['empty']} answers without a row, {c['single']} with one",
         ]
 
 
@@ -141,8 +141,8 @@ def part(
 ) -> Labels:
     """Parts the answers into rows: at `data.separator`, or into sentences if it is blank.
 
-    A truncated answer is left out, as its last row has no end. One without rows is kept: that there is nothing to say
-    is an answer.
+    A truncated answer is left out, as its last row has no end. Of equal rows the first is kept: a decoder that repeats
+    itself would teach that, too. An answer without rows is kept: that there is nothing to say is an answer.
 
     Args:
       sources: all of them.
@@ -154,13 +154,15 @@ def part(
       UserError: every answer is truncated, or none has two rows.
     """
     separator, most = config.data.separator, config.decode.max_length
-    labels = Labels([], [], [], {"sources": len(sources), "truncated": 0, "empty": 0, "single": 0})
+    labels = Labels([], [], [], {"sources": len(sources), "truncated": 0, "repeated": 0, "empty": 0, "single": 0})
     for i, (source, record) in enumerate(zip(sources, records, strict=True)):
         if record["truncated"]:
             labels.counts["truncated"] += 1
             continue
         text = record["text"]
-        rows = split_rows(text, separator) if tells_rows_apart(separator) else sentences(text)
+        parted = split_rows(text, separator) if tells_rows_apart(separator) else sentences(text)
+        rows = [*dict.fromkeys(parted)]
+        labels.counts["repeated"] += len(parted) - len(rows)
         labels.counts["empty"] += not rows
         labels.counts["single"] += len(rows) == 1
         example = Example(str(source.id), str(source.content), tuple(rows))

@@ -133,7 +133,7 @@ def measure(run: Path, made: Labels) -> dict[str, Any]:
     scores, records = evaluate(generator, examples, metric="spans", batch_size=size, tick=progress.add)
     progress.close()
     pairs = zip(examples, records, strict=True)
-    equal = sum(sorted(e.targets) == sorted(row.strip() for row in texts(r)) for e, r in pairs)
+    equal = sum({*e.targets} == {row.strip() for row in texts(r)} for e, r in pairs)
     before, after = sum(made.steps) / len(made.steps), scores["steps"]
     found = {
         **generator.origin,
