@@ -39,7 +39,7 @@ class Labels:
         c = self.counts
         return [
             f"{c['sources']} answers: {c['train']} to learn from, with {c['rows']} rows; {c['held_out']} held out",
-            f"left out: {c['truncated']} answers that decode.max_length cut off, and {c['repeated']} rows that repeat one",
+            f"left out: {c['truncated']} answers cut off at decode.max_length, {c['repeated']} rows that repeat one",
             f"kept: {c['empty']} answers without a row, {c['single']} with one",
         ]
 
