@@ -18,6 +18,7 @@ from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from pipejax.system.files import make_directories, write_text
 
+STRATEGY = "sequential"  # by which the checkpoint answers
 ANSWERS = "answers.jsonl"  # records as `pipejax decode` writes them
 SETTINGS = "settings.json"  # what the answers depend on, and the share that is held out
 # Of what a record depends on: the grid is the student's business, and answers are parted anew at every start.
@@ -86,12 +87,12 @@ def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, h
       directory: of the labels; made if it is absent.
       generator: the checkpoint that answers.
       sources: what is to be answered.
-      held_out: how many sources are held out.
+      held_out: how many different sources are held out.
 
     Raises:
       UserError: the labels that are there were made of something else.
     """
-    known = settings_of(generator, "sequential", sources) | {"held_out": held_out}
+    known = settings_of(generator, STRATEGY, sources) | {"held_out": held_out}
     settings = _flat({key: value for key, value in known.items() if key not in LATER})
     path = directory / SETTINGS
     if not path.is_file():
@@ -120,9 +121,14 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
     """
     target = directory / ANSWERS
     if not target.is_file() or Unfinished(str(target), {}).path.exists():
-        again = "the same command"
         decode_file(
-            generator, path, str(target), strategy="sequential", batch_size=None, resume=True, continued_by=again
+            generator,
+            path,
+            str(target),
+            strategy=STRATEGY,
+            batch_size=None,
+            resume=True,
+            continued_by="the same command",
         )
     records = []
     for (place, record), source in zip(read_file(target), sources, strict=False):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pipejax import config as config_lib
-from pipejax import decoding
+from pipejax import decoding, metrics
 from pipejax.config import Config
-from pipejax.data import TASKS
+from pipejax.data import TASKS, make_task
+from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import DECODING_KEYS, load, texts
 from pipejax.system.errors import UserError
@@ -73,7 +74,7 @@ def teach(
             raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read and write text")
         sources = labels.read(generator, source)
         chosen = labels.choose_held_out(sources, held_out, config.train.seed)
-        labels.begin(place, generator, sources, held_out=len(chosen))
+        labels.begin(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
         records = labels.answer(place, generator, source, sources)
         made = labels.part(sources, records, chosen, config)
         generator.programs.forget_params()  # training needs the room
@@ -115,7 +116,11 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
             raise UserError(
                 f"--set {key}={value}: cannot change when rows are taught; expected one of {', '.join(FREE)}"
             )
+    # What would end the work later ends it here.
     decoding.check(config.train.objective, config.decode)
+    metrics.require(config.data.metric or make_task(config.data).metric)
+    if not tells_rows_apart(config.data.separator):
+        sentences("")
     return config
 
 
