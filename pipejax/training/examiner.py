@@ -1,6 +1,7 @@
 """The dev split of a run: its loss, its scores as decoded, the best parameters, and when patience ends."""
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,8 +138,10 @@ class Examiner:
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
         for sample in samples:
-            gold, predicted = (few(sample[key]) or "(nothing)" for key in ("gold", "predicted"))
-            progress.line(f"  {sample['id']}: {predicted[:200]}  (expected: {gold[:200]})")
+            gold, predicted = (
+                textwrap.shorten(few(sample[key]), 200, placeholder=" ...") or "(nothing)" for key in ("gold", "predicted")
+            )
+            progress.line(f"  {sample['id']}: {predicted}  (expected: {gold})")
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
             self.best.offer(step, score, params)
