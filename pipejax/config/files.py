@@ -38,10 +38,10 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
         says = "found a directory" if found else "no such file"
         raise UserError(f"{path}: {says}; {_successor(path) or 'expected a config file'}")
     try:
-        if path.suffix == ".json":
-            config = from_json(path.read_bytes(), where=str(path))
-        else:
+        if path.suffix != ".json":
             config = runpy.run_path(str(path)).get("config")
+        else:
+            config = from_json(path.read_bytes(), where=str(path))
     except UserError:
         raise
     except (Exception, SystemExit) as error:

@@ -138,9 +138,7 @@ class Examiner:
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
         for sample in samples:
-            gold, predicted = (
-                textwrap.shorten(few(sample[key]), 200, placeholder=" ...") or "(nothing)" for key in ("gold", "predicted")
-            )
+            gold, predicted = (_short(few(sample[key])) or "(nothing)" for key in ("gold", "predicted"))
             progress.line(f"  {sample['id']}: {predicted}  (expected: {gold})")
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
@@ -165,3 +163,8 @@ class Examiner:
             sums.append(jax.device_get(self.loss(params, batch.arrays)))
         totals, counts = np.asarray(sums, np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))
+
+
+def _short(text: str) -> str:
+    """At most 200 characters."""
+    return textwrap.shorten(text, 200, placeholder=" ...")
