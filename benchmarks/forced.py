@@ -99,13 +99,13 @@ class Decoder:
 
     def __init__(self, model: T5, ready: programs.Ready, strategy: Forced, *, backend: Backend) -> None:
         """Nothing compiles yet."""
-        self.model, self.ready, self.strategy = model, ready, strategy
+        self.model, self.ready, self.strategy, self.backend = model, ready, strategy, backend
         self._encode = jax.jit(partial(programs.encode_batch, model, backend=backend))
         self._begin = jax.jit(self._begun)
         self._decode = jax.jit(self._part, static_argnames=("slots",))
 
     def _decoder(self, weights: step_decoder.Weights, memory: SourceMemory) -> step_decoder.StepDecoder:
-        return step_decoder.StepDecoder(self.model.config, weights, memory, self.model.dtype)
+        return step_decoder.StepDecoder(self.model.config, weights, memory, self.model.dtype, self.backend)
 
     def _begun(self, weights: step_decoder.Weights, memory: SourceMemory, lengths: Array) -> Carry:
         sizes = programs.schedule(self.strategy, lengths.shape[0])

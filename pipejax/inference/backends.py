@@ -47,7 +47,7 @@ class SourceMemory(Protocol):
     mask: Array  # bool [B, L]
 
     def attend(self, layer: int, query: Array) -> Array:
-        """What the queries [B, H, K, Q] of a layer find: [B, H, K, Q]."""
+        """What the queries [H K, B Q] of a layer find: [H K, B Q]."""
         ...
 
 
@@ -60,6 +60,21 @@ class Backend(Protocol):
 
     def memory(self, memory: Memory) -> SourceMemory:
         """Of the model's memory."""
+        ...
+
+    def attend(
+        self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
+    ) -> tuple[Array, Array, Array]:
+        """Self-attention: what the queries find, [H K, B Q], and the cache with their own keys and values.
+
+        Args:
+          projected: query, key and value, [3 H K, B Q].
+          keys: of a layer's cache, [B H, K, C].
+          values: likewise, [B H, C, K].
+          bias: f32 [B, H, Q, C].
+          start: i32 scalar, the slot of each example's first query. What lies behind it must be masked by the bias, but
+            for the queries' own.
+        """
         ...
 
 
@@ -109,8 +124,9 @@ class XlaMemory:
 
     def attend(self, layer: int, query: Array) -> Array:
         """See `SourceMemory`."""
-        bias = jnp.where(self.mask, 0.0, MASKED)
-        return attend(query, self.keys[layer], self.values[layer], bias[:, None, None])
+        bias, keys = jnp.where(self.mask, 0.0, MASKED), self.keys[layer]
+        found = attend(by_head(query, *keys.shape[:3:2]), keys, self.values[layer], bias[:, None, None])
+        return by_query(found)
 
 
 @flax.struct.dataclass
@@ -123,8 +139,8 @@ class KernelMemory:
 
     def attend(self, layer: int, query: Array) -> Array:
         """See `SourceMemory`."""
-        bias = jnp.where(self.mask, 0.0, MASKED)
-        return kernels.attend(query, self.keys[layer], self.values[layer], bias)
+        bias, keys = jnp.where(self.mask, 0.0, MASKED), self.keys[layer]
+        return by_query(kernels.attend(by_head(query, keys.shape[0], keys.shape[3]), keys, self.values[layer], bias))
 
 
 class Xla:
@@ -138,8 +154,18 @@ class Xla:
         """See `Backend`."""
         return XlaMemory(memory.keys, memory.values, memory.mask)
 
+    def attend(
+        self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
+    ) -> tuple[Array, Array, Array]:
+        """See `Backend`."""
+        query, key, value = jnp.split(by_head(projected, bias.shape[0], keys.shape[1]), 3, axis=1)
+        key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, key, start, axis=2)
+        values = jax.lax.dynamic_update_slice_in_dim(values, value.swapaxes(1, 2), start, axis=1)
+        return by_query(attend(query, keys, values, bias)), keys, values
 
-class OwnKernel:
+
+class OwnKernel(Xla):
     """The kernel for CPUs, wherever dtype and sizes allow it; only after `kernels.use` said that it is there."""
 
     def matrix(self, rows: Array) -> Matrix:
@@ -161,8 +187,24 @@ XLA, OWN_KERNEL = Xla(), OwnKernel()
 
 
 def fastest() -> Backend:
-    """Our own kernel if this machine can have it, XLA otherwise."""
-    return OWN_KERNEL if kernels.use() else XLA
+    """Our own kernels if this machine can have them, XLA otherwise."""
+    if kernels.use():
+        return OWN_KERNEL
+    if jax.default_backend() == "gpu":
+        from pipejax.inference import gpu  # what it imports takes time, and nobody else needs it
+
+        return gpu.GPU if gpu.use() else XLA
+    return XLA
+
+
+def by_head(columns: Array, batch: int, width: int) -> Array:
+    """[M H K, B Q] -> [B, M H, K, Q]."""
+    return columns.reshape(-1, width, batch, columns.shape[1] // batch).transpose(2, 0, 1, 3)
+
+
+def by_query(found: Array) -> Array:
+    """[B, H, K, Q] -> [H K, B Q]."""
+    return found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
 
 
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:

@@ -140,9 +140,10 @@ def decode_batch(
     *,
     sizes: Sizes,
     slots: int,
+    backend: Backend = XLA,
 ) -> Stretch:
     """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static."""
-    decoder = step_decoder.StepDecoder(model.config, weights, memory, model.dtype)
+    decoder = step_decoder.StepDecoder(model.config, weights, memory, model.dtype, backend)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(memory.mask.shape[0]), sizes)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots)
 
@@ -264,7 +265,7 @@ class Programs:
             name, more = "encoder", ""
             if not isinstance(part, str):
                 sizes = schedule(part, batch)
-                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots)
+                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=self._backend)
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds

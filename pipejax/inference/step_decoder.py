@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
 from pipejax.decoding.core import Step
-from pipejax.inference.backends import Backend, Matrix, Norm, SourceMemory, attend
+from pipejax.inference.backends import XLA, Backend, Matrix, Norm, SourceMemory
 from pipejax.model.t5 import MASKED, buckets
 
 Array = jax.Array
@@ -108,6 +108,7 @@ class StepDecoder:
     weights: Weights
     memory: SourceMemory
     dtype: DTypeLike
+    backend: Backend = XLA
 
     def cache(self, slots: int, old: Cache | None) -> Cache:
         """See `Model`."""
@@ -128,17 +129,14 @@ class StepDecoder:
         x = w.embedding[step.tokens].T
         keys, values = [], []
         for i, layer in enumerate(w.layers):
-            projected = self._at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
-            query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
-            key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
-            k = jax.lax.dynamic_update_slice_in_dim(cache.keys[i], key, step.start, axis=2)
-            v = jax.lax.dynamic_update_slice_in_dim(cache.values[i], value.swapaxes(1, 2), step.start, axis=1)
+            projected = _at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
+            found, k, v = self.backend.attend(projected, cache.keys[i], cache.values[i], bias, step.start)
             keys.append(k)
             values.append(v)
-            x = layer.self_outwards.added(self._gathered(attend(query, k, v, bias), step), x)
+            x = layer.self_outwards.added(_gathered(found, step), x)
 
-            query = self._at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
-            x = layer.cross_outwards.added(self._gathered(self.memory.attend(i, query), step), x)
+            query = _at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
+            x = layer.cross_outwards.added(_gathered(self.memory.attend(i, query), step), x)
             x = layer.feed_outwards.added(self._activated(x, layer), x)
         factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
         norm = Norm(w.norm, self.config.layer_norm_epsilon, factor)
@@ -164,17 +162,14 @@ class StepDecoder:
         bias = jnp.take(table, jnp.clip(step.distance, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
         return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
 
-    def _at_places(self, x: Array, step: Step) -> Array:
-        """[M I, N] -> [B, M H, K, Q]: the queries of each example side by side."""
-        heads = x.reshape(-1, self.config.d_kv, x.shape[1])
-        if step.query_at_place is None:
-            return heads[None]
-        found = jnp.take(heads, step.query_at_place, axis=2, mode="clip")  # fillers get any query
-        return jnp.moveaxis(found, 2, 0)
 
-    def _gathered(self, found: Array, step: Step) -> Array:
-        """[B, H, K, Q] -> [I, N]."""
-        if step.place_of_query is None:
-            return found.reshape(-1, found.shape[3])
-        columns = found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
-        return jnp.take(columns, step.place_of_query, axis=1, mode="clip")
+def _at_places(x: Array, step: Step) -> Array:
+    """[.., N] -> [.., B Q]: the queries of each example side by side."""
+    if step.query_at_place is None:
+        return x
+    return jnp.take(x, step.query_at_place.reshape(-1), axis=1, mode="clip")  # fillers get any query
+
+
+def _gathered(found: Array, step: Step) -> Array:
+    """[.., B Q] -> [.., N]."""
+    return found if step.place_of_query is None else jnp.take(found, step.place_of_query, axis=1, mode="clip")

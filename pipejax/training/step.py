@@ -3,7 +3,7 @@
 Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -133,17 +133,13 @@ def train_step(
     divisor = jnp.maximum(count, 1)
     norm = optax.tree.norm(gradient) / divisor
     good = jnp.isfinite(total) & jnp.isfinite(norm)
-    # Mean and clipping by global norm in one factor, and the whole update in a branch: so XLA works in the donated
-    # buffers, where a division before and a choice of each array after it would each be a pass over all parameters.
+    # Mean and clipping by global norm in one factor: a division of its own would be a pass over all parameters. The
+    # choice is none, since XLA makes it where it computes the update. A branch would wait for the host on a GPU.
     factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
-
-    def update(state: TrainState) -> TrainState:
-        trained, fixed = split(state.params, is_trained)
-        scaled = jax.tree.map(lambda x: x * factor, gradient)
-        updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
-        return TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
-
-    new = jax.lax.cond(good, update, lambda state: state, state)
+    scaled = jax.tree.map(lambda x: x * factor, gradient)
+    updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
+    updated = TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
+    new = jax.tree.map(lambda new, old: jnp.where(good, new, old), updated, state)
     metrics = {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
     return new, metrics | {"learning_rate": jnp.float32(rate(updates_made(state.optimizer)))}
 
@@ -151,14 +147,14 @@ def train_step(
 class Trainer:
     """The compiled step, the shardings, and the state's birth, for one resolved config on one mesh."""
 
-    def __init__(self, config: Config) -> None:
-        """Compiles nothing yet; checks that the batch divides over the mesh.
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+        """Compiles nothing yet; checks that the batch divides over the mesh. `devices`: see `sharding.make_mesh`.
 
         Raises:
           UserError: the batch does not come out even.
         """
         assert config.model is not None
-        self.config, self.mesh = config, sharding.make_mesh(config.mesh)
+        self.config, self.mesh = config, sharding.make_mesh(config.mesh, devices)
         train = config.train
         _check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
@@ -273,8 +269,9 @@ class Trainer:
         state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
+        key = jax.ShapeDtypeStruct((), self.key.dtype, sharding=sharding.replicated(self.mesh))
         with precision(self.model.dtype):
-            return self._step.lower(state, arrays, self.dropout_key(1))
+            return self._step.lower(state, arrays, key)
 
     def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""

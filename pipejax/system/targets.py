@@ -1,15 +1,18 @@
 """Accelerators that programs are compiled for without being there: descriptions that XLA's compilers take.
 
 A GPU is described by its figures, as openxla/xla keeps them under xla/backends/gpu/target_config/specs; a TPU by the
-name of its topology. `make venv-programs` installs the compilers. Nothing compiled so can run here.
+name of its topology. Nothing compiled so can run here.
 """
 
 import dataclasses
+import importlib.metadata
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 from pipejax.system.errors import UserError
@@ -81,7 +84,7 @@ class Tpu:
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask a metadata server what machine this is
         found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
         if len(found) < count:
-            raise UserError(f"--devices: found {count}; expected at most {len(found)}, as {self.topology} has")
+            raise UserError(f"{self.topology}: found {count} devices wanted; expected at most {len(found)}")
         return list(found)[:count]
 
 
@@ -96,11 +99,20 @@ TARGETS: dict[str, Gpu | Tpu] = {
 }
 
 
+def find(name: str, flag: str) -> Gpu | Tpu:
+    """One of TARGETS, or a TPU's topology such as "v5e:4x4"; `flag` is where the name was given."""
+    if name in TARGETS:
+        return TARGETS[name]
+    if re.fullmatch(r"v\d[a-z]?:\d+(x\d+)+", name):
+        return Tpu(name)
+    raise UserError(f"{flag}: found {name!r}; expected {', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4")
+
+
 _added: set[str] = set()
 
 
 def _add_compiler(package: str) -> None:
-    """Makes a compiler known to JAX: it lies apart from .venv's packages, where JAX would look for its device."""
+    """Makes a compiler known to JAX: it lies apart from other packages, among which JAX would look for its device."""
     if package in _added:
         return
     place = str(Path(sys.prefix) / "programs")
@@ -114,7 +126,14 @@ def _add_compiler(package: str) -> None:
 
             xla_cuda12.initialize()
     except ImportError as error:
-        raise UserError(f"--targets: found no {package}; expected it, as make venv-programs installs it") from error
+        if package == "libtpu":
+            asked = importlib.metadata.requires("jax") or []
+            wanted = next((f'"{text.partition(";")[0].strip()}"' for text in asked if text.startswith(package)), package)
+        else:
+            version = jax.__version__
+            wanted = f"{package.replace('_', '-')}=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
+        command = f"{sys.executable} -m pip install --no-deps --target {place} {wanted}"
+        raise UserError(f"found no compiler for that device here; expected it after: {command}") from error
     finally:
         sys.path.remove(place)
     _added.add(package)

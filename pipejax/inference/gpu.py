@@ -1,0 +1,385 @@
+"""A decoding step's products and attention on an NVIDIA GPU: one kernel each, in Pallas, where XLA starts several.
+
+A step is short, and starting its kernels takes longer than their work. So the norm, the activation and the residual
+are part of the product beside them, and an attention is one kernel, which writes the cache too. Nothing here is exact
+to the last bit of what XLA computes: sums run in another order, and less is rounded on the way.
+
+Arrays lie a query a row, since a kernel reads rows: what comes and goes as columns is transposed, and between two
+kernels XLA drops both transpositions.
+
+Shapes: O outputs, I inputs, N queries of a step, B batch, Q queries of an example, H heads, K head width, C cache slots,
+L source length.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+
+from pipejax.inference import backends, kernels
+from pipejax.inference.backends import XLA, Matrix, Norm, SourceMemory
+from pipejax.model.t5 import MASKED, Memory
+
+logger = logging.getLogger(__name__)
+
+Array = jax.Array
+LEAST = 16  # rows, columns and depth of a product in a kernel
+LOWEST = -1e30  # below every score; finite, so that nothing becomes NaN
+MOST_QUERIES = 64  # of an example, that one kernel attends for
+
+
+@flax.struct.dataclass
+class GpuMatrix:
+    """A matrix for the kernel of products."""
+
+    rows: Array  # [O, I]
+    interpret: bool = flax.struct.field(pytree_node=False)
+
+    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
+        """See `backends.Matrix`."""
+        return _product(
+            self.rows,
+            x.T,
+            norm.scale,
+            epsilon=norm.epsilon,
+            factor=norm.factor,
+            relu=relu,
+            dtype=jnp.dtype(dtype or x.dtype),
+            interpret=self.interpret,
+        ).T
+
+    def added(self, columns: Array, residual: Array) -> Array:
+        """See `backends.Matrix`."""
+        return _product(self.rows, columns.T, residual.T, dtype=residual.dtype, interpret=self.interpret).T
+
+
+@flax.struct.dataclass
+class GpuMemory:
+    """A memory for the kernel of attention."""
+
+    keys: tuple[Array, ...]  # a layer each [B, H, K, L]
+    values: tuple[Array, ...]  # [B, H, L, K]
+    mask: Array  # bool [B, L]
+    interpret: bool = flax.struct.field(pytree_node=False)
+
+    def attend(self, layer: int, query: Array) -> Array:
+        """See `backends.SourceMemory`."""
+        keys, values = self.keys[layer], self.values[layer]
+        if not _attends(query.shape[1] // keys.shape[0], keys.shape[2]):
+            return backends.XlaMemory(self.keys, self.values, self.mask).attend(layer, query)
+        return _attend_memory(query.T, keys, values, self.mask, interpret=self.interpret).T
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The kernels below wherever dtype and sizes allow it, XLA elsewhere; only after `use` said that they work."""
+
+    dtype: Any = jnp.bfloat16  # of the matrices that they multiply
+    interpret: bool = False  # runs them as ordinary computations, on any device
+
+    def matrix(self, rows: Array) -> Matrix:
+        """See `backends.Backend`."""
+        fits = rows.dtype == self.dtype and not any(size % LEAST for size in rows.shape)
+        return GpuMatrix(rows, self.interpret) if fits else XLA.matrix(rows)
+
+    def memory(self, memory: Memory) -> SourceMemory:
+        """See `backends.Backend`."""
+        if memory.keys[0].dtype != self.dtype:
+            return XLA.memory(memory)
+        return GpuMemory(memory.keys, memory.values, memory.mask, self.interpret)
+
+    def attend(
+        self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
+    ) -> tuple[Array, Array, Array]:
+        """See `backends.Backend`."""
+        if projected.dtype != self.dtype or not _attends(bias.shape[2], keys.shape[1]):
+            return XLA.attend(projected, keys, values, bias, start)
+        found, keys, values = _attend_cache(projected.T, keys, values, bias, start, interpret=self.interpret)
+        return found.T, keys, values
+
+
+GPU = Gpu()
+
+
+@functools.cache
+def use() -> bool:
+    """Whether this process decodes on a GPU where the kernels compile and find what XLA finds. Asked once."""
+    if os.environ.get(kernels.VARIABLE) == "off" or jax.default_backend() != "gpu":
+        return False
+    try:
+        apart = max(float(jax.device_get(trial(GPU, queries))) for queries in (1, 20, 40))
+    except Exception as error:  # the compiler's errors are of many kinds, and none of them may keep anyone from decoding
+        logger.warning(f"decoding goes without its own kernels: {str(error).partition(chr(10))[0][:200]}")
+        return False
+    if not apart < TOLERANCE:
+        logger.warning(f"decoding goes without its own kernels: on this GPU their results are wrong by {apart:.2g}")
+        return False
+    return True
+
+
+TOLERANCE = 0.05  # of `trial`, whose results are about 1; rounded to bfloat16 they are apart by 0.01
+
+
+def trial(backend: Gpu, queries: int) -> Array:
+    """How far the kernels are apart from XLA on random numbers, at the most: f32 scalar.
+
+    Args:
+      backend: whose kernels.
+      queries: Q, of each of two examples.
+    """
+    batch, heads, width, slots, inputs = 2, 2, 64, 192, 256
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> Array:
+        return jnp.asarray(scale * rng.standard_normal(shape), backend.dtype)
+
+    x, residual = normal(inputs, batch * queries), normal(3 * heads * width, batch * queries)
+    rows = normal(3 * heads * width, inputs, scale=inputs**-0.5)
+    norm = Norm(jnp.asarray(rng.uniform(0.5, 2.0, inputs), jnp.float32), 1e-6)
+    keys, values = normal(batch * heads, width, slots, scale=0.3), normal(batch * heads, slots, width)
+    bias = jnp.asarray(np.where(rng.random((batch, heads, queries, slots)) < 0.7, 0.0, MASKED), jnp.float32)
+    memory = Memory((normal(batch, heads, width, slots, scale=0.3),), (normal(batch, heads, slots, width),), bias[:, 0, 0] == 0)
+    start = jnp.int32(97)
+    bias = bias.at[..., 97].set(0.0)  # every query sees something
+    bias = jnp.where(jnp.arange(slots) < 97 + queries, bias, MASKED)
+
+    def compute(backend: Any) -> Any:
+        matrix = backend.matrix(rows)
+        projected = matrix.of_normed(x, norm, relu=False)
+        found, *written = backend.attend(projected, keys, values, bias, start)
+        whole = matrix.of_normed(x, norm, relu=True, dtype=jnp.float32)
+        looked_up = backend.memory(memory).attend(0, projected[: heads * width])
+        return whole, matrix.added(x, residual), found, looked_up, written
+
+    ours, others = jax.jit(compute, static_argnums=0)(backend), jax.jit(compute, static_argnums=0)(XLA)
+    apart = jax.tree.map(lambda a, b: jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max(), ours, others)
+    return jnp.stack(jax.tree.leaves(apart)).max()
+
+
+def _attends(queries: int, width: int) -> bool:
+    return queries <= MOST_QUERIES and width >= LEAST and width & (width - 1) == 0
+
+
+def _power(number: int, most: int) -> int:
+    """The largest power of two, up to `most`, that divides it."""
+    return min(number & -number, most)
+
+
+def _holding(number: int, most: int) -> int:
+    """The least power of two, from LEAST to `most`, that holds it."""
+    return min(max(1 << (number - 1).bit_length(), LEAST), most)
+
+
+@functools.partial(jax.jit, static_argnames=("epsilon", "factor", "relu", "dtype", "interpret"))
+def _product(
+    rows: Array,
+    x: Array,
+    more: Array,
+    *,
+    epsilon: float | None = None,
+    factor: float = 1.0,
+    relu: bool = False,
+    dtype: Any,
+    interpret: bool,
+) -> Array:
+    """[N, O]: x times the matrix's rows, x normed first or a residual added.
+
+    Args:
+      rows: [O, I].
+      x: [N, I].
+      more: the norm's scale f32 [I], or the residual [N, O].
+      epsilon: the norm's; None: it is a residual.
+      factor: the norm's.
+      relu: negative results become 0.
+      dtype: the result's.
+      interpret: as in `Gpu`.
+    """
+    (outputs, inputs), queries = rows.shape, x.shape[0]
+    high = _holding(queries, 64)
+    wide = _power(outputs, 64 if outputs >= 8192 else 32 if high > 32 else 16)
+    deep = _power(inputs, 256 if wide == 16 else 128)
+    grid = outputs // wide, pl.cdiv(queries, high)
+
+    def kernel(rows_ref: Any, x_ref: Any, more_ref: Any, out_ref: Any) -> None:
+        o = pl.program_id(0) * wide + jnp.arange(wide)
+        n = pl.program_id(1) * high + jnp.arange(high)
+        real = (n < queries)[:, None]
+
+        def add(number: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            products, squares = sums
+            i = number * deep + jnp.arange(deep)
+            matrix = plgpu.load(rows_ref.at[o[:, None], i[None]])
+            part = plgpu.load(x_ref.at[n[:, None], i[None]], mask=real, other=0)
+            if epsilon is not None:  # what a column is divided by, its sum can be divided by as well
+                wide_part = part.astype(jnp.float32)
+                squares += (wide_part * wide_part).sum(axis=1)
+                part = (wide_part * plgpu.load(more_ref.at[i])[None]).astype(part.dtype)
+            return products + plgpu.dot(part, matrix, trans_b=True), squares
+
+        zero = jnp.zeros((high, wide), jnp.float32), jnp.zeros(high, jnp.float32)
+        products, squares = jax.lax.fori_loop(0, inputs // deep, add, zero)
+        if epsilon is None:
+            products += plgpu.load(more_ref.at[n[:, None], o[None]], mask=real, other=0).astype(jnp.float32)
+        else:
+            products *= (jax.lax.rsqrt(squares / inputs + epsilon) * factor)[:, None]
+        if relu:
+            products = jnp.maximum(products, 0)
+        plgpu.store(out_ref.at[n[:, None], o[None]], products.astype(dtype), mask=real)
+
+    warps = min(max(high * wide // 128, 2), 4)
+    return _call(kernel, grid, jax.ShapeDtypeStruct((queries, outputs), dtype), warps, interpret)(rows, x, more)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _attend_memory(query: Array, keys: Array, values: Array, mask: Array, *, interpret: bool) -> Array:
+    """[B Q, H K]: what queries [B Q, H K] find in keys [B, H, K, L] and values [B, H, L, K] under mask [B, L]."""
+    batch, heads, width, length = keys.shape
+    queries = query.shape[0] // batch
+    look = functools.partial(_look, heads=heads, width=width, queries=queries, slots=length)
+
+    def kernel(query_ref: Any, keys_ref: Any, values_ref: Any, bias_ref: Any, out_ref: Any) -> None:
+        head = pl.program_id(0)
+
+        def bias(slots: Array, seen: Array) -> Array:
+            return plgpu.load(bias_ref.at[head // heads, slots], mask=seen, other=0)[None]
+
+        sums = look(query_ref, keys_ref, values_ref, bias, jnp.int32(length))
+        _finish(sums, out_ref, heads=heads, width=width, queries=queries)
+
+    bias = jnp.where(mask, 0.0, MASKED)
+    call = _call(kernel, (batch * heads,), jax.ShapeDtypeStruct(query.shape, query.dtype), 4, interpret)
+    return call(query, keys.reshape(-1, width, length), values.reshape(-1, length, width), bias)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _attend_cache(
+    projected: Array, keys: Array, values: Array, bias: Array, start: Array, *, interpret: bool
+) -> tuple[Array, Array, Array]:
+    """What queries find in a cache and among themselves, [B Q, H K], and the cache with their keys and values.
+
+    Args:
+      projected: [B Q, 3 H K], query, key, value.
+      keys: [B H, K, C].
+      values: [B H, C, K].
+      bias: f32 [B, H, Q, C].
+      start: i32 scalar, the first new slot; nothing is read from there on.
+      interpret: as in `Gpu`.
+    """
+    _, heads, queries, slots = bias.shape
+    width, high = keys.shape[1], _holding(queries, MOST_QUERIES)
+    look = functools.partial(_look, heads=heads, width=width, queries=queries, slots=slots)
+
+    def kernel(
+        start_ref: Any,
+        projected_ref: Any,
+        keys_ref: Any,
+        values_ref: Any,
+        bias_ref: Any,
+        out_ref: Any,
+        new_keys_ref: Any,
+        new_values_ref: Any,
+    ) -> None:
+        head, first = pl.program_id(0), start_ref[0]
+        places, columns = jnp.arange(high), jnp.arange(width)
+        real = places < queries
+
+        def bias(slots: Array, seen: Array) -> Array:
+            at = bias_ref.at[(head * queries + places)[:, None], slots[None]]
+            return plgpu.load(at, mask=real[:, None] & seen[None], other=0)
+
+        sums = look(projected_ref, keys_ref, values_ref, bias, first)
+        # The cache is written and not read again: threads do not wait for each other in between.
+        row, place = (head // heads) * queries + places, first + places
+        column = (head % heads) * width + columns
+        key, value = (
+            plgpu.load(projected_ref.at[row[:, None], (part * heads * width + column)[None]], mask=real[:, None], other=0)
+            for part in (1, 2)
+        )
+        plgpu.store(new_keys_ref.at[head, columns[None], place[:, None]], key, mask=real[:, None])
+        plgpu.store(new_values_ref.at[head, place[:, None], columns[None]], value, mask=real[:, None])
+        query = _query(projected_ref, heads=heads, width=width, queries=queries)
+        scores = jnp.where(real[None], plgpu.dot(query, key, trans_b=True) + bias(place, real), LOWEST)
+        _finish(_more(sums, scores, value), out_ref, heads=heads, width=width, queries=queries)
+
+    found = jax.ShapeDtypeStruct((projected.shape[0], heads * width), projected.dtype)
+    results = found, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    call = _call(kernel, (keys.shape[0],), results, 4, interpret, aliases={2: 1, 3: 2})
+    return call(start[None], projected, keys, values, bias.reshape(-1, slots))
+
+
+Sums = tuple[Array, Array, Array]  # of a softmax so far: its highest score f32 [high], its sum f32 [high], f32 [high, K]
+
+
+def _query(ref: Any, *, heads: int, width: int, queries: int) -> Array:
+    """The queries of a program's example and head, [high, K]; zeros beyond the Q-th."""
+    head, places = pl.program_id(0), jnp.arange(_holding(queries, MOST_QUERIES))
+    at = (head // heads) * queries + places, (head % heads) * width + jnp.arange(width)
+    return plgpu.load(ref.at[at[0][:, None], at[1][None]], mask=(places < queries)[:, None], other=0)
+
+
+def _look(
+    query_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    bias: Any,
+    used: Array,
+    *,
+    heads: int,
+    width: int,
+    queries: int,
+    slots: int,
+) -> Sums:
+    """The sums over the first `used` slots of keys [.., K, C] and values [.., C, K], a block after the other."""
+    head, columns = pl.program_id(0), jnp.arange(width)
+    query = _query(query_ref, heads=heads, width=width, queries=queries)
+    block = _holding(slots, 64 if width <= 64 else 32)
+
+    def add(number: Array, sums: Sums) -> Sums:
+        slot = number * block + jnp.arange(block)
+        seen = slot < used
+        key = plgpu.load(keys_ref.at[head, columns[:, None], slot[None]], mask=seen[None], other=0)
+        value = plgpu.load(values_ref.at[head, slot[:, None], columns[None]], mask=seen[:, None], other=0)
+        return _more(sums, jnp.where(seen[None], plgpu.dot(query, key) + bias(slot, seen), LOWEST), value)
+
+    high = query.shape[0]
+    zero = jnp.full(high, LOWEST), jnp.zeros(high, jnp.float32), jnp.zeros((high, width), jnp.float32)
+    return jax.lax.fori_loop(0, pl.cdiv(used, block), add, zero)
+
+
+def _more(sums: Sums, scores: Array, values: Array) -> Sums:
+    """The sums with more scores f32 [high, block] and their values [block, K] (Milakov and Gimelshein 2018)."""
+    highest, total, found = sums
+    now = jnp.maximum(highest, scores.max(axis=1))
+    weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(highest - now)
+    found = found * kept[:, None] + plgpu.dot(weights.astype(values.dtype), values)
+    return now, total * kept + weights.sum(axis=1), found
+
+
+def _finish(sums: Sums, out_ref: Any, *, heads: int, width: int, queries: int) -> None:
+    head, places = pl.program_id(0), jnp.arange(sums[2].shape[0])
+    at = (head // heads) * queries + places, (head % heads) * width + jnp.arange(width)
+    found = (sums[2] / sums[1][:, None]).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[at[0][:, None], at[1][None]], found, mask=(places < queries)[:, None])
+
+
+def _call(
+    kernel: Any, grid: tuple[int, ...], shape: Any, warps: int, interpret: bool, aliases: dict[int, int] | None = None
+) -> Any:
+    params = plgpu.CompilerParams(num_warps=warps, num_stages=3)
+    return pl.pallas_call(
+        kernel,
+        out_shape=shape,
+        grid=grid,
+        compiler_params=params,
+        interpret=interpret,
+        input_output_aliases=aliases or {},
+    )

@@ -1,0 +1,154 @@
+"""The kernels for GPUs, run as ordinary computations: products and attention equal NumPy's, decodes equal XLA's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax.config import T5Config
+from pipejax.decoding import Beam, Pipelined, Sequential, Sizes
+from pipejax.inference import backends, gpu
+from pipejax.inference.backends import XLA, Norm, XlaMatrix, XlaMemory
+from pipejax.inference.gpu import Gpu, GpuMatrix, GpuMemory
+from pipejax.model.t5 import MASKED, Memory
+from support import oracle
+from support.one_program import compiled
+
+FLOAT32 = Gpu(jnp.float32, interpret=True)
+CONFIG = T5Config(
+    vocab_size=48,
+    d_model=32,
+    d_kv=16,
+    d_ff=48,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 16, 70])
+@pytest.mark.parametrize("outputs, inputs", [(16, 16), (48, 80), (8208, 32)])
+def test_products_equal_numpys(outputs: int, inputs: int, queries: int) -> None:
+    rows, x, residual = normal(1, outputs, inputs), 9 * normal(2, inputs, queries), normal(3, outputs, queries)
+    scale = np.abs(normal(4, inputs)) + 0.1
+    matrix = FLOAT32.matrix(jnp.asarray(rows))
+    assert isinstance(matrix, GpuMatrix)
+    found = matrix.added(jnp.asarray(x), jnp.asarray(residual))
+    np.testing.assert_allclose(found, residual + rows.astype(np.float64) @ x, rtol=1e-5, atol=1e-3)
+    wide = x.astype(np.float64)
+    expected = rows @ (wide / np.sqrt((wide**2).mean(axis=0) + 1e-3) * scale[:, None]) * 0.5
+    norm = Norm(jnp.asarray(scale), 1e-3, 0.5)
+    np.testing.assert_allclose(matrix.of_normed(jnp.asarray(x), norm), expected, rtol=1e-4, atol=1e-4)
+    positive = matrix.of_normed(jnp.asarray(x), norm, relu=True, dtype=jnp.bfloat16)
+    assert positive.dtype == jnp.bfloat16
+    np.testing.assert_allclose(positive.astype(np.float32), np.maximum(expected, 0), rtol=1e-2, atol=1e-3)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("queries, spread", [(1, 1.0), (5, 30.0), (20, 3.0), (33, 1.0)])
+def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> None:
+    """Slots that nobody sees, and an example whose slots all are such."""
+    batch, heads, width, length = 3, 2, 32, 192
+    query, keys = spread * normal(1, heads * width, batch * queries), normal(2, batch, heads, width, length)
+    values, mask = normal(3, batch, heads, length, width), np.arange(length) < np.asarray([[70], [192], [0]])
+    memory = FLOAT32.memory(Memory((jnp.asarray(keys),), (jnp.asarray(values),), jnp.asarray(mask)))
+    assert isinstance(memory, GpuMemory)
+    found = memory.attend(0, jnp.asarray(query))
+    by_head = query.astype(np.float64).reshape(heads, width, batch, queries)
+    scores = np.einsum("hkbq,bhkl->bhql", by_head, keys) + np.where(mask, 0, -1e9)[:, None, None]
+    expected = np.einsum("bhql,bhlk->hkbq", softmax(scores), values).reshape(query.shape)
+    real = np.s_[:, : 2 * queries]  # what the third finds nobody reads
+    np.testing.assert_allclose(found[real], expected[real], rtol=1e-3, atol=1e-4)
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("queries, start", [(1, 0), (1, 130), (6, 0), (6, 63), (20, 64), (33, 100)])
+def test_attention_to_a_cache_equals_numpys(queries: int, start: int) -> None:
+    """Garbage lies in slots that are still empty; the new keys and values land there, and nothing else changes."""
+    batch, heads, width, slots = 2, 3, 16, 140
+    projected = normal(1, 3 * heads * width, batch * queries)
+    keys, values = 1e4 * normal(2, batch * heads, width, slots), 1e4 * normal(3, batch * heads, slots, width)
+    keys[..., :start], values[:, :start] = normal(4, *keys.shape)[..., :start], normal(5, *values.shape)[:, :start]
+    seen = np.random.default_rng(6).random((batch, queries, slots)) < 0.6
+    seen[..., start + queries :] = False
+    seen[:, np.arange(queries), start + np.arange(queries)] = True  # itself
+    bias = np.where(seen[:, None], normal(7, batch, heads, queries, slots), MASKED).astype(np.float32)
+    given = [jnp.asarray(x) for x in (projected, keys, values, bias)]
+    found, new_keys, new_values = FLOAT32.attend(*given, jnp.int32(start))
+
+    query, key, value = projected.reshape(3, heads, width, batch, queries)
+    new = np.s_[start : start + queries]
+    keys[..., new] = key.transpose(2, 0, 1, 3).reshape(batch * heads, width, queries)
+    values[:, new] = value.transpose(2, 0, 3, 1).reshape(batch * heads, queries, width)
+    np.testing.assert_array_equal(new_keys, keys)
+    np.testing.assert_array_equal(new_values, values)
+    keys, values = (x.reshape(batch, heads, *x.shape[1:]).astype(np.float64) for x in (keys, values))
+    scores = np.einsum("hkbq,bhkc->bhqc", query, keys) + bias
+    expected = np.einsum("bhqc,bhck->hkbq", softmax(scores), values).reshape(found.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    others = XLA.attend(*given, jnp.int32(start))
+    for ours, other in zip((found, new_keys, new_values), others, strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-4)
+
+
+def test_what_does_not_fit_is_xlas() -> None:
+    assert isinstance(FLOAT32.matrix(jnp.zeros((24, 32))), XlaMatrix)  # rows, inputs: no multiple of 16
+    assert isinstance(FLOAT32.matrix(jnp.zeros((32, 40))), XlaMatrix)
+    assert isinstance(gpu.GPU.matrix(jnp.zeros((32, 32))), XlaMatrix)  # float32
+    zeros = (jnp.zeros((1, 2, 8, 64)),), (jnp.zeros((1, 2, 64, 8)),), jnp.ones((1, 64), bool)
+    assert isinstance(gpu.GPU.memory(Memory(*zeros)), XlaMemory)
+    assert FLOAT32.memory(Memory(*zeros)).attend(0, jnp.ones((16, 3))).shape == (16, 3)  # heads of 8
+    cache = jnp.zeros((2, 8, 70)), jnp.zeros((2, 70, 8))
+    found, *_ = FLOAT32.attend(jnp.ones((48, 65)), *cache, jnp.zeros((1, 2, 65, 70)), jnp.int32(0))
+    np.testing.assert_allclose(found, 1.0, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "strategy", [Sequential(max_length=40), Pipelined(delay=1, time_max=23, sub_max=6), Beam(20, 3)]
+)
+@pytest.mark.parametrize("feed_forward, tied", [("relu", True), ("gated-gelu", False)])
+def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str, tied: bool) -> None:
+    """In caches that grow, with and without queries gathered from several examples."""
+    config = dataclasses.replace(CONFIG, feed_forward=feed_forward, tied_head=tied)
+    rng = np.random.default_rng(batch)
+    source, length = rng.integers(0, 48, (batch, 12)).astype(np.int32), rng.integers(1, 13, batch).astype(np.int32)
+    sizes = Sizes.fit(strategy, batch, queries=(4,), slots=(21,))
+    ours, others = (compiled(config, strategy, sizes, backend=backend) for backend in (FLOAT32, XLA))
+    for seed in range(2):
+        params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed), eos_scale=1.2))
+        found, expected = (jax.device_get(program(params, source, length)) for program in (ours, others))
+        for name in ("tokens", "lengths", "steps", "truncated"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_the_trial_passes_here_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Gpu(interpret=True)
+    assert 0 < gpu.trial(backend, 20) < gpu.TOLERANCE
+    jax.clear_caches()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "_finish", lambda sums, *given, **named: finish((sums[0], sums[1] * 2, sums[2]), *given, **named))
+        assert gpu.trial(backend, 20) > gpu.TOLERANCE
+    jax.clear_caches()
+
+
+finish = gpu._finish
+
+
+def test_elsewhere_nobody_asks_for_them() -> None:
+    assert jax.default_backend() == "cpu"
+    assert not gpu.use()
+    assert backends.fastest() is not gpu.GPU
