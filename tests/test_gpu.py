@@ -9,8 +9,9 @@ import pytest
 
 from pipejax.config import T5Config
 from pipejax.decoding import Beam, Pipelined, Sequential, Sizes
-from pipejax.inference import backends, gpu
+from pipejax.inference import gpu
 from pipejax.inference.backends import XLA, Norm, XlaMatrix, XlaMemory
+from pipejax.inference.fastest import fastest
 from pipejax.inference.gpu import Gpu, GpuMatrix, GpuMemory
 from pipejax.model.t5 import MASKED, Memory
 from support import oracle
@@ -24,7 +25,7 @@ CONFIG = T5Config(
     d_ff=48,
     num_heads=2,
     num_layers=1,
-    num_decoder_layers=2,
+    num_decoder_layers=1,
     relative_attention_num_buckets=8,
     relative_attention_max_distance=20,
 )
@@ -116,11 +117,15 @@ def test_what_does_not_fit_is_xlas() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
-    "strategy", [Sequential(max_length=40), Pipelined(delay=1, time_max=23, sub_max=6), Beam(20, 3)]
+    "strategy, batch, feed_forward, tied",
+    [
+        (Sequential(max_length=40), 1, "relu", True),
+        (Pipelined(delay=1, time_max=23, sub_max=6), 3, "gated-gelu", False),
+        (Beam(20, 3), 2, "relu", True),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("feed_forward, tied", [("relu", True), ("gated-gelu", False)])
 def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str, tied: bool) -> None:
     """In caches that grow, with and without queries gathered from several examples."""
     config = dataclasses.replace(CONFIG, feed_forward=feed_forward, tied_head=tied)
@@ -140,7 +145,8 @@ def test_the_trial_passes_here_and_finds_what_is_wrong(monkeypatch: pytest.Monke
     assert 0 < gpu.trial(backend, 20) < gpu.TOLERANCE
     jax.clear_caches()
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "_finish", lambda sums, *given, **named: finish((sums[0], sums[1] * 2, sums[2]), *given, **named))
+        wrong = lambda sums, *given, **named: finish((sums[0], sums[1] * 2, sums[2]), *given, **named)  # noqa: E731
+        patch.setattr(gpu, "_finish", wrong)
         assert gpu.trial(backend, 20) > gpu.TOLERANCE
     jax.clear_caches()
 
@@ -151,4 +157,4 @@ finish = gpu._finish
 def test_elsewhere_nobody_asks_for_them() -> None:
     assert jax.default_backend() == "cpu"
     assert not gpu.use()
-    assert backends.fastest() is not gpu.GPU
+    assert fastest() is not gpu.GPU

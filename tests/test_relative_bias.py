@@ -43,7 +43,8 @@ def test_buckets(elements, monkeypatch):
 
 
 def test_a_sequence_is_what_its_offsets_are():
-    model = T5Config(vocab_size=8, num_heads=3, relative_attention_num_buckets=8, relative_attention_max_distance=20)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 3, "num_layers": 1, "num_decoder_layers": 1}
+    model = T5Config(8, **sizes, relative_attention_num_buckets=8, relative_attention_max_distance=20)
     bias = RelativeBias(model, bidirectional=True)
     places = jnp.arange(45)
     offsets = (places[None] - places[:, None])[None]

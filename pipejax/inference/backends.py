@@ -186,17 +186,6 @@ class OwnKernel(Xla):
 XLA, OWN_KERNEL = Xla(), OwnKernel()
 
 
-def fastest() -> Backend:
-    """Our own kernels if this machine can have them, XLA otherwise."""
-    if kernels.use():
-        return OWN_KERNEL
-    if jax.default_backend() == "gpu":
-        from pipejax.inference import gpu  # what it imports takes time, and nobody else needs it
-
-        return gpu.GPU if gpu.use() else XLA
-    return XLA
-
-
 def by_head(columns: Array, batch: int, width: int) -> Array:
     """[M H K, B Q] -> [B, M H, K, Q]."""
     return columns.reshape(-1, width, batch, columns.shape[1] // batch).transpose(2, 0, 1, 3)

@@ -16,8 +16,9 @@ from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Strategy
-from pipejax.inference import backends, programs, sources
+from pipejax.inference import programs, sources
 from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.fastest import fastest
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -245,7 +246,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.fastest())
+    generator = Generator(config, restored.items["params"], tokenizer, backend=fastest())
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
 

@@ -117,7 +117,9 @@ def use() -> bool:
         return False
     try:
         apart = max(float(jax.device_get(trial(GPU, queries))) for queries in (1, 20, 40))
-    except Exception as error:  # the compiler's errors are of many kinds, and none of them may keep anyone from decoding
+    except (
+        Exception
+    ) as error:  # the compiler's errors are of many kinds, and none of them may keep anyone from decoding
         logger.warning(f"decoding goes without its own kernels: {str(error).partition(chr(10))[0][:200]}")
         return False
     if not apart < TOLERANCE:
@@ -126,11 +128,11 @@ def use() -> bool:
     return True
 
 
-TOLERANCE = 0.05  # of `trial`, whose results are about 1; rounded to bfloat16 they are apart by 0.01
+TOLERANCE = 0.05  # of `trial`; what both round to bfloat16 is apart by 0.01 to 0.02
 
 
 def trial(backend: Gpu, queries: int) -> Array:
-    """How far the kernels are apart from XLA on random numbers, at the most: f32 scalar.
+    """How far the kernels are from what XLA finds for random numbers, relative to 1 + |x|, at the most: f32 scalar.
 
     Args:
       backend: whose kernels.
@@ -147,7 +149,9 @@ def trial(backend: Gpu, queries: int) -> Array:
     norm = Norm(jnp.asarray(rng.uniform(0.5, 2.0, inputs), jnp.float32), 1e-6)
     keys, values = normal(batch * heads, width, slots, scale=0.3), normal(batch * heads, slots, width)
     bias = jnp.asarray(np.where(rng.random((batch, heads, queries, slots)) < 0.7, 0.0, MASKED), jnp.float32)
-    memory = Memory((normal(batch, heads, width, slots, scale=0.3),), (normal(batch, heads, slots, width),), bias[:, 0, 0] == 0)
+    memory = Memory(
+        (normal(batch, heads, width, slots, scale=0.3),), (normal(batch, heads, slots, width),), bias[:, 0, 0] == 0
+    )
     start = jnp.int32(97)
     bias = bias.at[..., 97].set(0.0)  # every query sees something
     bias = jnp.where(jnp.arange(slots) < 97 + queries, bias, MASKED)
@@ -161,8 +165,12 @@ def trial(backend: Gpu, queries: int) -> Array:
         return whole, matrix.added(x, residual), found, looked_up, written
 
     ours, others = jax.jit(compute, static_argnums=0)(backend), jax.jit(compute, static_argnums=0)(XLA)
-    apart = jax.tree.map(lambda a, b: jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max(), ours, others)
-    return jnp.stack(jax.tree.leaves(apart)).max()
+
+    def apart(a: Array, b: Array) -> Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return (jnp.abs(a - b) / (1 + jnp.abs(b))).max()
+
+    return jnp.stack(jax.tree.leaves(jax.tree.map(apart, ours, others))).max()
 
 
 def _attends(queries: int, width: int) -> bool:
@@ -301,7 +309,9 @@ def _attend_cache(
         row, place = (head // heads) * queries + places, first + places
         column = (head % heads) * width + columns
         key, value = (
-            plgpu.load(projected_ref.at[row[:, None], (part * heads * width + column)[None]], mask=real[:, None], other=0)
+            plgpu.load(
+                projected_ref.at[row[:, None], (part * heads * width + column)[None]], mask=real[:, None], other=0
+            )
             for part in (1, 2)
         )
         plgpu.store(new_keys_ref.at[head, columns[None], place[:, None]], key, mask=real[:, None])
@@ -316,7 +326,9 @@ def _attend_cache(
     return call(start[None], projected, keys, values, bias.reshape(-1, slots))
 
 
-Sums = tuple[Array, Array, Array]  # of a softmax so far: its highest score f32 [high], its sum f32 [high], f32 [high, K]
+Sums = tuple[
+    Array, Array, Array
+]  # of a softmax so far: its highest score f32 [high], its sum f32 [high], f32 [high, K]
 
 
 def _query(ref: Any, *, heads: int, width: int, queries: int) -> Array:

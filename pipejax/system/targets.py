@@ -5,6 +5,7 @@ name of its topology. Nothing compiled so can run here.
 """
 
 import dataclasses
+import importlib
 import importlib.metadata
 import os
 import re
@@ -35,7 +36,7 @@ class Gpu:
 
     def devices(self, count: int) -> list[Any]:
         """That many of them in one machine."""
-        _add_compiler("jax_cuda12_plugin")
+        _add_compiler("jax_plugins.xla_cuda12")
         return list(
             topologies.get_topology_desc(
                 "gpu", platform="cuda", topology=f"1x1x{count}", target_config=self.description()
@@ -111,29 +112,26 @@ def find(name: str, flag: str) -> Gpu | Tpu:
 _added: set[str] = set()
 
 
-def _add_compiler(package: str) -> None:
+def _add_compiler(module: str) -> None:
     """Makes a compiler known to JAX: it lies apart from other packages, among which JAX would look for its device."""
-    if package in _added:
+    if module in _added:
         return
     place = str(Path(sys.prefix) / "programs")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # CUDA itself is not there
     sys.path.append(place)
     try:
-        if package == "libtpu":
-            import libtpu  # noqa: F401
-        else:
-            from jax_plugins import xla_cuda12
-
-            xla_cuda12.initialize()
+        compiler = importlib.import_module(module)
     except ImportError as error:
-        if package == "libtpu":
+        if module == "libtpu":
             asked = importlib.metadata.requires("jax") or []
-            wanted = next((f'"{text.partition(";")[0].strip()}"' for text in asked if text.startswith(package)), package)
+            wanted = next((f'"{text.partition(";")[0].strip()}"' for text in asked if text.startswith(module)), module)
         else:
-            version = jax.__version__
-            wanted = f"{package.replace('_', '-')}=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
+            plugin, version = "jax-cuda12-plugin", jax.__version__
+            wanted = f"{plugin}=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
         command = f"{sys.executable} -m pip install --no-deps --target {place} {wanted}"
         raise UserError(f"found no compiler for that device here; expected it after: {command}") from error
     finally:
         sys.path.remove(place)
-    _added.add(package)
+    if module != "libtpu":
+        compiler.initialize()
+    _added.add(module)
