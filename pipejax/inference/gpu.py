@@ -7,8 +7,8 @@ to the last bit of what XLA computes: sums run in another order, and less is rou
 Arrays lie a query a row, since a kernel reads rows: what comes and goes as columns is transposed, and between two
 kernels XLA drops both transpositions.
 
-Shapes: O outputs, I inputs, N queries of a step, B batch, Q queries of an example, H heads, K head width, C cache slots,
-L source length.
+Shapes: O outputs, I inputs, N queries of a step, B batch, Q queries of an example, H heads, K head width, C slots of a
+cache, L source length.
 """
 
 import dataclasses
@@ -145,7 +145,7 @@ def trial(backend: Gpu, queries: int) -> Array:
         return jnp.asarray(scale * rng.standard_normal(shape), backend.dtype)
 
     x, residual = normal(inputs, batch * queries), normal(3 * heads * width, batch * queries)
-    rows = normal(3 * heads * width, inputs, scale=inputs**-0.5)
+    rows, projected = normal(3 * heads * width, inputs, scale=inputs**-0.5), normal(*residual.shape, scale=0.5)
     norm = Norm(jnp.asarray(rng.uniform(0.5, 2.0, inputs), jnp.float32), 1e-6)
     keys, values = normal(batch * heads, width, slots, scale=0.3), normal(batch * heads, slots, width)
     bias = jnp.asarray(np.where(rng.random((batch, heads, queries, slots)) < 0.7, 0.0, MASKED), jnp.float32)
@@ -158,11 +158,9 @@ def trial(backend: Gpu, queries: int) -> Array:
 
     def compute(backend: Any) -> Any:
         matrix = backend.matrix(rows)
-        projected = matrix.of_normed(x, norm, relu=False)
-        found, *written = backend.attend(projected, keys, values, bias, start)
-        whole = matrix.of_normed(x, norm, relu=True, dtype=jnp.float32)
+        products = matrix.of_normed(x, norm, relu=True, dtype=jnp.float32), matrix.added(x, residual)
         looked_up = backend.memory(memory).attend(0, projected[: heads * width])
-        return whole, matrix.added(x, residual), found, looked_up, written
+        return products, looked_up, backend.attend(projected, keys, values, bias, start)
 
     ours, others = jax.jit(compute, static_argnums=0)(backend), jax.jit(compute, static_argnums=0)(XLA)
 

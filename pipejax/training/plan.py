@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
         "--memory",
         type=float,
         metavar="GIB",
-        help="does it fit in this much on each device, by XLA's figure for --target, else by the estimate? (exit code 1: no)",
+        help="does it fit in this much on each device? (exit code 1: no) With --target it is XLA's figure that must",
     )
     parser.add_argument(
         "--target", metavar="NAME", help="compile the step for rtx4090, h100, v5e, v5e:4x4 ... and show XLA's figure"
@@ -218,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
         from pipejax.system import targets
 
         kind = targets.find(flags.target, "--target")
-    trainer, terms = plan(config, kind and kind.devices(devices))
+    trainer, terms = plan(config, kind.devices(devices) if kind else None)
     total = sum(terms.values())
     found: dict[str, Any] = {
         "devices": trainer.mesh.size,
