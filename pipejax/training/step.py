@@ -104,6 +104,7 @@ def train_step(
     is_trained: Callable[[str], bool] = lambda path: True,
     place: Callable[[Any], Any] = lambda params: params,
     rate: optax.Schedule = lambda count: 0.0,
+    branch: bool = True,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update with the mean loss over the real target tokens of the global batch.
 
@@ -111,6 +112,10 @@ def train_step(
     by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
     finite, the state stays as it was, to the bit. `is_trained` says it of a parameter's path; `place` says where
     parameters lie when they are used; `rate` is only told in the metrics.
+
+    Where the state stays as it was, the update is a branch that is not taken, or with `branch` False, a choice of each
+    array. On a CPU, XLA works in the donated buffers inside a branch only; on a GPU a branch waits for the host, and the
+    choice is made where the update is computed.
     """
     trained, fixed = split(state.params, is_trained)
 
@@ -133,13 +138,19 @@ def train_step(
     divisor = jnp.maximum(count, 1)
     norm = optax.tree.norm(gradient) / divisor
     good = jnp.isfinite(total) & jnp.isfinite(norm)
-    # Mean and clipping by global norm in one factor: a division of its own would be a pass over all parameters. The
-    # choice is none, since XLA makes it where it computes the update. A branch would wait for the host on a GPU.
+    # Mean and clipping by global norm in one factor: a division of its own would be a pass over all parameters.
     factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
-    scaled = jax.tree.map(lambda x: x * factor, gradient)
-    updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
-    updated = TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
-    new = jax.tree.map(lambda new, old: jnp.where(good, new, old), updated, state)
+
+    def update(state: TrainState) -> TrainState:
+        trained, fixed = split(state.params, is_trained)
+        scaled = jax.tree.map(lambda x: x * factor, gradient)
+        updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
+        return TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
+
+    if branch:
+        new = jax.lax.cond(good, update, lambda state: state, state)
+    else:
+        new = jax.tree.map(lambda new, old: jnp.where(good, new, old), update(state), state)
     metrics = {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
     return new, metrics | {"learning_rate": jnp.float32(rate(updates_made(state.optimizer)))}
 
@@ -168,6 +179,7 @@ class Trainer:
         replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
         options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
         options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
+        options["branch"] = self.mesh.devices.flat[0].platform == "cpu"
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
             donate_argnums=0,
