@@ -1,7 +1,7 @@
 """T5's relative bias spread over queries and keys, so that its gradient is made of dense sums and products.
 
 The gradient of a lookup is a scatter: an addition for each score, most of them to the same few numbers. On a GPU these
-wait for each other, and where results must be the same in each run they are sorted before.
+wait for each other, and where results must be the same in each run they are sorted before. So it is a product there.
 
 Shapes: H heads, L length, G rows of queries, Q queries, C keys, K buckets.
 """
@@ -38,6 +38,16 @@ def _forward(table: Array, bucket: Array) -> tuple[Array, tuple[Array, Array]]:
 
 def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, np.ndarray]:
     table, bucket = kept
+    found = jax.lax.platform_dependent(table, bucket, gradient, cpu=_scattered, default=_multiplied)
+    return found, np.zeros(bucket.shape, jax.dtypes.float0)
+
+
+def _scattered(table: Array, bucket: Array, gradient: Array) -> Array:
+    """As JAX differentiates a lookup: on a CPU, where additions come one after the other anyway, it is the fastest."""
+    return jnp.zeros_like(table).at[bucket].add(jnp.moveaxis(gradient, 1, -1))
+
+
+def _multiplied(table: Array, bucket: Array, gradient: Array) -> Array:
     (groups, queries, keys), count = bucket.shape, table.shape[0]
     least = -(-groups * queries * keys * count // ELEMENTS)
     parts = next(n for n in range(1, queries + 1) if queries % n == 0 and n >= min(least, queries))
@@ -50,8 +60,7 @@ def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, np.nda
         # Rows of queries stay apart until the end: they may lie on several devices.
         return jnp.einsum("gkqc,ghqc->gkh", chosen, own_gradient, precision=jax.lax.Precision.HIGHEST)
 
-    found = jax.lax.map(products, jnp.arange(parts)).sum((0, 1))
-    return found.astype(table.dtype), np.zeros(bucket.shape, jax.dtypes.float0)
+    return jax.lax.map(products, jnp.arange(parts)).sum((0, 1)).astype(table.dtype)
 
 
 by_bucket.defvjp(_forward, _backward)

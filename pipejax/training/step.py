@@ -114,8 +114,8 @@ def train_step(
     parameters lie when they are used; `rate` is only told in the metrics.
 
     Where the state stays as it was, the update is a branch that is not taken, or with `branch` False, a choice of each
-    array. On a CPU, XLA works in the donated buffers inside a branch only; on a GPU a branch waits for the host, and the
-    choice is made where the update is computed.
+    array. On a CPU, XLA works in the donated buffers inside a branch only; on a GPU a branch waits for the host, and
+    the choice is made where the update is computed.
     """
     trained, fixed = split(state.params, is_trained)
 
