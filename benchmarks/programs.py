@@ -25,12 +25,10 @@ from benchmarks.systems import SIZES, save
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs
-from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.gpu import GPU
+from pipejax.inference.backends import XLA, Backend, Gpu
 from pipejax.model.t5 import T5, init_params
-from pipejax.system import cli
+from pipejax.system import cli, targets
 from pipejax.system.errors import UserError
-from pipejax.system.targets import TARGETS, Gpu, find
 from pipejax.training.plan import longest_batch
 from pipejax.training.step import Trainer
 
@@ -50,7 +48,7 @@ class Case(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Compiles, counts, prints a table, writes JSON; 1 if a decoder's program holds what it had better not."""
     parser = cli.Parser(prog="python -m benchmarks.programs", description=__doc__)
-    parser.add_argument("--targets", default="h100", metavar="NAME,...", help=f"of {', '.join(TARGETS)} (h100)")
+    parser.add_argument("--targets", default="h100", metavar="NAME,...", help=f"of {', '.join(targets.TARGETS)} (h100)")
     parser.add_argument("--model", choices=SIZES, default="base")
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
     parser.add_argument("--batches", default="1,8", metavar="B,...", help="examples decoded together (1,8)")
@@ -64,14 +62,14 @@ def main(argv: Sequence[str]) -> int:
     batches = [int(b) for b in flags.batches.split(",") if b.isdigit() and int(b)]
     if not batches or len(batches) != len(flags.batches.split(",")):
         raise UserError(f"--batches: found {flags.batches!r}; expected whole numbers with commas")
-    targets = {name: find(name, "--targets") for name in flags.targets.split(",")}
+    kinds = {name: targets.find(name, "--targets") for name in flags.targets.split(",")}
     if flags.dump:
         Path(flags.dump).mkdir(parents=True, exist_ok=True)
     results = []
-    for target, kind in targets.items():
+    for target, kind in kinds.items():
         device = kind.devices(1)[0]
         sharding = jax.sharding.SingleDeviceSharding(device)
-        backend = XLA if flags.xla or not isinstance(kind, Gpu) else GPU
+        backend = XLA if flags.xla or not isinstance(kind, targets.Gpu) else Gpu()
         config, dtype = SIZES[flags.model], jnp.dtype(flags.dtype)
         programs_of = [
             (case.name, partial(_lowered, case, sharding))

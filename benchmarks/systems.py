@@ -22,8 +22,8 @@ from pipejax.config import T5Config
 from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.grid import sequential_steps
+from pipejax.inference import backends
 from pipejax.inference.backends import Backend
-from pipejax.inference.fastest import fastest
 from pipejax.inference.programs import Ready, prepare
 from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.t5 import T5, init_params
@@ -306,9 +306,16 @@ def save(path: str, value: Any) -> None:
     cli.write_output("--json", path, json.dumps(value, indent=2) + "\n")
 
 
-def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
-    """Ours, on shared weights."""
+def build(
+    config: T5Config,
+    params: Any,
+    dtype: str,
+    *,
+    strategies: dict[str, Pipelined | Sequential],
+    weights: str = "auto",
+) -> list[Pipejax]:
+    """Ours, on shared weights, held in what `weights` says."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    backend = fastest()
+    backend = backends.fastest(config, model.dtype, weights)
     ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]

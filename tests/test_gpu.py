@@ -1,6 +1,7 @@
 """The kernels for GPUs, run as ordinary computations: products and attention equal NumPy's, decodes equal XLA's."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,14 @@ import pytest
 from pipejax.config import T5Config
 from pipejax.decoding import Beam, Pipelined, Sequential, Sizes
 from pipejax.inference import gpu
-from pipejax.inference.backends import XLA, Norm, XlaMatrix, XlaMemory
-from pipejax.inference.fastest import fastest
-from pipejax.inference.gpu import Gpu, GpuMatrix, GpuMemory
+from pipejax.inference.backends import XLA, Gpu, fastest
+from pipejax.inference.gpu import GpuDecoder
+from pipejax.inference.step_decoder import StepDecoder
+from pipejax.inference.weights import Matrix
 from pipejax.model.t5 import MASKED, Memory
 from support import oracle
 from support.one_program import compiled
 
-FLOAT32 = Gpu(jnp.float32, interpret=True)
 CONFIG = T5Config(
     vocab_size=48,
     d_model=32,
@@ -35,21 +36,29 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def decoder(heads: int, width: int, batch: int, memory: Memory | None = None, kind: Any = GpuDecoder) -> Any:
+    """Without weights, in float32; of the memory's sizes only the batch matters where none is looked into."""
+    config = dataclasses.replace(CONFIG, num_heads=heads, d_kv=width, layer_norm_epsilon=1e-3)
+    memory = memory or Memory((), (), jnp.ones((batch, 1), bool))
+    more = {"interpret": True} if kind is GpuDecoder else {}
+    return kind(config, None, memory, jnp.dtype(jnp.float32), **more)
+
+
 @pytest.mark.parametrize(
     "outputs, inputs, queries", [(16, 16, 1), (48, 80, 5), (48, 80, 16), (48, 80, 70), (8208, 32, 1)]
 )
 def test_products_equal_numpys(outputs: int, inputs: int, queries: int) -> None:
     rows, x, residual = normal(1, outputs, inputs), 9 * normal(2, inputs, queries), normal(3, outputs, queries)
     scale = np.abs(normal(4, inputs)) + 0.1
-    matrix = FLOAT32.matrix(jnp.asarray(rows))
-    assert isinstance(matrix, GpuMatrix)
-    found = matrix.added(jnp.asarray(x), jnp.asarray(residual))
+    matrix, own = Matrix(jnp.asarray(rows), jnp.zeros(0)), decoder(2, 16, 1)
+    assert own._multiplies(matrix)
+    found = own._added(matrix, jnp.asarray(x), jnp.asarray(residual))
     np.testing.assert_allclose(found, residual + rows.astype(np.float64) @ x, rtol=1e-5, atol=1e-3)
     wide = x.astype(np.float64)
     expected = rows @ (wide / np.sqrt((wide**2).mean(axis=0) + 1e-3) * scale[:, None]) * 0.5
-    norm = Norm(jnp.asarray(scale), 1e-3, 0.5)
-    np.testing.assert_allclose(matrix.of_normed(jnp.asarray(x), norm), expected, rtol=1e-4, atol=1e-4)
-    positive = matrix.of_normed(jnp.asarray(x), norm, relu=True, dtype=jnp.bfloat16)
+    given = matrix, jnp.asarray(x), jnp.asarray(scale)
+    np.testing.assert_allclose(own._of_normed(*given, 0.5), expected, rtol=1e-4, atol=1e-4)
+    positive = own._normed(*given, relu=True, factor=0.5, dtype=jnp.dtype(jnp.bfloat16))
     assert positive.dtype == jnp.bfloat16
     np.testing.assert_allclose(positive.astype(np.float32), np.maximum(expected, 0), rtol=1e-2, atol=1e-3)
 
@@ -65,9 +74,8 @@ def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> Non
     batch, heads, width, length = 3, 2, 32, 192
     query, keys = spread * normal(1, heads * width, batch * queries), normal(2, batch, heads, width, length)
     values, mask = normal(3, batch, heads, length, width), np.arange(length) < np.asarray([[70], [192], [0]])
-    memory = FLOAT32.memory(Memory((jnp.asarray(keys),), (jnp.asarray(values),), jnp.asarray(mask)))
-    assert isinstance(memory, GpuMemory)
-    found = memory.attend(0, jnp.asarray(query))
+    memory = Memory((jnp.asarray(keys),), (jnp.asarray(values),), jnp.asarray(mask))
+    found = decoder(heads, width, batch, memory)._attend_memory(0, jnp.asarray(query))
     by_head = query.astype(np.float64).reshape(heads, width, batch, queries)
     scores = np.einsum("hkbq,bhkl->bhql", by_head, keys) + np.where(mask, 0, -1e9)[:, None, None]
     expected = np.einsum("bhql,bhlk->hkbq", softmax(scores), values).reshape(query.shape)
@@ -88,7 +96,7 @@ def test_attention_to_a_cache_equals_numpys(queries: int, start: int) -> None:
     seen[:, np.arange(queries), start + np.arange(queries)] = True  # itself
     bias = np.where(seen[:, None], normal(7, batch, heads, queries, slots), MASKED).astype(np.float32)
     given = *(jnp.asarray(x) for x in (projected, keys, values, bias)), jnp.int32(start)
-    found, new_keys, new_values = FLOAT32.attend(*given)
+    found, new_keys, new_values = decoder(heads, width, batch)._attend_cache(*given)
 
     query, key, value = projected.reshape(3, heads, width, batch, queries)
     new = np.s_[start : start + queries]
@@ -100,21 +108,25 @@ def test_attention_to_a_cache_equals_numpys(queries: int, start: int) -> None:
     scores = np.einsum("hkbq,bhkc->bhqc", query, keys) + bias
     expected = np.einsum("bhqc,bhck->hkbq", softmax(scores), values).reshape(found.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-    others = XLA.attend(*given)
+    others = decoder(heads, width, batch, kind=StepDecoder)._attend_cache(*given)
     for ours, other in zip((found, new_keys, new_values), others, strict=True):
         np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-4)
 
 
 def test_what_does_not_fit_is_xlas() -> None:
-    assert isinstance(FLOAT32.matrix(jnp.zeros((24, 32))), XlaMatrix)  # rows, inputs: no multiple of 16
-    assert isinstance(FLOAT32.matrix(jnp.zeros((32, 40))), XlaMatrix)
-    assert isinstance(gpu.GPU.matrix(jnp.zeros((32, 32))), XlaMatrix)  # float32
-    zeros = (jnp.zeros((1, 2, 8, 64)),), (jnp.zeros((1, 2, 64, 8)),), jnp.ones((1, 64), bool)
-    assert isinstance(gpu.GPU.memory(Memory(*zeros)), XlaMemory)
-    assert FLOAT32.memory(Memory(*zeros)).attend(0, jnp.ones((16, 3))).shape == (16, 3)  # heads of 8
-    cache = jnp.zeros((2, 8, 70)), jnp.zeros((2, 70, 8))
-    found, *_ = FLOAT32.attend(jnp.ones((48, 65)), *cache, jnp.zeros((1, 2, 65, 70)), jnp.int32(0))
-    np.testing.assert_allclose(found, 1.0, rtol=1e-4)
+    """Heads of 8; 65 queries of an example; matrices of other sizes, of int8, of another dtype."""
+    values = jnp.asarray(normal(1, 1, 2, 64, 8))
+    memory = Memory((jnp.zeros((1, 2, 8, 64)),), (values,), jnp.ones((1, 64), bool))
+    found = decoder(2, 8, 1, memory)._attend_memory(0, jnp.ones((16, 3)))
+    np.testing.assert_allclose(found, np.repeat(values.mean(2).reshape(16, 1), 3, axis=1), rtol=1e-3, atol=1e-4)
+    cache = jnp.zeros((2, 16, 70)), jnp.zeros((2, 70, 16))
+    found, *_ = decoder(2, 16, 1)._attend_cache(jnp.ones((96, 65)), *cache, jnp.zeros((1, 2, 65, 70)), jnp.int32(0))
+    np.testing.assert_allclose(found, 65 / 70 * jnp.exp(16) / (65 / 70 * jnp.exp(16) + 5 / 70), rtol=1e-4)
+    own, none = decoder(2, 16, 1), jnp.zeros(0)
+    for shape in ((24, 32), (32, 40)):
+        assert not own._multiplies(Matrix(jnp.zeros(shape), none))
+    assert not own._multiplies(Matrix(jnp.zeros((32, 32), jnp.int8), jnp.ones(32)))
+    assert not own._multiplies(Matrix(jnp.zeros((32, 32), jnp.bfloat16), none))
 
 
 @pytest.mark.slow
@@ -133,7 +145,7 @@ def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str,
     rng = np.random.default_rng(batch)
     source, length = rng.integers(0, 48, (batch, 12)).astype(np.int32), rng.integers(1, 13, batch).astype(np.int32)
     sizes = Sizes.fit(strategy, batch, queries=(4,), slots=(21,))
-    ours, others = (compiled(config, strategy, sizes, backend=backend) for backend in (FLOAT32, XLA))
+    ours, others = (compiled(config, strategy, sizes, backend=backend) for backend in (Gpu(interpret=True), XLA))
     for seed in range(2):
         params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed), eos_scale=1.2))
         found, expected = (jax.device_get(program(params, source, length)) for program in (ours, others))
@@ -143,13 +155,12 @@ def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str,
 
 @pytest.mark.slow
 def test_the_trial_passes_here_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Gpu(interpret=True)
-    assert 0 < gpu.trial(backend, 20) < gpu.TOLERANCE
+    assert 0 < gpu.trial(20, interpret=True) < gpu.TOLERANCE
     jax.clear_caches()
     with monkeypatch.context() as patch:
         wrong = lambda sums, *given, **named: finish((sums[0], sums[1] * 2, sums[2]), *given, **named)  # noqa: E731
         patch.setattr(gpu, "_finish", wrong)
-        assert gpu.trial(backend, 20) > gpu.TOLERANCE
+        assert gpu.trial(20, interpret=True) > gpu.TOLERANCE
     jax.clear_caches()
 
 
@@ -159,4 +170,4 @@ finish = gpu._finish
 def test_elsewhere_nobody_asks_for_them() -> None:
     assert jax.default_backend() == "cpu"
     assert not gpu.use()
-    assert fastest() is not gpu.GPU
+    assert not isinstance(fastest(CONFIG, jnp.bfloat16), Gpu)

@@ -17,7 +17,6 @@ import logging
 import os
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from pipejax.inference import backends, kernels
-from pipejax.inference.backends import XLA, Matrix, Norm, SourceMemory
+from pipejax.config import T5Config
+from pipejax.inference import kernels
+from pipejax.inference.step_decoder import StepDecoder
+from pipejax.inference.weights import Layer, Matrix
 from pipejax.model.t5 import MASKED, Memory
 
 logger = logging.getLogger(__name__)
@@ -37,77 +38,54 @@ LOWEST = -1e30  # below every score; finite, so that nothing becomes NaN
 MOST_QUERIES = 64  # of an example, that one kernel attends for
 
 
-@flax.struct.dataclass
-class GpuMatrix:
-    """A matrix for the kernel of products."""
-
-    rows: Array  # [O, I]
-    interpret: bool = flax.struct.field(pytree_node=False)
-
-    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
-        """See `backends.Matrix`."""
-        return _product(
-            self.rows,
-            x.T,
-            norm.scale,
-            epsilon=norm.epsilon,
-            factor=norm.factor,
-            relu=relu,
-            dtype=jnp.dtype(dtype or x.dtype),
-            interpret=self.interpret,
-        ).T
-
-    def added(self, columns: Array, residual: Array) -> Array:
-        """See `backends.Matrix`."""
-        return _product(self.rows, columns.T, residual.T, dtype=residual.dtype, interpret=self.interpret).T
-
-
-@flax.struct.dataclass
-class GpuMemory:
-    """A memory for the kernel of attention."""
-
-    keys: tuple[Array, ...]  # a layer each [B, H, K, L]
-    values: tuple[Array, ...]  # [B, H, L, K]
-    mask: Array  # bool [B, L]
-    interpret: bool = flax.struct.field(pytree_node=False)
-
-    def attend(self, layer: int, query: Array) -> Array:
-        """See `backends.SourceMemory`."""
-        keys, values = self.keys[layer], self.values[layer]
-        if not _attends(query.shape[1] // keys.shape[0], keys.shape[2]):
-            return backends.XlaMemory(self.keys, self.values, self.mask).attend(layer, query)
-        return _attend_memory(query.T, keys, values, self.mask, interpret=self.interpret).T
-
-
 @dataclasses.dataclass(frozen=True)
-class Gpu:
-    """The kernels below wherever dtype and sizes allow it, XLA elsewhere; only after `use` said that they work."""
+class GpuDecoder(StepDecoder):
+    """The step decoder with the kernels below wherever dtype and sizes allow it; only after `use` said they work."""
 
-    dtype: Any = jnp.bfloat16  # of the matrices that they multiply
     interpret: bool = False  # runs them as ordinary computations, on any device
 
-    def matrix(self, rows: Array) -> Matrix:
-        """See `backends.Backend`."""
-        fits = rows.dtype == self.dtype and not any(size % LEAST for size in rows.shape)
-        return GpuMatrix(rows, self.interpret) if fits else XLA.matrix(rows)
+    def _of_normed(
+        self, matrix: Matrix, x: Array, scale: Array, factor: float = 1.0, dtype: DTypeLike | None = None
+    ) -> Array:
+        if not self._multiplies(matrix):
+            return super()._of_normed(matrix, x, scale, factor, dtype)
+        return self._normed(matrix, x, scale, factor=factor, dtype=jnp.dtype(dtype or x.dtype))
 
-    def memory(self, memory: Memory) -> SourceMemory:
-        """See `backends.Backend`."""
-        if memory.keys[0].dtype != self.dtype:
-            return XLA.memory(memory)
-        return GpuMemory(memory.keys, memory.values, memory.mask, self.interpret)
+    def _normed(self, matrix: Matrix, x: Array, scale: Array, **options: Any) -> Array:
+        epsilon = self.config.layer_norm_epsilon
+        return _product(matrix.rows, x.T, scale, epsilon=epsilon, interpret=self.interpret, **options).T
 
-    def attend(
+    def _added(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
+        if not self._multiplies(matrix):
+            return super()._added(matrix, columns, residual)
+        return _product(matrix.rows, columns.T, residual.T, dtype=residual.dtype, interpret=self.interpret).T
+
+    def _activated(self, x: Array, layer: Layer) -> Array:
+        if self.config.feed_forward != "relu" or not self._multiplies(layer.feed_inwards):
+            return super()._activated(x, layer)
+        return self._normed(layer.feed_inwards, x, layer.feed_norm, relu=True, dtype=x.dtype)
+
+    def _attend_cache(
         self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
     ) -> tuple[Array, Array, Array]:
-        """See `backends.Backend`."""
-        if projected.dtype != self.dtype or not _attends(bias.shape[2], keys.shape[1]):
-            return XLA.attend(projected, keys, values, bias, start)
+        if not self._attends(bias.shape[2]):
+            return super()._attend_cache(projected, keys, values, bias, start)
         found, keys, values = _attend_cache(projected.T, keys, values, bias, start, interpret=self.interpret)
         return found.T, keys, values
 
+    def _attend_memory(self, number: int, query: Array) -> Array:
+        if not self._attends(query.shape[1] // self.memory.mask.shape[0]):
+            return super()._attend_memory(number, query)
+        keys, values = self.memory.keys[number], self.memory.values[number]
+        return _attend_memory(query.T, keys, values, self.memory.mask, interpret=self.interpret).T
 
-GPU = Gpu()
+    def _multiplies(self, matrix: Matrix) -> bool:
+        fits = matrix.rows.dtype == self.dtype and not matrix.scale.size
+        return fits and not any(size % LEAST for size in matrix.rows.shape)
+
+    def _attends(self, queries: int) -> bool:
+        width = self.config.d_kv
+        return queries <= MOST_QUERIES and width >= LEAST and width & (width - 1) == 0
 
 
 @functools.cache
@@ -116,10 +94,9 @@ def use() -> bool:
     if os.environ.get(kernels.VARIABLE) == "off" or jax.default_backend() != "gpu":
         return False
     try:
-        apart = max(float(jax.device_get(trial(GPU, queries))) for queries in (1, 20, 40))
-    except (
-        Exception
-    ) as error:  # the compiler's errors are of many kinds, and none of them may keep anyone from decoding
+        apart = max(float(jax.device_get(trial(queries))) for queries in (1, 20, 40))
+    # The compiler's errors are of many kinds, and none of them may keep anyone from decoding.
+    except Exception as error:
         logger.warning(f"decoding goes without its own kernels: {str(error).partition(chr(10))[0][:200]}")
         return False
     if not apart < TOLERANCE:
@@ -131,48 +108,43 @@ def use() -> bool:
 TOLERANCE = 0.05  # of `trial`; what both round to bfloat16 is apart by 0.01 to 0.02
 
 
-def trial(backend: Gpu, queries: int) -> Array:
+def trial(queries: int, *, interpret: bool = False) -> Array:
     """How far the kernels are from what XLA finds for random numbers, relative to 1 + |x|, at the most: f32 scalar.
 
-    Args:
-      backend: whose kernels.
-      queries: Q, of each of two examples.
+    `queries` is Q of each of two examples; `interpret` as in `GpuDecoder`.
     """
     batch, heads, width, slots, inputs = 2, 2, 64, 192, 256
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 1.0) -> Array:
-        return jnp.asarray(scale * rng.standard_normal(shape), backend.dtype)
+        return jnp.asarray(scale * rng.standard_normal(shape), jnp.bfloat16)
 
     x, residual = normal(inputs, batch * queries), normal(3 * heads * width, batch * queries)
     rows, projected = normal(3 * heads * width, inputs, scale=inputs**-0.5), normal(*residual.shape, scale=0.5)
-    norm = Norm(jnp.asarray(rng.uniform(0.5, 2.0, inputs), jnp.float32), 1e-6)
+    norm = jnp.asarray(rng.uniform(0.5, 2.0, inputs), jnp.float32)
     keys, values = normal(batch * heads, width, slots, scale=0.3), normal(batch * heads, slots, width)
     bias = jnp.asarray(np.where(rng.random((batch, heads, queries, slots)) < 0.7, 0.0, MASKED), jnp.float32)
-    memory = Memory(
-        (normal(batch, heads, width, slots, scale=0.3),), (normal(batch, heads, slots, width),), bias[:, 0, 0] == 0
-    )
-    start = jnp.int32(97)
     bias = bias.at[..., 97].set(0.0)  # every query sees something
     bias = jnp.where(jnp.arange(slots) < 97 + queries, bias, MASKED)
+    of_source = keys.reshape(batch, heads, width, slots), values.reshape(batch, heads, slots, width)
+    memory = Memory(of_source[:1], of_source[1:], bias[:, 0, 0] == 0)
+    config = T5Config(16, inputs, width, inputs, heads, 1, 1)
 
-    def compute(backend: Any) -> Any:
-        matrix = backend.matrix(rows)
-        products = matrix.of_normed(x, norm, relu=True, dtype=jnp.float32), matrix.added(x, residual)
-        looked_up = backend.memory(memory).attend(0, projected[: heads * width])
-        return products, looked_up, backend.attend(projected, keys, values, bias, start)
+    def compute(decoder: Any) -> Any:
+        matrix = Matrix(rows, jnp.zeros(0))
+        products = decoder._of_normed(matrix, x, norm, dtype=jnp.float32), decoder._added(matrix, x, residual)
+        looked_up = decoder._attend_memory(0, projected[: heads * width])
+        return products, looked_up, decoder._attend_cache(projected, keys, values, bias, jnp.int32(97))
 
-    ours, others = jax.jit(compute, static_argnums=0)(backend), jax.jit(compute, static_argnums=0)(XLA)
+    given: Any = config, None, memory, jnp.dtype(jnp.bfloat16)
+    ours = jax.jit(lambda: compute(GpuDecoder(*given, interpret)))()
+    others = jax.jit(lambda: compute(StepDecoder(*given)))()
 
     def apart(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return (jnp.abs(a - b) / (1 + jnp.abs(b))).max()
 
     return jnp.stack(jax.tree.leaves(jax.tree.map(apart, ours, others))).max()
-
-
-def _attends(queries: int, width: int) -> bool:
-    return queries <= MOST_QUERIES and width >= LEAST and width & (width - 1) == 0
 
 
 def _power(number: int, most: int) -> int:
@@ -207,7 +179,7 @@ def _product(
       factor: the norm's.
       relu: negative results become 0.
       dtype: the result's.
-      interpret: as in `Gpu`.
+      interpret: as in `GpuDecoder`.
     """
     (outputs, inputs), queries = rows.shape, x.shape[0]
     high = _holding(queries, 64)
@@ -278,7 +250,7 @@ def _attend_cache(
       values: [B H, C, K].
       bias: f32 [B, H, Q, C].
       start: i32 scalar, the first new slot; nothing is read from there on.
-      interpret: as in `Gpu`.
+      interpret: as in `GpuDecoder`.
     """
     _, heads, queries, slots = bias.shape
     width, high = keys.shape[1], _holding(queries, MOST_QUERIES)
