@@ -136,9 +136,10 @@ def trial(queries: int, *, interpret: bool = False) -> Array:
         looked_up = decoder._attend_memory(0, projected[: heads * width])
         return products, looked_up, decoder._attend_cache(projected, keys, values, bias, jnp.int32(97))
 
-    given: Any = config, None, memory, jnp.dtype(jnp.bfloat16)
-    ours = jax.jit(lambda: compute(GpuDecoder(*given, interpret)))()
-    others = jax.jit(lambda: compute(StepDecoder(*given)))()
+    none: Any = None
+    dtype = jnp.dtype(jnp.bfloat16)
+    ours = jax.jit(lambda: compute(GpuDecoder(config, none, memory, dtype, interpret)))()
+    others = jax.jit(lambda: compute(StepDecoder(config, none, memory, dtype)))()
 
     def apart(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
