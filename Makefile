@@ -51,7 +51,7 @@ venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTra
 venv-docs: venv-run  ## what builds the site, into .venv: Sphinx
 	@tools/venv.sh requirements-docs.txt "$(PYTHON)"
 
-venv-programs: venv-run  ## the compilers for GPUs and TPUs that benchmarks.programs asks, beside .venv's packages
+venv-programs: venv-run  ## compilers for GPUs and TPUs that need not be here (pipejax plan --target, benchmarks.programs)
 	@tools/venv.sh requirements-programs.txt "$(PYTHON)"
 
 venv-run:

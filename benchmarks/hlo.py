@@ -135,6 +135,17 @@ class Program:
         found = [one for one in self.every() if one.kind == kind]
         return max((max([elements(one.shape), *(sizes.get(n, 0) for n in one.operands)]) for one in found), default=0)
 
+    def largest_copy(self, computation: str) -> int:
+        """Elements of the largest array that a computation only copies; 0 without one."""
+        return max(
+            (elements(one.shape) for one in self.computations.get(computation, ()) if self._copies(one)), default=0
+        )
+
+    def _copies(self, one: Instruction) -> bool:
+        if one.kind == "fusion":
+            return {x.kind for x in self.computations.get(one.calls[0], ())} - FREE == {"copy"}
+        return one.kind in ("copy", "copy-start")
+
     def host_transfers(self) -> int:
         """Instructions that make a device wait for its host, or the other way round."""
         return sum(

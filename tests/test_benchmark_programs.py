@@ -7,7 +7,7 @@ import pytest
 from benchmarks.hlo import Program, elements, size
 from benchmarks.programs import cases, report
 from benchmarks.systems import SIZES
-from benchmarks.targets import TARGETS, Gpu
+from pipejax.system.targets import TARGETS, Gpu
 
 # A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.
 BY_HAND = """\

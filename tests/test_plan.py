@@ -10,6 +10,8 @@ import pytest
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.model.architectures import ARCHITECTURES
+from pipejax.system import targets
+from pipejax.system.errors import UserError
 from pipejax.training import plan
 from pipejax.training.step import Trainer
 
@@ -103,3 +105,20 @@ def test_a_config_without_an_architecture_is_refused():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: --model: found none")
     assert not done.stdout
+
+
+@pytest.mark.parametrize("name, wanted", [("h100", "jax-cuda12-plugin=="), ("v5e:2x4", "libtpu")])
+def test_a_compiler_that_is_missing_is_named(name, wanted, monkeypatch):
+    def absent(module):
+        raise ImportError(module)
+
+    monkeypatch.setattr(targets.importlib, "import_module", absent)
+    monkeypatch.setattr(targets, "_added", set())
+    with pytest.raises(UserError, match=f"pip install --no-deps --target .*{wanted}"):
+        targets.find(name, "--target").devices(1)
+
+
+def test_a_target_is_known_or_a_topology():
+    assert targets.find("v5e:4x4", "--target") == targets.Tpu("v5e:4x4")
+    with pytest.raises(UserError, match="--target: found 'rtx9090'; expected h100"):
+        targets.find("rtx9090", "--target")

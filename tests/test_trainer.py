@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training import losses, optimizer
 from pipejax.training.costs import training_flops
-from pipejax.training.step import Trainer, batch_loss, take_apart
+from pipejax.training.step import Trainer, batch_loss, take_apart, train_step
 from support import oracle
 from support.compiled_once import shared_trainer
 from support.tiny import DEEP, MESHES, MODEL, change
@@ -235,6 +236,22 @@ def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
     assert values["good"] and not np.array_equal(
         state.params["shared"]["embedding"], before.params["shared"]["embedding"]
     )
+
+
+@pytest.mark.slow
+def test_without_a_branch_the_update_is_the_same(batches):
+    """As GPUs compute it."""
+    trainer, arrays = shared_trainer(CONFIG), dict(batches[0].arrays)
+    with_branch, without = (
+        jax.jit(partial(train_step, trainer.model, trainer.optimizer, branch=branch)) for branch in (True, False)
+    )
+    state, key = trainer.fresh(), trainer.dropout_key(1)
+    found, expected = without(state, arrays, key)[0], with_branch(state, arrays, key)[0]
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+    weights = arrays["weights"].copy()
+    weights[5, 0] = np.nan
+    same_bits(jax.device_get(state), jax.device_get(without(state, arrays | {"weights": weights}, key)[0]))
 
 
 @pytest.mark.slow

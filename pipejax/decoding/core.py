@@ -47,7 +47,7 @@ class Query:
 class Step:
     """What the model is asked: N live queries, gathered; the last may be fillers, which stand for no query.
 
-    With one example N = Q, and the two index arrays are None.
+    Where every example has all its Q places among the N, the two index arrays are None.
     """
 
     tokens: Array  # i32 [N]
@@ -262,8 +262,9 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
         mask, distance = seen == filled.row[:, None], grid.distance(0, here[1], 0, here[3])
     tokens = at_places(query.tokens, 0)
-    if batch == 1:
-        return Step(tokens[0], None, None, mask, distance, start), place, filled
+    if queries == batch * width:
+        number = place + width * jnp.arange(batch)[:, None]
+        return Step(tokens.reshape(-1), None, None, mask, distance, start), number, filled
 
     before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # live queries of earlier examples
     number = before + place  # [B, S], of a live query among all

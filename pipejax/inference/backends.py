@@ -97,6 +97,19 @@ class Xla:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gpu(Xla):
+    """XLA, with our own kernels for a GPU in the decoder's steps."""
+
+    interpret: bool = False  # runs them as ordinary computations, on any device
+
+    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
+        """See `Backend`."""
+        from pipejax.inference.gpu import GpuDecoder  # importing Pallas takes time, and elsewhere nobody needs it
+
+        return GpuDecoder(model.config, weights, memory, model.dtype, self.interpret)
+
+
+@dataclasses.dataclass(frozen=True)
 class OwnKernel(Xla):
     """Our kernel for CPUs, in float32. It encodes as well if its products of narrow weights are faster than XLA's."""
 
@@ -160,4 +173,10 @@ XLA = Xla()
 def fastest(config: T5Config, dtype: Any, weights: str = "auto") -> Backend:
     """The fastest on this machine for a T5 of that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
     level = kernels.use() if dtype == jnp.float32 and kernel_decoder.fits(config) else None
-    return OwnKernel(weights, level) if level else Xla(weights)
+    if level:
+        return OwnKernel(weights, level)
+    if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+        from pipejax.inference import gpu
+
+        return Gpu(weights) if gpu.use() else Xla(weights)
+    return Xla(weights)

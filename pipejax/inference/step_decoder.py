@@ -51,23 +51,19 @@ class StepDecoder:
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
         w = self.weights
-        bias, memory_bias = self._bias(step), jnp.where(self.memory.mask, 0.0, MASKED)[:, None, None]
+        bias = self._bias(step)
         x = self._embedded(step.tokens)
         keys, values = [], []
         for i, layer in enumerate(w.layers):
-            projected = self._at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
-            query, key, value = jnp.split(projected, 3, axis=1)  # [B, H, K, Q] each
-            key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
-            k = jax.lax.dynamic_update_slice_in_dim(cache.keys[i], key, step.start, axis=2)
-            v = jax.lax.dynamic_update_slice_in_dim(cache.values[i], value.swapaxes(1, 2), step.start, axis=1)
+            projected = _at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
+            found, k, v = self._attend_cache(projected, cache.keys[i], cache.values[i], bias, step.start)
             keys.append(k)
             values.append(v)
-            x = x + self._times(layer.self_outwards, self._gathered(attend(query, k, v, bias), step))
+            x = self._added(layer.self_outwards, _gathered(found, step), x)
 
-            query = self._at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
-            found = attend(query, self.memory.keys[i], self.memory.values[i], memory_bias)
-            x = x + self._times(layer.cross_outwards, self._gathered(found, step))
-            x = x + self._times(layer.feed_outwards, self._activated(x, layer))
+            query = _at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
+            x = self._added(layer.cross_outwards, _gathered(self._attend_memory(i, query), step), x)
+            x = self._added(layer.feed_outwards, self._activated(x, layer), x)
         factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
         return self._of_normed(w.head, x, w.norm, factor, jnp.float32), Cache(tuple(keys), tuple(values))
 
@@ -92,6 +88,38 @@ class StepDecoder:
         found = jnp.matmul(matrix.rows.astype(self.dtype), columns, preferred_element_type=dtype)
         return found * matrix.scale[:, None].astype(found.dtype) if matrix.scale.size else found
 
+    def _added(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
+        """The residual [O, N] plus the matrix times the columns [I, N]."""
+        return residual + self._times(matrix, columns)
+
+    def _attend_cache(
+        self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
+    ) -> tuple[Array, Array, Array]:
+        """What queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
+
+        Args:
+          projected: query, key and value, [3 I, B Q].
+          keys: [B H, K, C].
+          values: [B H, C, K].
+          bias: f32 [B, H, Q, C].
+          start: i32 scalar, the slot of each example's first query.
+        """
+        query, key, value = jnp.split(self._by_head(projected), 3, axis=1)
+        key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, key, start, axis=2)
+        values = jax.lax.dynamic_update_slice_in_dim(values, value.swapaxes(1, 2), start, axis=1)
+        return _by_query(attend(query, keys, values, bias)), keys, values
+
+    def _attend_memory(self, number: int, query: Array) -> Array:
+        """What the queries [I, B Q] of a layer find in the source: [I, B Q]."""
+        bias = jnp.where(self.memory.mask, 0.0, MASKED)[:, None, None]
+        return _by_query(attend(self._by_head(query), self.memory.keys[number], self.memory.values[number], bias))
+
+    def _by_head(self, columns: Array) -> Array:
+        """[M I, B Q] -> [B, M H, K, Q]."""
+        batch = self.memory.mask.shape[0]
+        return columns.reshape(-1, self.config.d_kv, batch, columns.shape[1] // batch).transpose(2, 0, 1, 3)
+
     def _activated(self, x: Array, layer: Layer) -> Array:
         if self.config.feed_forward == "relu":
             return jax.nn.relu(self._of_normed(layer.feed_inwards, x, layer.feed_norm))
@@ -109,20 +137,22 @@ class StepDecoder:
         bias = jnp.take(table, jnp.clip(step.distance, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
         return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
 
-    def _at_places(self, x: Array, step: Step) -> Array:
-        """[M I, N] -> [B, M H, K, Q]: the queries of each example side by side."""
-        heads = x.reshape(-1, self.config.d_kv, x.shape[1])
-        if step.query_at_place is None:
-            return heads[None]
-        found = jnp.take(heads, step.query_at_place, axis=2, mode="clip")  # fillers get any query
-        return jnp.moveaxis(found, 2, 0)
 
-    def _gathered(self, found: Array, step: Step) -> Array:
-        """[B, H, K, Q] -> [I, N]."""
-        if step.place_of_query is None:
-            return found.reshape(-1, found.shape[3])
-        columns = found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
-        return jnp.take(columns, step.place_of_query, axis=1, mode="clip")
+def _at_places(x: Array, step: Step) -> Array:
+    """[.., N] -> [.., B Q]: the queries of each example side by side."""
+    if step.query_at_place is None:
+        return x
+    return jnp.take(x, step.query_at_place.reshape(-1), axis=1, mode="clip")  # fillers get any query
+
+
+def _gathered(found: Array, step: Step) -> Array:
+    """[.., B Q] -> [.., N]."""
+    return found if step.place_of_query is None else jnp.take(found, step.place_of_query, axis=1, mode="clip")
+
+
+def _by_query(found: Array) -> Array:
+    """[B, H, K, Q] -> [I, B Q]."""
+    return found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
 
 
 def grown(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache | None) -> Cache:

@@ -1,5 +1,7 @@
 """The layers that the T5 is made of. Parameters are float32; `dtype` is that of the computation."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -73,4 +75,28 @@ class Head(nn.Module):
     def __call__(self, hidden: Array) -> Array:
         """[..., features] from [..., D]."""
         kernel = self.param("kernel", nn.initializers.normal(1.0), (hidden.shape[-1], self.features))
-        return jnp.einsum("...d,dv->...v", hidden, kernel.astype(self.dtype), preferred_element_type=jnp.float32)
+        return logits_of(hidden, kernel.T, self.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def logits_of(hidden: Array, rows: Array, dtype: DTypeLike) -> Array:
+    """f32 [..., V] from hidden [..., D] and rows [V, D], multiplied in `dtype` and summed in float32.
+
+    So are both products of the gradient: the logits' own is float32, and a product with that would be slow.
+    """
+    return jnp.einsum("...d,vd->...v", hidden.astype(dtype), rows.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def _forward(hidden: Array, rows: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
+    return logits_of(hidden, rows, dtype), (hidden, rows)
+
+
+def _backward(dtype: DTypeLike, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    hidden, rows = kept
+    gradient, product = gradient.astype(dtype), partial(jnp.einsum, preferred_element_type=jnp.float32)
+    of_hidden = product("...v,vd->...d", gradient, rows.astype(dtype))
+    of_rows = product("...v,...d->vd", gradient, hidden.astype(dtype))
+    return of_hidden.astype(hidden.dtype), of_rows.astype(rows.dtype)
+
+
+logits_of.defvjp(_forward, _backward)

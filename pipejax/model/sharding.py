@@ -5,6 +5,7 @@ vocabulary.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,13 +28,15 @@ RULES: tuple[tuple[str, P], ...] = (
 )
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh (data, fsdp, tensor) over all devices, or over the first ones if the config names fewer.
+
+    `devices` are others than this machine's own, to compile for.
 
     Raises:
       UserError: the mesh is larger than the devices, or data = -1 does not come out even.
     """
-    devices, rest = jax.devices(), config.fsdp * config.tensor
+    devices, rest = devices or jax.devices(), config.fsdp * config.tensor
     data = config.data
     if data == -1:
         if len(devices) % rest:

@@ -21,7 +21,8 @@ from jax.typing import DTypeLike
 from pipejax.config import T5Config
 from pipejax.model.attention import attend
 from pipejax.model.dropout import make_seed
-from pipejax.model.layers import Dropout, Head, Linear, RMSNorm
+from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, logits_of
+from pipejax.model.relative_bias import along_diagonals, by_bucket
 
 Array = jax.Array
 VECTORS = ("norm/scale", "relative_bias/embedding")  # how the paths of parameters end that are no weight matrices
@@ -64,22 +65,29 @@ class RelativeBias(nn.Module):
             "embedding", nn.initializers.normal(c.d_model**-0.5), (c.relative_attention_num_buckets, c.num_heads)
         )
 
-    def by_distance(self) -> Array:
-        """[longest + 1, H]; in a bidirectional stack [2 longest + 1, H], at offset + longest, offset = key - query."""
+    def _buckets(self) -> np.ndarray:
+        """The bucket of each distance up to the longest; bidirectional: of each offset, the most negative first."""
         count, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
         distances = np.arange(longest + 1)
         if not self.bidirectional:
-            return self.embedding[buckets(distances, count=count, longest=longest)]
+            return buckets(distances, count=count, longest=longest)
         # Keys after the query use the upper half of the buckets.
         half = buckets(distances, count=count // 2, longest=longest)
-        return self.embedding[np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])]
+        return np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])
+
+    def within(self, length: int) -> Array:
+        """f32 [1, H, L, L], bidirectional, among the tokens of a sequence."""
+        longest = self.config.relative_attention_max_distance
+        offsets = np.clip(np.arange(1 - length, length), -longest, longest)
+        values = self.embedding[self._buckets()[offsets + longest]]
+        return along_diagonals(values.T, length)[None].astype(jnp.float32)
 
     def __call__(self, distances: Array) -> Array:
         """f32 [1|B, H, Q, C] from distances (bidirectional: offsets key - query) [1|B, Q, C]."""
         longest = self.config.relative_attention_max_distance
         least, shift = (-longest, longest) if self.bidirectional else (0, 0)
-        bias = self.by_distance()[jnp.clip(distances, least, longest) + shift]
-        return jnp.moveaxis(bias, -1, 1).astype(jnp.float32)
+        bucket = jnp.asarray(self._buckets())[jnp.clip(distances, least, longest) + shift]
+        return by_bucket(self.embedding, bucket).astype(jnp.float32)
 
 
 class Attention(nn.Module):
@@ -241,8 +249,7 @@ class Encoder(nn.Module):
         self.drop = Dropout(self.dropout)
 
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
-        positions = jnp.arange(x.shape[1])
-        bias = self.relative_bias((positions[None, :] - positions[:, None])[None])
+        bias = self.relative_bias.within(x.shape[1])
         if self.remat == "none":
             # Else its gradient is summed over the examples in each layer, which takes XLA long on CPUs. A scan is there
             # to save memory, and had better keep the sum.
@@ -332,8 +339,7 @@ class T5(nn.Module):
             hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
         if not self.config.tied_head:
             return self.lm_head(hidden)
-        table = self.shared.embedding.astype(self.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        return logits_of(hidden, self.shared.embedding, self.dtype)
 
     def hidden(
         self,

@@ -1,11 +1,11 @@
 """How much memory a training step needs on each device, before anything is bought or started.
 
-    pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--compile | --measure]
+    pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--target NAME | --compile | --measure]
 
 An estimate by arithmetic for the longest batch that the config allows: every source and target as long as it may be.
-With --compile, beside it, what XLA sets aside for the step compiled for this machine's CPU (as many devices as the mesh
-wants are pretended); it counts bfloat16 as float32. With --measure, one real step on this machine's accelerators, and
-the peak that they report.
+With --target, beside it, what XLA sets aside for the step compiled for that device, which need not be there. With
+--compile, the same for this machine's CPU (as many devices as the mesh wants are pretended); it counts bfloat16 as
+float32. With --measure, one real step on this machine's accelerators, and the peak that they report.
 """
 
 import dataclasses
@@ -109,13 +109,13 @@ def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
     return abstract_batch(config.train, longest(config))
 
 
-def plan(config: Config) -> tuple[Any, dict[str, float]]:
-    """The trainer, which has compiled nothing yet, and the estimate in bytes by term."""
+def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dict[str, float]]:
+    """The trainer, which has compiled nothing yet, and the estimate in bytes by term; `devices`: None for our own."""
     import jax
 
     from pipejax.training.step import Trainer
 
-    trainer = Trainer(config)
+    trainer = Trainer(config, devices)
 
     def held(tree: Any, shardings: Any) -> int:
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
@@ -185,7 +185,10 @@ def main(argv: Sequence[str]) -> int:
         "--memory",
         type=float,
         metavar="GIB",
-        help="does it fit in this much on each device? (exit code 1: no)",
+        help="does it fit in this much on each device? (exit code 1: no) With --target it is XLA's figure that must",
+    )
+    parser.add_argument(
+        "--target", metavar="NAME", help="compile the step for rtx4090, h100, v5e, v5e:4x4 ... and show XLA's figure"
     )
     parser.add_argument("--compile", action="store_true", help="compile the step for the CPU and show XLA's figure")
     parser.add_argument("--measure", action="store_true", help="make real steps on this machine's accelerators")
@@ -194,6 +197,8 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     if flags.memory is not None and not 0 <= flags.memory < math.inf:
         raise UserError(f"--memory: found {flags.memory:g}; expected at least 0")
+    if flags.target is not None and (flags.compile or flags.measure):
+        raise UserError("--target: found --compile or --measure beside it; expected one of them")
     config = config_lib.load(flags.config, flags.overrides)
 
     import jax
@@ -208,7 +213,12 @@ def main(argv: Sequence[str]) -> int:
     config = _resolve(config, flags.model)
     if config.train.dtype == "auto":  # what it would be on a GPU or TPU
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
-    trainer, terms = plan(config)
+    kind = None
+    if flags.target is not None:
+        from pipejax.system import targets
+
+        kind = targets.find(flags.target, "--target")
+    trainer, terms = plan(config, kind.devices(devices) if kind else None)
     total = sum(terms.values())
     found: dict[str, Any] = {
         "devices": trainer.mesh.size,
@@ -216,15 +226,16 @@ def main(argv: Sequence[str]) -> int:
         "estimate_bytes": {name: int(size) for name, size in terms.items()},
         "estimate_total_bytes": int(total),
     }
-    if flags.compile:
-        cli.note("compiling for the CPU (a minute or more for the larger models)")
+    if flags.compile or kind:
+        found["compiled_for"] = flags.target or "CPU"
+        cli.note(f"compiling for the {found['compiled_for']} (a minute or more for the larger models)")
         found["compiled_total_bytes"] = int(compiled_bytes(trainer, config))
     if flags.measure:
         peak, seconds = measured_bytes(trainer, config)
         tokens = math.prod(longest_batch(config)["source"]) + math.prod(longest_batch(config)["inputs"])
         found |= {"measured_peak_bytes": peak, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
     if flags.memory is not None:
-        found["fits"] = total <= flags.memory * GIB
+        found["fits"] = (found["compiled_total_bytes"] if kind else total) <= flags.memory * GIB
     print(json.dumps(found) if flags.json else "\n".join(_lines(found, flags.memory)))
     return 0 if found.get("fits", True) else 1
 
@@ -256,11 +267,13 @@ def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
     lines += [line(name, size) for name, size in found["estimate_bytes"].items()]
     lines += [line("in all (estimated)", found["estimate_total_bytes"])]
     if "compiled_total_bytes" in found:
-        lines += [line("in all (XLA for the CPU, bfloat16 as float32)", found["compiled_total_bytes"])]
+        where, more = found["compiled_for"], ", bfloat16 as float32" if found["compiled_for"] == "CPU" else ""
+        lines += [line(f"in all (XLA for the {where}{more})", found["compiled_total_bytes"])]
     if "step_seconds" in found:
         peak = found["measured_peak_bytes"]
         lines += [line("peak (measured)", peak) if peak else "  peak: the device reports none"]
         lines += [f"  {found['step_seconds']:.2f} s a step, {found['tokens_per_second']:.0f} tokens/s"]
     if memory is not None:
-        lines += [f"the estimate {'fits' if found['fits'] else 'does not fit'} in {memory:g} GiB"]
+        which = "the estimate" if found.get("compiled_for", "CPU") == "CPU" else "XLA's figure"
+        lines += [f"{which} {'fits' if found['fits'] else 'does not fit'} in {memory:g} GiB"]
     return lines

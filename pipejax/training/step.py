@@ -3,7 +3,7 @@
 Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -104,6 +104,7 @@ def train_step(
     is_trained: Callable[[str], bool] = lambda path: True,
     place: Callable[[Any], Any] = lambda params: params,
     rate: optax.Schedule = lambda count: 0.0,
+    branch: bool = True,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update with the mean loss over the real target tokens of the global batch.
 
@@ -111,6 +112,10 @@ def train_step(
     by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
     finite, the state stays as it was, to the bit. `is_trained` says it of a parameter's path; `place` says where
     parameters lie when they are used; `rate` is only told in the metrics.
+
+    Where the state stays as it was, the update is a branch that is not taken, or with `branch` False, a choice of each
+    array. On a CPU, XLA works in the donated buffers inside a branch only; on a GPU a branch waits for the host, and
+    the choice is made where the update is computed.
     """
     trained, fixed = split(state.params, is_trained)
 
@@ -133,8 +138,7 @@ def train_step(
     divisor = jnp.maximum(count, 1)
     norm = optax.tree.norm(gradient) / divisor
     good = jnp.isfinite(total) & jnp.isfinite(norm)
-    # Mean and clipping by global norm in one factor, and the whole update in a branch: so XLA works in the donated
-    # buffers, where a division before and a choice of each array after it would each be a pass over all parameters.
+    # Mean and clipping by global norm in one factor: a division of its own would be a pass over all parameters.
     factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
 
     def update(state: TrainState) -> TrainState:
@@ -143,7 +147,10 @@ def train_step(
         updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
         return TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
 
-    new = jax.lax.cond(good, update, lambda state: state, state)
+    if branch:
+        new = jax.lax.cond(good, update, lambda state: state, state)
+    else:
+        new = jax.tree.map(lambda new, old: jnp.where(good, new, old), update(state), state)
     metrics = {"loss": total / divisor, "tokens": count, "grad_norm": norm, "good": good}
     return new, metrics | {"learning_rate": jnp.float32(rate(updates_made(state.optimizer)))}
 
@@ -151,14 +158,14 @@ def train_step(
 class Trainer:
     """The compiled step, the shardings, and the state's birth, for one resolved config on one mesh."""
 
-    def __init__(self, config: Config) -> None:
-        """Compiles nothing yet; checks that the batch divides over the mesh.
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+        """Compiles nothing yet; checks that the batch divides over the mesh. `devices`: see `sharding.make_mesh`.
 
         Raises:
           UserError: the batch does not come out even.
         """
         assert config.model is not None
-        self.config, self.mesh = config, sharding.make_mesh(config.mesh)
+        self.config, self.mesh = config, sharding.make_mesh(config.mesh, devices)
         train = config.train
         _check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
@@ -172,6 +179,7 @@ class Trainer:
         replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
         options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
         options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
+        options["branch"] = self.mesh.devices.flat[0].platform == "cpu"
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
             donate_argnums=0,
@@ -273,8 +281,9 @@ class Trainer:
         state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
+        key = jax.ShapeDtypeStruct((), self.key.dtype, sharding=sharding.replicated(self.mesh))
         with precision(self.model.dtype):
-            return self._step.lower(state, arrays, self.dropout_key(1))
+            return self._step.lower(state, arrays, key)
 
     def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""

@@ -1,15 +1,19 @@
 """Accelerators that programs are compiled for without being there: descriptions that XLA's compilers take.
 
 A GPU is described by its figures, as openxla/xla keeps them under xla/backends/gpu/target_config/specs; a TPU by the
-name of its topology. `make venv-programs` installs the compilers. Nothing compiled so can run here.
+name of its topology. Nothing compiled so can run here.
 """
 
 import dataclasses
+import importlib
+import importlib.metadata
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 from pipejax.system.errors import UserError
@@ -32,7 +36,7 @@ class Gpu:
 
     def devices(self, count: int) -> list[Any]:
         """That many of them in one machine."""
-        _add_compiler("jax_cuda12_plugin")
+        _add_compiler("jax_plugins.xla_cuda12")
         return list(
             topologies.get_topology_desc(
                 "gpu", platform="cuda", topology=f"1x1x{count}", target_config=self.description()
@@ -81,7 +85,7 @@ class Tpu:
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask a metadata server what machine this is
         found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
         if len(found) < count:
-            raise UserError(f"--devices: found {count}; expected at most {len(found)}, as {self.topology} has")
+            raise UserError(f"{self.topology}: found {count} devices wanted; expected at most {len(found)}")
         return list(found)[:count]
 
 
@@ -96,25 +100,38 @@ TARGETS: dict[str, Gpu | Tpu] = {
 }
 
 
+def find(name: str, flag: str) -> Gpu | Tpu:
+    """One of TARGETS, or a TPU's topology such as "v5e:4x4"; `flag` is where the name was given."""
+    if name in TARGETS:
+        return TARGETS[name]
+    if re.fullmatch(r"v\d[a-z]?:\d+(x\d+)+", name):
+        return Tpu(name)
+    raise UserError(f"{flag}: found {name!r}; expected {', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4")
+
+
 _added: set[str] = set()
 
 
-def _add_compiler(package: str) -> None:
-    """Makes a compiler known to JAX: it lies apart from .venv's packages, where JAX would look for its device."""
-    if package in _added:
+def _add_compiler(module: str) -> None:
+    """Makes a compiler known to JAX: it lies apart from other packages, among which JAX would look for its device."""
+    if module in _added:
         return
     place = str(Path(sys.prefix) / "programs")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # CUDA itself is not there
     sys.path.append(place)
     try:
-        if package == "libtpu":
-            import libtpu  # noqa: F401
-        else:
-            from jax_plugins import xla_cuda12
-
-            xla_cuda12.initialize()
+        compiler = importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"--targets: found no {package}; expected it, as make venv-programs installs it") from error
+        if module == "libtpu":
+            asked = importlib.metadata.requires("jax") or []
+            wanted = next((f'"{text.partition(";")[0].strip()}"' for text in asked if text.startswith(module)), module)
+        else:
+            plugin, version = "jax-cuda12-plugin", jax.__version__
+            wanted = f"{plugin}=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
+        command = f"{sys.executable} -m pip install --no-deps --target {place} {wanted}"
+        raise UserError(f"found no compiler for that device here; expected it after: {command}") from error
     finally:
         sys.path.remove(place)
-    _added.add(package)
+    if module != "libtpu":
+        compiler.initialize()
+    _added.add(module)

@@ -1,0 +1,173 @@
+"""The kernels for GPUs, run as ordinary computations: products and attention equal NumPy's, decodes equal XLA's."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax.config import T5Config
+from pipejax.decoding import Beam, Pipelined, Sequential, Sizes
+from pipejax.inference import gpu
+from pipejax.inference.backends import XLA, Gpu, fastest
+from pipejax.inference.gpu import GpuDecoder
+from pipejax.inference.step_decoder import StepDecoder
+from pipejax.inference.weights import Matrix
+from pipejax.model.t5 import MASKED, Memory
+from support import oracle
+from support.one_program import compiled
+
+CONFIG = T5Config(
+    vocab_size=48,
+    d_model=32,
+    d_kv=16,
+    d_ff=48,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=1,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def decoder(heads: int, width: int, batch: int, memory: Memory | None = None, kind: Any = GpuDecoder) -> Any:
+    """Without weights, in float32; of the memory's sizes only the batch matters where none is looked into."""
+    config = dataclasses.replace(CONFIG, num_heads=heads, d_kv=width, layer_norm_epsilon=1e-3)
+    memory = memory or Memory((), (), jnp.ones((batch, 1), bool))
+    more = {"interpret": True} if kind is GpuDecoder else {}
+    return kind(config, None, memory, jnp.dtype(jnp.float32), **more)
+
+
+@pytest.mark.parametrize(
+    "outputs, inputs, queries", [(16, 16, 1), (48, 80, 5), (48, 80, 16), (48, 80, 70), (8208, 32, 1)]
+)
+def test_products_equal_numpys(outputs: int, inputs: int, queries: int) -> None:
+    rows, x, residual = normal(1, outputs, inputs), 9 * normal(2, inputs, queries), normal(3, outputs, queries)
+    scale = np.abs(normal(4, inputs)) + 0.1
+    matrix, own = Matrix(jnp.asarray(rows), jnp.zeros(0)), decoder(2, 16, 1)
+    assert own._multiplies(matrix)
+    found = own._added(matrix, jnp.asarray(x), jnp.asarray(residual))
+    np.testing.assert_allclose(found, residual + rows.astype(np.float64) @ x, rtol=1e-5, atol=1e-3)
+    wide = x.astype(np.float64)
+    expected = rows @ (wide / np.sqrt((wide**2).mean(axis=0) + 1e-3) * scale[:, None]) * 0.5
+    given = matrix, jnp.asarray(x), jnp.asarray(scale)
+    np.testing.assert_allclose(own._of_normed(*given, 0.5), expected, rtol=1e-4, atol=1e-4)
+    positive = own._normed(*given, relu=True, factor=0.5, dtype=jnp.dtype(jnp.bfloat16))
+    assert positive.dtype == jnp.bfloat16
+    np.testing.assert_allclose(positive.astype(np.float32), np.maximum(expected, 0), rtol=1e-2, atol=1e-3)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("queries, spread", [(1, 1.0), (5, 30.0), (20, 3.0), (33, 1.0)])
+def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> None:
+    """Slots that nobody sees, and an example whose slots all are such."""
+    batch, heads, width, length = 3, 2, 32, 192
+    query, keys = spread * normal(1, heads * width, batch * queries), normal(2, batch, heads, width, length)
+    values, mask = normal(3, batch, heads, length, width), np.arange(length) < np.asarray([[70], [192], [0]])
+    memory = Memory((jnp.asarray(keys),), (jnp.asarray(values),), jnp.asarray(mask))
+    found = decoder(heads, width, batch, memory)._attend_memory(0, jnp.asarray(query))
+    by_head = query.astype(np.float64).reshape(heads, width, batch, queries)
+    scores = np.einsum("hkbq,bhkl->bhql", by_head, keys) + np.where(mask, 0, -1e9)[:, None, None]
+    expected = np.einsum("bhql,bhlk->hkbq", softmax(scores), values).reshape(query.shape)
+    real = np.s_[:, : 2 * queries]  # what the third finds nobody reads
+    np.testing.assert_allclose(found[real], expected[real], rtol=1e-3, atol=1e-4)
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("queries, start", [(1, 0), (1, 130), (6, 0), (6, 63), (20, 64), (33, 100)])
+def test_attention_to_a_cache_equals_numpys(queries: int, start: int) -> None:
+    """Garbage lies in slots that are still empty; the new keys and values land there, and nothing else changes."""
+    batch, heads, width, slots = 2, 3, 16, 140
+    projected = normal(1, 3 * heads * width, batch * queries)
+    keys, values = 1e4 * normal(2, batch * heads, width, slots), 1e4 * normal(3, batch * heads, slots, width)
+    keys[..., :start], values[:, :start] = normal(4, *keys.shape)[..., :start], normal(5, *values.shape)[:, :start]
+    seen = np.random.default_rng(6).random((batch, queries, slots)) < 0.6
+    seen[..., start + queries :] = False
+    seen[:, np.arange(queries), start + np.arange(queries)] = True  # itself
+    bias = np.where(seen[:, None], normal(7, batch, heads, queries, slots), MASKED).astype(np.float32)
+    given = *(jnp.asarray(x) for x in (projected, keys, values, bias)), jnp.int32(start)
+    found, new_keys, new_values = decoder(heads, width, batch)._attend_cache(*given)
+
+    query, key, value = projected.reshape(3, heads, width, batch, queries)
+    new = np.s_[start : start + queries]
+    keys[..., new] = key.transpose(2, 0, 1, 3).reshape(batch * heads, width, queries)
+    values[:, new] = value.transpose(2, 0, 3, 1).reshape(batch * heads, queries, width)
+    np.testing.assert_array_equal(new_keys, keys)
+    np.testing.assert_array_equal(new_values, values)
+    keys, values = (x.reshape(batch, heads, *x.shape[1:]).astype(np.float64) for x in (keys, values))
+    scores = np.einsum("hkbq,bhkc->bhqc", query, keys) + bias
+    expected = np.einsum("bhqc,bhck->hkbq", softmax(scores), values).reshape(found.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    others = decoder(heads, width, batch, kind=StepDecoder)._attend_cache(*given)
+    for ours, other in zip((found, new_keys, new_values), others, strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-4)
+
+
+def test_what_does_not_fit_is_xlas() -> None:
+    """Heads of 8; 65 queries of an example; matrices of other sizes, of int8, of another dtype."""
+    values = jnp.asarray(normal(1, 1, 2, 64, 8))
+    memory = Memory((jnp.zeros((1, 2, 8, 64)),), (values,), jnp.ones((1, 64), bool))
+    found = decoder(2, 8, 1, memory)._attend_memory(0, jnp.ones((16, 3)))
+    np.testing.assert_allclose(found, np.repeat(values.mean(2).reshape(16, 1), 3, axis=1), rtol=1e-3, atol=1e-4)
+    cache = jnp.zeros((2, 16, 70)), jnp.zeros((2, 70, 16))
+    found, *_ = decoder(2, 16, 1)._attend_cache(jnp.ones((96, 65)), *cache, jnp.zeros((1, 2, 65, 70)), jnp.int32(0))
+    np.testing.assert_allclose(found, 65 / 70 * jnp.exp(16) / (65 / 70 * jnp.exp(16) + 5 / 70), rtol=1e-4)
+    own, none = decoder(2, 16, 1), jnp.zeros(0)
+    for shape in ((24, 32), (32, 40)):
+        assert not own._multiplies(Matrix(jnp.zeros(shape), none))
+    assert not own._multiplies(Matrix(jnp.zeros((32, 32), jnp.int8), jnp.ones(32)))
+    assert not own._multiplies(Matrix(jnp.zeros((32, 32), jnp.bfloat16), none))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy, batch, feed_forward, tied",
+    [
+        (Sequential(max_length=40), 1, "relu", True),
+        (Pipelined(delay=1, time_max=23, sub_max=6), 3, "gated-gelu", False),
+        (Beam(20, 3), 2, "relu", True),
+    ],
+    ids=str,
+)
+def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str, tied: bool) -> None:
+    """In caches that grow, with and without queries gathered from several examples."""
+    config = dataclasses.replace(CONFIG, feed_forward=feed_forward, tied_head=tied)
+    rng = np.random.default_rng(batch)
+    source, length = rng.integers(0, 48, (batch, 12)).astype(np.int32), rng.integers(1, 13, batch).astype(np.int32)
+    sizes = Sizes.fit(strategy, batch, queries=(4,), slots=(21,))
+    ours, others = (compiled(config, strategy, sizes, backend=backend) for backend in (Gpu(interpret=True), XLA))
+    for seed in range(2):
+        params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed), eos_scale=1.2))
+        found, expected = (jax.device_get(program(params, source, length)) for program in (ours, others))
+        for name in ("tokens", "lengths", "steps", "truncated"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.slow
+def test_the_trial_passes_here_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < gpu.trial(20, interpret=True) < gpu.TOLERANCE
+    jax.clear_caches()
+    with monkeypatch.context() as patch:
+        wrong = lambda sums, *given, **named: finish((sums[0], sums[1] * 2, sums[2]), *given, **named)  # noqa: E731
+        patch.setattr(gpu, "_finish", wrong)
+        assert gpu.trial(20, interpret=True) > gpu.TOLERANCE
+    jax.clear_caches()
+
+
+finish = gpu._finish
+
+
+def test_elsewhere_nobody_asks_for_them() -> None:
+    assert jax.default_backend() == "cpu"
+    assert not gpu.use()
+    assert not isinstance(fastest(CONFIG, jnp.bfloat16), Gpu)
