@@ -33,7 +33,8 @@ class Record(TypedDict):
     text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
     rows: list[str] | None
     row_ids: list[list[int]]  # token ids
-    steps: int  # of the decoder
+    steps: int  # of Algorithm 1
+    calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
     truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
     seconds: NotRequired[float]  # by `evaluation`, at batch size 1
 
@@ -88,7 +89,7 @@ class Generator:
     ) -> list[Record]:
         """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
-        Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position, unless one is
+        Records are `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated"}`; the id is the position, unless one is
         given. docs/decoding.md says what each field holds.
 
         Raises:
@@ -160,7 +161,8 @@ class Generator:
                 for b, i in enumerate(part):
                     rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]
                     truncated = TRUNCATIONS[int(found.truncated[b])]
-                    records[i] = self._record(chunk[i].id, name, rows, int(found.steps[b]), truncated)
+                    counts = int(found.steps[b]), int(found.calls[b])
+                    records[i] = self._record(chunk[i].id, name, rows, counts, truncated)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
                     self._count(records[i], name, report)
@@ -189,7 +191,7 @@ class Generator:
         return cut
 
     def _record(
-        self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int, truncated: str | None
+        self, name: str | int, strategy: str, row_ids: list[list[int]], counts: tuple[int, int], truncated: str | None
     ) -> Record:
         separator = self.config.data.separator
         text: str | None = None
@@ -204,7 +206,15 @@ class Generator:
             text = separator.join(rows)
             if strategy == "sequential":
                 rows = split_rows(text, separator)
-        return {"id": name, "text": text, "rows": rows, "row_ids": row_ids, "steps": steps, "truncated": truncated}
+        return {
+            "id": name,
+            "text": text,
+            "rows": rows,
+            "row_ids": row_ids,
+            "steps": counts[0],
+            "calls": counts[1],
+            "truncated": truncated,
+        }
 
     def _count(self, record: Record, strategy: str, report: Report) -> None:
         report.examples += 1

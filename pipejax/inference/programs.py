@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.padding import bucket, memory_length, pad
-from pipejax.decoding import Carry, Decoded, Sizes, Strategy, Stretch
+from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch
 from pipejax.inference import step_decoder
 from pipejax.inference.backends import XLA, Backend, SourceMemory
 from pipejax.inference.report import Report
@@ -101,7 +101,10 @@ def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
     if (platform or jax.default_backend()) == "cpu":
-        return Sizes.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
+        queries = QUERIES
+        if isinstance(strategy, Drafted):  # without a draft a call must not cost more than it would
+            queries = (*(n for n in (batch * strategy.grid.rows,) if n < QUERIES[0]), *QUERIES)
+        return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS)
     return Sizes.fit(strategy, batch, slots=SLOTS[1:])
 
 
@@ -137,13 +140,25 @@ def decode_batch(
     weights: step_decoder.Weights,
     memory: SourceMemory,
     carry: Carry | None,
+    source: SourceIds | None = None,
     *,
     sizes: Sizes,
     slots: int,
 ) -> Stretch:
-    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static."""
+    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
+
+    Args:
+      model: the T5.
+      strategy: decides what is fed.
+      weights: those of `Ready.decoding`.
+      memory: of the encoded sources.
+      carry: what the stretch before left.
+      source: for a strategy that drafts.
+      sizes: that the decode goes through.
+      slots: of the cache in this stretch.
+    """
     decoder = step_decoder.StepDecoder(model.config, weights, memory, model.dtype)
-    carry = carry or decoding.begin(strategy, decoder, strategy.init(memory.mask.shape[0]), sizes)
+    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots)
 
 
@@ -199,7 +214,7 @@ class Programs:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
         Returns:
-          NumPy arrays [E * B, ...]; what lies beyond the sources is filled up with copies of the last one.
+          NumPy arrays [E * B, ...], the calls among them; what lies beyond the sources is filled up with copies of the last one.
         """
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
@@ -209,14 +224,19 @@ class Programs:
         ready = self._on(across)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
+        read: tuple[SourceIds, ...] = ()
+        if isinstance(strategy, Drafted):
+            more = ((0, 0), (0, 0), (0, shape[2] - source.shape[2]))
+            read = (SourceIds(np.pad(source, more), lengths),)
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
-            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry), shape, report)
+            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry, *read), shape, report)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
+        decoded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
+        return decoded if decoded.calls is not None else decoded.replace(calls=strategy.calls(decoded))
 
     def warm_up(self, strategy: Strategy, *, batch_size: int, length: int, report: Report) -> None:
         """Compiles all that batches of that size may need with sources that pad to that length."""
@@ -224,9 +244,11 @@ class Programs:
         ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
-        carry = None
+        carry, read = None, ()
+        if isinstance(strategy, Drafted):
+            read = (SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths),)
         for slots in schedule(strategy, batch_size).slots:
-            arguments = ready.decoding, memory, carry
+            arguments = ready.decoding, memory, carry, *read
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
     def _on(self, across: int) -> Ready:

@@ -1,0 +1,153 @@
+"""Drafted decoding writes what greedy decoding writes, in the calls that the wavefront rule says."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import scripted
+from pipejax.config import DecodeConfig, GridConfig, T5Config
+from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, make
+from pipejax.decoding.drafters import Draft, FromSource, Jacobi
+from pipejax.system.errors import UserError
+from support import oracle, wavefront
+from support.batches import padded, rows_of, sources
+from support.one_program import compiled
+
+TINY = T5Config(
+    vocab_size=9,
+    d_model=12,
+    d_kv=4,
+    d_ff=16,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+
+
+GUESSED = 16  # tokens of a row in a table of guesses
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Guesses from a table, which is the source: of row i with j tokens `table[i][j:]`."""
+
+    odds: tuple[float, ...] = (0.9,)
+
+    def init(self, source, rows):
+        """The table."""
+        return source.ids.reshape(len(source.ids), -1, GUESSED)[:, :rows]
+
+    def propose(self, table, written, most):
+        places = written.length[:, :, None] + jnp.arange(most)
+        tokens = jnp.take_along_axis(table, jnp.minimum(places, GUESSED - 1), axis=2)
+        count = jnp.clip(GUESSED - written.length, 0, most)
+        return table, Draft(tokens, count, jnp.zeros_like(count))
+
+
+ANYTHING = 1e-38  # a column that costs so little that all drafts are fed
+
+
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max, literal, most",
+    [(1, 15, 5, False, 4), (1, 9, 3, True, 3), (2, 13, 6, False, 2), (2, 15, 5, True, 4), (3, 10, 4, False, 5),
+     (3, 16, 4, True, 1), (1, 14, 1, False, 4)],
+)
+def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, most):
+    """Of a perfect model and guesses that are wrong now and then; bounds cut answers in the middle of a draft."""
+    rng = np.random.default_rng([delay, time_max, sub_max, most])
+    answers, tables = [], []
+    for _ in range(48):
+        answer = [rng.integers(2, 9, rng.integers(1, 9)).tolist() for _ in range(rng.integers(0, 7))]
+        wrong = rng.random() * 0.6
+        table = [[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, *[[]] * sub_max][:sub_max]]
+        tables.append([[token if rng.random() > wrong else 9 for token in row] for row in table])
+        answers.append(answer)
+    inner = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
+    strategy = Drafted(inner, Table(), most, column=ANYTHING)
+    found = scripted.decode(strategy, [sum(table, []) for table in tables], answers)
+    saved = 0
+    for b, (answer, table) in enumerate(zip(answers, tables, strict=True)):
+        expected = oracle.algorithm1(
+            oracle.scripted_next_tokens(answer),
+            delay=delay,
+            time_max=time_max,
+            sub_max=sub_max,
+            stop="literal" if literal else "empty_row",
+        )
+
+        def drafts(i, length, table=table):
+            return table[i][length : length + most]
+
+        assert [row for row in rows_of(found, b) if row] == expected.rows
+        assert found.steps[b] == expected.steps
+        assert TRUNCATIONS[found.truncated[b]] == expected.truncated
+        calls = wavefront.calls(expected.all_rows, drafts, delay=delay, time_max=time_max)
+        assert found.calls[b] == calls
+        saved += expected.calls - calls
+    assert saved > 48
+
+
+# delay, time_max, sub_max, literal, batch; None: sequential, and time_max is max_length
+SETTINGS = [
+    (1, 12, 5, False, 7),
+    (1, 12, 5, True, 4),
+    (2, 15, 6, False, 5),
+    (2, 9, 4, True, 3),
+    (3, 14, 4, False, 8),
+    (3, 16, 20, True, 1),
+    (1, 6, 20, False, 3),
+    (1, 20, 2, False, 4),
+    (1, 1, 1, False, 2),
+    (None, 14, 1, False, 6),
+    (None, 30, 1, False, 1),
+]
+
+
+def strategy_of(delay, time_max, sub_max, literal):
+    if delay is None:
+        return Sequential(max_length=time_max)
+    return Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
+
+
+def assert_equal(found, expected, batch):
+    for b in range(batch):
+        assert rows_of(found, b)[: len(expected.lengths[b])] == rows_of(expected, b)
+    assert found.steps.tolist() == expected.steps.tolist()
+    assert found.truncated.tolist() == expected.truncated.tolist()
+
+
+@pytest.mark.parametrize("drafter", [FromSource(), Jacobi()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=() if i in (0, 3, 9) else pytest.mark.slow) for i, s in enumerate(SETTINGS)],
+    ids=str,
+)
+def test_drafted_is_undrafted(setting, drafter):
+    *shape, batch = setting
+    plain = strategy_of(*shape)
+    drafted = Drafted(plain, drafter, 4, column=0.01)
+    without = compiled(TINY, plain)
+    program = compiled(TINY, drafted, Sizes.fit(drafted, batch, queries=(batch + 2,), slots=(drafted.rows + 3,)))
+    fewer = 0
+    for seed in range(12):
+        rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
+        params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
+        source, length = padded(texts)
+        expected = jax.device_get(without(params, source, length))
+        found = jax.device_get(program(params, source, length))
+        assert_equal(found, expected, batch)
+        calls = plain.calls(expected)
+        assert (found.calls <= calls).all()
+        fewer += (calls - found.calls).sum()
+    assert fewer > 0 or plain.rows * drafted.grid.time_max == 1
+
+
+def test_beams_with_a_draft_are_refused():
+    beams = DecodeConfig(beams=2, draft="source")
+    with pytest.raises(UserError, match=r"^decode\.draft: found source with decode\.beams = 2; expected none"):
+        make("sequential", GridConfig(), beams, bos=0, eos=1)
