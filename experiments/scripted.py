@@ -94,17 +94,32 @@ class NoModel:
         return jnp.zeros((2, len(step.tokens))), cache
 
 
-def decode(strategy: Drafted, sources: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]]) -> Decoded:
-    """What the strategy makes of a batch of sources if the model answers with these rows (without eos)."""
-    longest = max(map(len, sources))
+def decode(
+    strategy: Drafted,
+    sources: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    *,
+    length: int = 1,
+    width: int = 1,
+) -> Decoded:
+    """What the strategy makes of a batch of sources if the model answers with these rows.
+
+    Args:
+      strategy: with its drafter.
+      sources: ids of each.
+      answers: rows of ids of each, without eos.
+      length: of the padded sources, at least.
+      width: of the padded rows with their eos, at least.
+    """
+    longest = max(length, *map(len, sources))
     ids = np.asarray([[*s, *[0] * (longest - len(s))] for s in sources], np.int32)
-    width = 1 + max((len(row) for rows in answers for row in rows), default=0)
+    width = max(width, *(len(row) + 1 for rows in answers for row in [*rows, []]))
     script = np.full((len(sources), strategy.grid.rows, width), strategy.grid.eos, np.int32)
     for b, rows in enumerate(answers):
         for i, row in enumerate(rows[: strategy.grid.rows]):
             script[b, i, : len(row)] = row
-    lengths = np.asarray(list(map(len, sources)), np.int32)
-    found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, lengths), script))
+    real = np.asarray(list(map(len, sources)), np.int32)
+    found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, real), script))
     return found
 
 
