@@ -57,14 +57,15 @@ class State:
 class Drafted:
     """What `inner` writes, in fewer calls.
 
-    Each row drafts so many tokens that even the last is right often enough to be worth its column of the call; how
+    Drafted tokens that are too seldom right are not worth their column of the call: `_chosen` keeps those that are. How
     often drafts are right is learned as they are judged, for each example and each degree of trust.
     """
 
     inner: Pipelined | Sequential
     drafter: Drafter
     tokens: int = 8  # D, drafted for a row in a call, at the most
-    column: float = 0.1  # what another column of a call costs, as a share of the call
+    queries: tuple[int, ...] = ()  # the sizes of calls of a whole batch, ascending, but for the largest
+    fixed: float = 3.0  # what a call costs in any case, in columns
 
     @cached_property
     def grid(self) -> Pipelined:
@@ -128,14 +129,15 @@ class Drafted:
             Written(state.tokens, state.length, state.guesses, state.guessed),
             self.width - 1,
         )
-        count = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), self._worth(state, draft.trust))
-        count = jnp.where((is_open | begins) & self._has_room(state), jnp.maximum(count, 0), 0)
+        asked = is_open | begins
         before_eos = _before(draft.tokens == self.grid.eos)
-        ends = before_eos < count
-        count = jnp.minimum(count, before_eos + 1)
+        count = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)
+        count = jnp.where(asked & self._has_room(state), jnp.maximum(count, 0), 0)
+        # Rows that may begin are asked if drafts reach their start, which is not known yet: few do.
+        count = self._chosen(count, self._odds(state, draft.trust), is_open.sum())
         # How far later rows may count if all drafts are right: an ended row holds nobody up, none follows an empty one.
-        far = jnp.where(ends, jnp.where(state.length + before_eos == 0, -1, NEVER), newest + count)
-        far = jnp.where(is_open | begins, far, NEVER)
+        far = jnp.where(before_eos < count, jnp.where(state.length + before_eos == 0, -1, NEVER), newest + count)
+        far = jnp.where(asked, far, NEVER)
         limit = _below(jax.lax.cummin, far, NEVER)
         asks = is_open | (begins & (limit >= newest))
         count = jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
@@ -267,12 +269,29 @@ class Drafted:
         later = self.grid.rows * (self.grid.time_max - state.step - 1)
         return state.used + self.rows + later <= self.slots
 
-    def _worth(self, state: State, trust: Array) -> Array:
-        """i32 [B, R], tokens to draft: the last of them is right with a probability of at least `column`."""
-        prior = jnp.asarray(self.drafter.odds)
-        odds = (PRIOR * prior + state.right) / (PRIOR + state.judged)
-        most = jnp.floor(jnp.log(self.column) / jnp.log(jnp.clip(odds, 1e-6, 0.999))).astype(jnp.int32)
-        return jnp.take_along_axis(most, trust, axis=1)
+    def _odds(self, state: State, trust: Array) -> Array:
+        """f32 [B, R], how often a token of such a draft is right if those before it are."""
+        odds = (PRIOR * jnp.asarray(self.drafter.odds) + state.right) / (PRIOR + state.judged)
+        return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
+
+    def _chosen(self, count: Array, odds: Array, needed: Array) -> Array:
+        """i32 [B, R], tokens to draft of those at hand: as many as get on fastest.
+
+        A call of n columns costs `fixed` + n. It writes one token for each row, and those drafted ones that are right.
+        Of each size of call the best drafts fill what the rows leave free; the size is taken that writes most at the
+        cost of one column.
+        """
+        most = count.shape[0] * self.rows
+        sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
+        place = jnp.arange(1, self.width)
+        chances = jnp.where(place <= count[:, :, None], odds[:, :, None] ** place, 0.0).reshape(-1)
+        order = jnp.argsort(-chances)
+        right = jnp.pad(jnp.cumsum(chances[order]), (1, 0))  # of the best k, how many will be
+        free = jnp.clip(sizes - needed, 0, chances.shape[0])
+        speed = (needed + right[free]) / (self.fixed + jnp.where(sizes < needed, NEVER, sizes))
+        best = free[speed.argmax()]
+        taken_up = jnp.zeros(chances.shape, bool).at[order].set(jnp.arange(chances.shape[0]) < best)
+        return (taken_up.reshape(*count.shape, -1) & (place <= count[:, :, None])).sum(axis=2)
 
     def _learned(self, state: State, drafted: Array, run: Array, counts: Array) -> dict[str, Array]:
         """The sums with the last call's drafts [B, R]; of each row those up to the first that was wrong are judged."""

@@ -3,6 +3,7 @@
 Shapes: B batch, L source length (a bucket), E devices.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -100,12 +101,19 @@ def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
+    if isinstance(strategy, Drafted):
+        return Sizes.fit(strategy, batch, queries=strategy.queries, slots=SLOTS)
     if (platform or jax.default_backend()) == "cpu":
-        queries = QUERIES
-        if isinstance(strategy, Drafted):  # without a draft a call must not cost more than it would
-            queries = (*(n for n in (batch * strategy.grid.rows,) if n < QUERIES[0]), *QUERIES)
-        return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS)
+        return Sizes.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
     return Sizes.fit(strategy, batch, slots=SLOTS[1:])
+
+
+def for_drafts(strategy: Drafted, platform: str) -> Drafted:
+    """The strategy with the sizes of calls that it may choose from there, and what a call costs in any case."""
+    if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
+        return dataclasses.replace(strategy, queries=(64, 256), fixed=256.0)
+    one_row = (1, 2, 4) if strategy.grid.rows == 1 else ()
+    return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=3.0)
 
 
 def encode_batch(
