@@ -129,20 +129,29 @@ class Drafted:
             Written(state.tokens, state.length, state.guesses, state.guessed),
             self.width - 1,
         )
-        asked = is_open | begins
         before_eos = _before(draft.tokens == self.grid.eos)
         count = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)
-        count = jnp.where(asked & self._has_room(state), jnp.maximum(count, 0), 0)
-        # Rows that may begin are asked if drafts reach their start, which is not known yet: few do.
-        count = self._chosen(count, self._odds(state, draft.trust), is_open.sum())
-        # How far later rows may count if all drafts are right: an ended row holds nobody up, none follows an empty one.
-        far = jnp.where(before_eos < count, jnp.where(state.length + before_eos == 0, -1, NEVER), newest + count)
-        far = jnp.where(asked, far, NEVER)
-        limit = _below(jax.lax.cummin, far, NEVER)
-        asks = is_open | (begins & (limit >= newest))
-        count = jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
-        highest = jnp.where(asks, rows, -1).max(axis=1)
-        feeds_eos = state.ended & ~state.retired & (rows < highest[:, None])
+        count = jnp.where((is_open | begins) & self._has_room(state), jnp.maximum(count, 0), 0)
+
+        def reached(count: Array) -> tuple[Array, Array]:
+            """The rows that are asked if so much is drafted, and how much of it can count."""
+            # An ended row holds nobody up, none follows an empty one.
+            far = jnp.where(before_eos < count, jnp.where(state.length + before_eos == 0, -1, NEVER), newest + count)
+            limit = _below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
+            asks = is_open | (begins & (limit >= newest))
+            return asks, jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
+
+        def unfed(asks: Array) -> Array:
+            """Ended rows whose eos a row after them may see now."""
+            highest = jnp.where(asks, rows, -1).max(axis=1)
+            return state.ended & ~state.retired & (rows < highest[:, None])
+
+        certain, _ = reached(jnp.zeros_like(count))
+        needed = (certain | unfed(certain)).sum()
+        asks, count = reached(count)
+        # A row that is asked only because of drafts hangs on one more of them.
+        asks, count = reached(self._chosen(count, self._odds(state, draft.trust), ~certain, needed))
+        feeds_eos = unfed(asks)
 
         at_end = jnp.maximum(state.length - 1, 0)[:, :, None]
         last = jnp.take_along_axis(state.tokens, at_end, axis=2)[:, :, 0]
@@ -274,7 +283,7 @@ class Drafted:
         odds = (PRIOR * jnp.asarray(self.drafter.odds) + state.right) / (PRIOR + state.judged)
         return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
 
-    def _chosen(self, count: Array, odds: Array, needed: Array) -> Array:
+    def _chosen(self, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
         """i32 [B, R], tokens to draft of those at hand: as many as get on fastest.
 
         A call of n columns costs `fixed` + n. It writes one token for each row, and those drafted ones that are right.
@@ -284,7 +293,8 @@ class Drafted:
         most = count.shape[0] * self.rows
         sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
         place = jnp.arange(1, self.width)
-        chances = jnp.where(place <= count[:, :, None], odds[:, :, None] ** place, 0.0).reshape(-1)
+        chances = odds[:, :, None] ** (place + hangs[:, :, None])
+        chances = jnp.where(place <= count[:, :, None], chances, 0.0).reshape(-1)
         order = jnp.argsort(-chances)
         right = jnp.pad(jnp.cumsum(chances[order]), (1, 0))  # of the best k, how many will be
         free = jnp.clip(sizes - needed, 0, chances.shape[0])

@@ -228,6 +228,7 @@ class Generator:
     def _count(self, record: Record, strategy: str, report: Report) -> None:
         report.examples += 1
         report.steps += record["steps"]
+        report.calls += record["calls"]
         if record["truncated"]:
             report.truncated[record["truncated"]] += 1
         if report.other_steps is None:
