@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.only in which.name:
             count = min(flags.examples or which.examples, which.examples)
             results[which.name] = measure(read(data, which, tokenizer, count), flags.draft)
-            print(table({which.name: results[which.name]}).splitlines()[-1], flush=True)
+            cli.note(table({which.name: results[which.name]}).splitlines()[-1])
     print(table(results))
     if flags.json:
         cli.write_output("--json", flags.json, json.dumps(results, indent=2) + "\n")

@@ -1,6 +1,7 @@
 """Drafted decoding writes what greedy decoding writes, in the calls that the wavefront rule says."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import drafts as experiment
 from experiments import scripted
 from pipejax import config as config_lib
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, drafters, make
 from pipejax.decoding.drafters import Draft, FromSource, Jacobi
 from pipejax.inference.generator import Generator
@@ -57,8 +60,15 @@ class Table:
 
 @pytest.mark.parametrize(
     "delay, time_max, sub_max, literal, most",
-    [(1, 15, 5, False, 4), (1, 9, 3, True, 3), (2, 13, 6, False, 2), (2, 15, 5, True, 4), (3, 10, 4, False, 5),
-     (3, 16, 4, True, 1), (1, 14, 1, False, 4)],
+    [
+        (1, 15, 5, False, 4),
+        (1, 9, 3, True, 3),
+        (2, 13, 6, False, 2),
+        (2, 15, 5, True, 4),
+        (3, 10, 4, False, 5),
+        (3, 16, 4, True, 1),
+        (1, 14, 1, False, 4),
+    ],
 )
 def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, most):
     """Of a perfect model and guesses that are wrong now and then; bounds cut answers in the middle of a draft."""
@@ -74,7 +84,7 @@ def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, mos
     strategy = Drafted(inner, Table(), most)
     saved = 0
     for answer, table in zip(answers, tables, strict=True):
-        found = scripted.decode(strategy, [sum(table, [])], [answer], width=10)
+        found = scripted.decode(strategy, [[token for row in table for token in row]], [answer], width=10)
         expected = oracle.algorithm1(
             oracle.scripted_next_tokens(answer),
             delay=delay,
@@ -95,6 +105,7 @@ def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, mos
     assert saved > 48
 
 
+MODELS = 46  # random models a setting: more than 500 for each drafter
 # delay, time_max, sub_max, literal, batch; None: sequential, and time_max is max_length
 SETTINGS = [
     (1, 12, 5, False, 7),
@@ -124,11 +135,17 @@ def assert_equal(found, expected, batch):
     assert found.truncated.tolist() == expected.truncated.tolist()
 
 
-@pytest.mark.parametrize("drafter", [FromSource(), Jacobi()], ids=lambda x: type(x).__name__)
+QUICK = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi())]
+
+
 @pytest.mark.parametrize(
-    "setting",
-    [pytest.param(s, marks=() if i in (0, 3, 9) else pytest.mark.slow) for i, s in enumerate(SETTINGS)],
-    ids=str,
+    "setting, drafter",
+    [
+        pytest.param(setting, drafter, marks=() if (setting, drafter) in QUICK else pytest.mark.slow)
+        for setting in SETTINGS
+        for drafter in (FromSource(), Jacobi())
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, FromSource | Jacobi) else "-".join(map(str, x)),
 )
 def test_drafted_is_undrafted(setting, drafter):
     *shape, batch = setting
@@ -137,7 +154,7 @@ def test_drafted_is_undrafted(setting, drafter):
     without = compiled(TINY, plain)
     program = compiled(TINY, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,)))
     fewer = 0
-    for seed in range(12):
+    for seed in range(MODELS):
         rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
         params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
         source, length = padded(texts)
@@ -172,7 +189,9 @@ def test_the_drafter_of_the_page():
     names = {}
     exec(compile(code, "docs/drafting.md", "exec"), names)
     config = Config(
-        model=MODEL, grid=GridConfig(time_max=12, sub_max=4), train=TrainConfig(objective="pipelined"),
+        model=MODEL,
+        grid=GridConfig(time_max=12, sub_max=4),
+        train=TrainConfig(objective="pipelined"),
         decode=DecodeConfig(draft_tokens=3),
     )
     generator = Generator(config, oracle.random_params(MODEL, np.random.default_rng(314)), None)
@@ -189,7 +208,9 @@ def test_the_drafter_of_the_page():
 def test_records_are_those_without_drafts(strategy, draft):
     """In the product's own sizes, from sources of many lengths, on several devices; compiled ahead, too."""
     config = Config(
-        model=MODEL, grid=GridConfig(delay=2, time_max=30, sub_max=7), train=TrainConfig(objective=strategy),
+        model=MODEL,
+        grid=GridConfig(delay=2, time_max=30, sub_max=7),
+        train=TrainConfig(objective=strategy),
         decode=DecodeConfig(max_length=40, batch_size=4),
     )
     params = oracle.random_params(MODEL, np.random.default_rng(5))
@@ -208,3 +229,38 @@ def test_records_are_those_without_drafts(strategy, draft):
     sources_ = [one.source(text, "", i) for i, text in enumerate(texts) if 32 < len(text) <= 48]
     assert list(one.stream(sources_, strategy=None, batch_size=1, report=report))
     assert report.shapes == 0
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_the_experiment_simulates_the_wavefront(delay):
+    rng = np.random.default_rng(delay)
+    for _ in range(50):
+        source = rng.integers(2, 7, 30).tolist()
+        rows = [rng.integers(2, 7, rng.integers(1, 9)).tolist() for _ in range(rng.integers(1, 6))]
+        look = experiment.lookup(source)
+        expected = wavefront.calls(
+            [[0, *row, 1] for row in [*rows, []]],
+            lambda i, length, rows=rows, look=look: look([*rows, []][i][:length]),
+            delay=delay,
+            time_max=99,
+        )
+        assert experiment.simulated([[*row, 1] for row in [*rows, []]], look, delay=delay) == expected
+
+
+def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, capsys):
+    """Of what can be copied whole; the product drafts no worse than the simulation."""
+    (tmp_path / "multispanqa").mkdir()
+    (tmp_path / "t5_tokenizer").symlink_to(tokenizer_files)
+    sources_ = [demo.examples("test")[i].source for i in range(3)]
+    lines = [{"source": text, "targets": [text[5:40], text[20:70]]} for text in sources_]
+    (tmp_path / "multispanqa" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setenv("PIPEJAX_DATA", str(tmp_path))
+    output = tmp_path / "calls.json"
+    assert experiment.main(["--only", "MSQA", "--json", str(output)]) == 0
+    found = json.loads(output.read_text())["MSQA test"]
+    assert "| MSQA test | 3 |" in capsys.readouterr().out
+    for name in ("sequential", "pipelined"):
+        assert found[f"{name}, product"] <= 1.05 * found[f"{name}, simulated"] < found[name]
+    monkeypatch.setenv("PIPEJAX_DATA", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"PIPEJAX_DATA: found .*absent'; expected the directory of the data sets"):
+        experiment.main([])

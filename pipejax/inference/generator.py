@@ -90,8 +90,8 @@ class Generator:
     ) -> list[Record]:
         """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
-        Records are `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated"}`; the id is the position, unless one is
-        given. docs/decoding.md says what each field holds.
+        Records are `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated"}`; the id is the position, unless
+        one is given. docs/decoding.md says what each field holds.
 
         Args:
           given: the sources.

@@ -222,7 +222,7 @@ class Programs:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
         Returns:
-          NumPy arrays [E * B, ...], the calls among them; what lies beyond the sources is filled up with copies of the last one.
+          NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
         """
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
