@@ -91,7 +91,7 @@ def pipelined_calls(lengths: Sequence[int], *, delay: int, steps: int) -> int:
       delay: Δt.
       steps: that the decode took.
     """
-    asked = set()
+    asked: set[int] = set()
     for i, length in enumerate(lengths):
         begun = int(start(i, delay))
         asked.update(range(begun, min(begun + int(length) + 1, int(steps))))

@@ -3,12 +3,13 @@
 import dataclasses
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 
 from pipejax.decoding.core import Array, SourceIds
 from pipejax.decoding.drafters.interface import Draft, Written
 
-LONGEST = 4  # tokens of a row that are looked up, at the most
+LONGEST = 3  # tokens of a row that are looked up, at the most
 
 
 @flax.struct.dataclass
@@ -24,11 +25,12 @@ class State:
 class FromSource:
     """Looks the last tokens of a row up, and drafts what follows them there.
 
-    The more tokens agree the better; of places that agree equally well the one at which the row copies already, else
-    the first. Searched are the source and then all rows.
+    The more tokens agree the better. Of places that agree equally well it takes the one at which the row copies
+    already, else the first one behind all that this row and those before it copy from the source, else the first.
+    Searched are the source and then all rows.
     """
 
-    odds: tuple[float, ...] = (0.4, 0.6, 0.7, 0.8)  # by the number of tokens that agree
+    odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # by the number of tokens that agree
 
     def init(self, source: SourceIds, rows: int) -> State:
         """No row copies yet."""
@@ -58,10 +60,13 @@ class FromSource:
             agreeing = agreeing + agrees
         goes_on = state.place + written.length - state.length
         places = text.shape[1]
-        score = 2 * agreeing + ((jnp.arange(places) == goes_on[:, :, None]) & (agreeing > 0))
+        copied = jax.lax.cummax(jnp.where(state.place < length, state.place, -1), axis=1)[:, :, None]
+        here = jnp.arange(places)
+        better = jnp.where(here == goes_on[:, :, None], 2, here > copied)
+        score = jnp.where(agreeing > 0, 3 * agreeing + better, 0)
         # One maximum of both: XLA computes it much faster than an argmax.
-        most_agreeing = (score * places + jnp.arange(places)[::-1]).max(axis=2)
-        place, best = places - 1 - most_agreeing % places, most_agreeing // places // 2
+        most_agreeing = (score * places + here[::-1]).max(axis=2)
+        place, best = places - 1 - most_agreeing % places, most_agreeing // places // 3
         found = best > 0
 
         tokens = jnp.take_along_axis(text[:, None], place[:, :, None] + jnp.arange(most), axis=2, mode="clip")
