@@ -36,8 +36,8 @@ NOWHERE = 2**30  # the row of an empty slot and of a filler query: later than ev
 class SourceIds:
     """A batch of sources, for strategies that read them."""
 
-    ids: Array  # i32 [B, L]
-    length: Array  # i32 [B], how many are real
+    ids: Any  # i32 [B, L]
+    length: Any  # i32 [B], how many are real
 
 
 @flax.struct.dataclass
@@ -74,7 +74,7 @@ class Decoded:
     lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
     steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
-    calls: Array | None = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
+    calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
 
 
 class Strategy(Protocol):

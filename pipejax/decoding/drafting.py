@@ -254,7 +254,8 @@ class Drafted:
     @property
     def _first(self) -> Array:
         """i32 [R], the time of each row's bos."""
-        return start(jnp.arange(self.grid.rows), self.grid.delay)
+        first: Array = start(jnp.arange(self.grid.rows), self.grid.delay)
+        return first
 
     def _is_empty(self, ended: Array, length: Array) -> Array:
         return ended & (length == 1)

@@ -244,7 +244,7 @@ class Programs:
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
         decoded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
-        return decoded if decoded.calls is not None else decoded.replace(calls=strategy.calls(decoded))
+        return decoded if decoded.calls is not None else dataclasses.replace(decoded, calls=strategy.calls(decoded))
 
     def warm_up(self, strategy: Strategy, *, batch_size: int, length: int, report: Report) -> None:
         """Compiles all that batches of that size may need with sources that pad to that length."""
@@ -252,7 +252,8 @@ class Programs:
         ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
-        carry, read = None, ()
+        carry = None
+        read: tuple[SourceIds, ...] = ()
         if isinstance(strategy, Drafted):
             read = (SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths),)
         for slots in schedule(strategy, batch_size).slots:
