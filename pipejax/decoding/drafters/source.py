@@ -18,7 +18,7 @@ class State:
 
     source: SourceIds
     place: Array  # i32 [B, R], of the last draft's first token in the text that is searched; -1: there was none
-    length: Array  # i32 [B, R], tokens of the row at that time
+    length: Array  # i32 [B, R], tokens of the row when it was drafted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,5 +71,7 @@ class FromSource:
 
         tokens = jnp.take_along_axis(text[:, None], place[:, :, None] + jnp.arange(most), axis=2, mode="clip")
         count = jnp.where(found, jnp.minimum(jnp.take_along_axis(left, place, axis=1), most), 0)
-        state = State(state.source, jnp.where(found, place, -1), written.length)
+        state = State(
+            state.source, jnp.where(found, place, state.place), jnp.where(found, written.length, state.length)
+        )
         return state, Draft(tokens, count, jnp.maximum(best - 1, 0))
