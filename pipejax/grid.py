@@ -93,7 +93,8 @@ def pipelined_calls(lengths: Sequence[int], *, delay: int, steps: int) -> int:
     """
     asked: set[int] = set()
     for i, length in enumerate(lengths):
-        begun = int(start(i, delay))
+        if (begun := int(start(i, delay))) >= steps:
+            break
         asked.update(range(begun, min(begun + int(length) + 1, int(steps))))
     return len(asked)
 
