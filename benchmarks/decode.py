@@ -43,6 +43,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
 OURS = ("pipejax-pipelined", "pipejax-sequential")
+SUFFIXES = {"float32": "", "bfloat16": "-bf16", "int8": "-int8"}  # of their names, by what weights are held in
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,6 +59,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of pipejax")
+    parser.add_argument(
+        "--weights",
+        default="float32",
+        metavar="NAME,...",
+        help=f"of pipejax, in turn, of {', '.join(SUFFIXES)} (float32)",
+    )
     parser.add_argument("--sub-max", default="20", metavar="S,...", help="rows of the grid; the first is the headline")
     parser.add_argument("--time-max", default="64", metavar="T,...", help="its time-steps, one for all or each (64)")
     parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
@@ -69,6 +76,9 @@ def main(argv: Sequence[str]) -> int:
     peers = [name for name in flags.peers.split(",") if name]
     if unknown := set(peers) - set(PEERS):
         raise UserError(f"--peers: found {', '.join(sorted(unknown))}; expected {', '.join(PEERS)}")
+    weights = flags.weights.split(",")
+    if unknown := set(weights) - set(SUFFIXES):
+        raise UserError(f"--weights: found {', '.join(sorted(unknown))}; expected {', '.join(SUFFIXES)}")
     rows_of_grid = whole_numbers("--sub-max", flags.sub_max)
     times = whole_numbers("--time-max", flags.time_max) * (1 if "," in flags.time_max else len(rows_of_grid))
     if len(times) != len(rows_of_grid):
@@ -87,7 +97,10 @@ def main(argv: Sequence[str]) -> int:
     strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, times[0], rows_of_grid[0])}
     strategies[OURS[1]] = Sequential(flags.max_length)
     strategies |= {f"{OURS[0]}-{s}x{t}": Pipelined(1, t, s) for s, t in grids[1:]}
-    ours = build(config, params, flags.dtype, strategies=strategies)
+    ours = []
+    for held in weights:
+        named = {name + SUFFIXES[held]: strategy for name, strategy in strategies.items()}
+        ours += build(config, params, flags.dtype, strategies=named, weights="auto" if held == flags.dtype else held)
     systems: list[System] = [*ours]
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
         if peers:
@@ -109,11 +122,15 @@ def main(argv: Sequence[str]) -> int:
                 results.append(summary(text, system, batch, runs[system.name]))
             lines += table(text, systems, batch, runs)
             if flags.batch == 1:
-                own, steps = results[-len(systems) + 1], systems[1].steps(batch)
-                size = {"float32": 4, "bfloat16": 2}[flags.dtype]
-                least = step_bytes(config, source=flags.source, slots=steps // 2, itemsize=size) / memory
-                over = own["decode_s"] / steps / least
-                lines.append(f"{OURS[1]}: {over:.2f} times what reading its bytes takes at {memory / 1e9:.1f} GB/s\n")
+                steps = systems[1].steps(batch)
+                for held in weights:
+                    name = OURS[1] + SUFFIXES[held]
+                    own = next(r for r in results[-len(systems) :] if r["system"] == name)
+                    size = min({"float32": 4, "bfloat16": 2, "int8": 1}[w] for w in (held, flags.dtype))
+                    least = step_bytes(config, source=flags.source, slots=steps // 2, itemsize=size) / memory
+                    over = own["decode_s"] / steps / least
+                    lines.append(f"{name}: {over:.2f} times what reading its bytes takes at {memory / 1e9:.1f} GB/s")
+                lines.append("")
         progress.close()
     print("\n".join(lines))
     if flags.json:

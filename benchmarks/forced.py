@@ -13,10 +13,11 @@ import numpy as np
 from pipejax import decoding
 from pipejax.decoding import Carry, Decoded, Pipelined, Query, Sequential, SourceIds, Stretch
 from pipejax.grid import pipelined_steps, sequential_steps
-from pipejax.inference import programs, step_decoder
-from pipejax.inference.backends import Backend, SourceMemory
+from pipejax.inference import programs
+from pipejax.inference.backends import Backend
+from pipejax.inference.weights import Weights
 from pipejax.model.precision import precision
-from pipejax.model.t5 import T5
+from pipejax.model.t5 import T5, Memory
 
 Array = jax.Array
 
@@ -106,28 +107,29 @@ class Decoder:
 
     def __init__(self, model: T5, ready: programs.Ready, strategy: Forced, *, backend: Backend) -> None:
         """Nothing compiles yet."""
-        self.model, self.ready, self.strategy = model, ready, strategy
+        self.model, self.ready, self.strategy, self.backend = model, ready, strategy, backend
         self._encode = jax.jit(partial(programs.encode_batch, model, backend=backend))
         self._begin = jax.jit(self._begun)
         self._decode = jax.jit(self._part, static_argnames=("slots",))
 
-    def _decoder(self, weights: step_decoder.Weights, memory: SourceMemory) -> step_decoder.StepDecoder:
-        return step_decoder.StepDecoder(self.model.config, weights, memory, self.model.dtype)
-
-    def _begun(self, weights: step_decoder.Weights, memory: SourceMemory, lengths: Array) -> Carry:
+    def _begun(self, weights: Weights, memory: Memory, lengths: Array) -> Carry:
         sizes = programs.schedule(self.strategy, lengths.shape[0])
-        return decoding.begin(self.strategy, self._decoder(weights, memory), self.strategy.start(lengths), sizes)
+        return decoding.begin(
+            self.strategy, self.backend.decoder(self.model, weights, memory), self.strategy.start(lengths), sizes
+        )
 
-    def _part(self, weights: step_decoder.Weights, memory: SourceMemory, carry: Carry, *, slots: int) -> Stretch:
+    def _part(self, weights: Weights, memory: Memory, carry: Carry, *, slots: int) -> Stretch:
         sizes = programs.schedule(self.strategy, memory.mask.shape[0])
-        return decoding.decode(self.strategy, self._decoder(weights, memory), carry, sizes=sizes, slots=slots)
+        return decoding.decode(
+            self.strategy, self.backend.decoder(self.model, weights, memory), carry, sizes=sizes, slots=slots
+        )
 
-    def encode(self, source: np.ndarray, lengths: np.ndarray) -> SourceMemory:
+    def encode(self, source: np.ndarray, lengths: np.ndarray) -> Memory:
         """The memory of padded sources i32 [B, L], once it is there."""
         with precision(self.model.dtype):
             return jax.block_until_ready(self._encode(self.ready.encoding, source, lengths))
 
-    def decode(self, memory: SourceMemory, rows: Sequence[Sequence[int]]) -> Decoded:
+    def decode(self, memory: Memory, rows: Sequence[Sequence[int]]) -> Decoded:
         """Answers with rows of these lengths, one list an example.
 
         Raises:

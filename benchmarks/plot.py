@@ -18,6 +18,10 @@ COLOURS = ("#0b6e4f", "#6bbf8f", "#4a4e69", "#c9762c", "#e8b04b", "#9a8c98")
 NAMES = {
     "pipejax-pipelined": "pipelined",
     "pipejax-sequential": "sequential",
+    "pipejax-pipelined-bf16": "pipelined bfloat16",
+    "pipejax-sequential-bf16": "sequential bfloat16",
+    "pipejax-pipelined-int8": "pipelined int8",
+    "pipejax-sequential-int8": "sequential int8",
     "hf": "Hugging Face",
     "ct2-fp32": "CTranslate2",
     "ct2-int8": "CTranslate2 int8",

@@ -306,9 +306,16 @@ def save(path: str, value: Any) -> None:
     cli.write_output("--json", path, json.dumps(value, indent=2) + "\n")
 
 
-def build(config: T5Config, params: Any, dtype: str, *, strategies: dict[str, Pipelined | Sequential]) -> list[Pipejax]:
-    """Ours, on shared weights."""
+def build(
+    config: T5Config,
+    params: Any,
+    dtype: str,
+    *,
+    strategies: dict[str, Pipelined | Sequential],
+    weights: str = "auto",
+) -> list[Pipejax]:
+    """Ours, on shared weights, held in what `weights` says."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    backend = backends.fastest()
+    backend = backends.fastest(config, model.dtype, weights)
     ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]

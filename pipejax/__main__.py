@@ -15,6 +15,7 @@ from pipejax.system.extras import extra
 # What each does, and the module whose `main` it is; that is imported only when it is asked for.
 COMMANDS = {
     "train": ("train a T5, or go on with a run", "pipejax.training.command"),
+    "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.training.teach_command"),
     "decode": ("decode a file of sources", "pipejax.inference.command"),
     "evaluate": ("decode a split of a task and score it", "pipejax.inference.evaluation"),
     "convert": ("weights from and to Hugging Face", "pipejax.convert.__main__"),

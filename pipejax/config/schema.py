@@ -15,6 +15,7 @@ OPTIMIZERS = ("adamw", "adafactor")
 REMATS = ("none", "dots", "layers")
 FREEZES = ("none", "encoder")
 DTYPES = ("auto", "float32", "bfloat16")
+WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 ROWS = ("list", "delimiter", "sentences")
 METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
@@ -124,6 +125,7 @@ class DecodeConfig:
     draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
     batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
     dtype: str = setting("auto", choices=DTYPES)  # of the computation, as train.dtype
+    weights: str = setting("auto", choices=WEIGHTS)  # what weights are held in; "auto": in the dtype, as trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +176,10 @@ def check(config: Config, *, where: str) -> None:
         raise UserError(
             f"{where}: grid: found {places} places, time_max {config.grid.time_max} x sub_max {config.grid.sub_max}; "
             f"expected at most {PLACES}"
+        )
+    if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":
+        raise UserError(
+            f"{where}: decode.weights: found float32 with decode.dtype = bfloat16; expected auto, bfloat16 or int8"
         )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")

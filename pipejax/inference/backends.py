@@ -1,176 +1,163 @@
-"""Who computes a decoder step's products, and how matrices and memories lie for it: XLA, or the kernel of our own.
+"""Who computes the encoder and the decoder's steps, and how weights and memories lie for it: XLA, or our own kernel.
 
-A backend is chosen once, when a checkpoint is opened. Whatever is laid out for it knows how it is multiplied.
+A backend is chosen once, when a checkpoint is opened.
 
-Shapes: O outputs, I inputs, N columns (queries), B batch, H heads, K head width, Q queries, L source length.
+Shapes: O outputs, I inputs of a matrix; B batch, L source length.
 """
 
-from typing import NamedTuple, Protocol
+import dataclasses
+from functools import partial
+from typing import Any, Protocol
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from pipejax.inference import kernels
-from pipejax.model.t5 import MASKED, Memory
+from pipejax.config import T5Config
+from pipejax.data.padding import memory_length
+from pipejax.decoding import Model
+from pipejax.inference import kernel_decoder, kernels
+from pipejax.inference.kernel_decoder import KernelDecoder
+from pipejax.inference.step_decoder import Cache, StepDecoder
+from pipejax.inference.weights import Layer, Weights, joined, lay_out, lay_out_layer, narrowed
+from pipejax.model import quantization
+from pipejax.model.t5 import T5, Memory
 
 Array = jax.Array
 
 
-class Norm(NamedTuple):
-    """T5's norm of columns: x / rms(x) * scale * factor."""
-
-    scale: Array  # f32 [I]
-    epsilon: float
-    factor: float = 1.0
-
-
-class Matrix(Protocol):
-    """A weight matrix [O, I] as a decoder step multiplies columns [I, N] with it."""
-
-    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
-        """[O, N], the matrix times the normed columns x [I, N]; with `relu` negative results become 0.
-
-        `dtype` is the result's; None: that of x.
-        """
-        ...
-
-    def added(self, columns: Array, residual: Array) -> Array:
-        """[O, N], the residual [O, N] plus the matrix times the columns."""
-        ...
-
-
-class SourceMemory(Protocol):
-    """Keys and values of a source in each layer, as a decoder step looks into them."""
-
-    mask: Array  # bool [B, L]
-
-    def attend(self, layer: int, query: Array) -> Array:
-        """What the queries [B, H, K, Q] of a layer find: [B, H, K, Q]."""
-        ...
-
-
 class Backend(Protocol):
-    """Lays out what a decoder step reads. Static under jit."""
+    """Lays weights out and computes with them. Static under jit."""
 
-    def matrix(self, rows: Array) -> Matrix:
-        """Of a matrix [O, I]."""
+    def encoder_layer(self, model: T5, layer: Any) -> Any:
+        """A layer of the encoder from its parameters."""
         ...
 
-    def memory(self, memory: Memory) -> SourceMemory:
-        """Of the model's memory."""
+    def decoder_layer(self, model: T5, layer: Any) -> tuple[Any, Layer]:
+        """A layer of the decoder from its parameters: what makes its memory of a source, and the rest."""
+        ...
+
+    def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
+        """What is in no layer, from parameters without layers: the encoder's, and the decoder's."""
+        ...
+
+    def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
+        """All that `encode` reads."""
+        ...
+
+    def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
+        """The memory of sources i32 [B, L], of which i32 [B] tokens are real, of `memory_length(L)`."""
+        ...
+
+    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
+        """The decoder of a batch."""
         ...
 
 
-@flax.struct.dataclass
-class XlaMatrix:
-    """A matrix for XLA's product."""
-
-    rows: Array  # [O, I]
-
-    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
-        """See `Matrix`."""
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + norm.epsilon)
-        hidden = (wide * inverse * norm.scale[:, None]).astype(self.rows.dtype)
-        if norm.factor != 1.0:
-            hidden = hidden * jnp.asarray(norm.factor, hidden.dtype)
-        found = jnp.matmul(self.rows, hidden, preferred_element_type=dtype)
-        return jax.nn.relu(found) if relu else found
-
-    def added(self, columns: Array, residual: Array) -> Array:
-        """See `Matrix`."""
-        return residual + jnp.matmul(self.rows, columns)
-
-
-@flax.struct.dataclass
-class KernelMatrix:
-    """A float32 matrix for our own kernel."""
-
-    panels: Array  # f32 [O / 16, I, 16]
-
-    def of_normed(self, x: Array, norm: Norm, *, relu: bool = False, dtype: DTypeLike | None = None) -> Array:
-        """See `Matrix`; always float32."""
-        return kernels.normed(self.panels, x, norm.scale * norm.factor, epsilon=norm.epsilon, relu=relu)
-
-    def added(self, columns: Array, residual: Array) -> Array:
-        """See `Matrix`."""
-        return kernels.added(self.panels, columns, residual)
-
-
-@flax.struct.dataclass
-class XlaMemory:
-    """A memory for XLA's products."""
-
-    keys: tuple[Array, ...]  # a layer each [B, H, K, L]
-    values: tuple[Array, ...]  # [B, H, L, K]
-    mask: Array  # bool [B, L]
-
-    def attend(self, layer: int, query: Array) -> Array:
-        """See `SourceMemory`."""
-        bias = jnp.where(self.mask, 0.0, MASKED)
-        return attend(query, self.keys[layer], self.values[layer], bias[:, None, None])
-
-
-@flax.struct.dataclass
-class KernelMemory:
-    """A float32 memory for our own kernel."""
-
-    keys: tuple[Array, ...]  # f32, a layer each [B, H, L / 16, K, 16]
-    values: tuple[Array, ...]  # f32 [B, H, K / 16, L, 16]
-    mask: Array  # bool [B, L]
-
-    def attend(self, layer: int, query: Array) -> Array:
-        """See `SourceMemory`."""
-        bias = jnp.where(self.mask, 0.0, MASKED)
-        return kernels.attend(query, self.keys[layer], self.values[layer], bias)
-
-
+@dataclasses.dataclass(frozen=True)
 class Xla:
     """XLA's own products, on any device and in any dtype."""
 
-    def matrix(self, rows: Array) -> Matrix:
+    weights: str = "auto"  # what they are held in, one of `pipejax.config.WEIGHTS`
+
+    def encoder_layer(self, model: T5, layer: Any) -> Any:
         """See `Backend`."""
-        return XlaMatrix(rows)
+        return quantization.hold(layer, model.dtype, self.weights)
 
-    def memory(self, memory: Memory) -> SourceMemory:
+    def decoder_layer(self, model: T5, layer: Any) -> tuple[Any, Layer]:
         """See `Backend`."""
-        return XlaMemory(memory.keys, memory.values, memory.mask)
+        projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
+        held = quantization.hold(projections, model.dtype, self.weights)
+        return held, lay_out_layer(layer, partial(narrowed, weights=self.weights, dtype=model.dtype))
 
-
-class OwnKernel:
-    """The kernel for CPUs, wherever dtype and sizes allow it; only after `kernels.use` said that it is there."""
-
-    def matrix(self, rows: Array) -> Matrix:
+    def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
         """See `Backend`."""
-        fits = rows.dtype == jnp.float32 and rows.shape[0] % kernels.LANES == 0
-        return KernelMatrix(kernels.panels(rows)) if fits else XlaMatrix(rows)
+        own = {key: params[key] for key in ("shared", "encoder")}
+        held = quantization.hold(own, model.dtype, self.weights)
+        return held, lay_out(model.config, params, partial(narrowed, weights=self.weights, dtype=model.dtype))
 
-    def memory(self, memory: Memory) -> SourceMemory:
+    def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
         """See `Backend`."""
-        length, width = memory.values[0].shape[2:]
-        if length % kernels.LANES or width % kernels.LANES or memory.values[0].dtype != jnp.float32:
-            return XLA.memory(memory)
-        keys = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.keys)
-        values = tuple(kernels.panels(x.swapaxes(2, 3)) for x in memory.values)
-        return KernelMemory(keys, values, memory.mask)
+        encoder = {**ends["encoder"], **{f"layers_{i}": layer for i, layer in enumerate(layers)}}
+        return {**ends, "encoder": encoder, "decoder": {f"layers_{i}": layer for i, layer in enumerate(memories)}}
+
+    def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
+        """See `Backend`."""
+        mask = jnp.arange(source.shape[1]) < length[:, None]
+        memory: Any = model.apply({"params": encoder}, source, mask, method="encode")
+        more = memory_length(source.shape[1]) - source.shape[1]
+        return Memory(
+            keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
+            values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
+            mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
+        )
+
+    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
+        """See `Backend`."""
+        return StepDecoder(model.config, weights, memory, model.dtype)
 
 
-XLA, OWN_KERNEL = Xla(), OwnKernel()
+@dataclasses.dataclass(frozen=True)
+class OwnKernel(Xla):
+    """Our kernel for CPUs, in float32. It encodes as well if its products of narrow weights are faster than XLA's."""
+
+    level: kernels.Level = kernels.LEVELS[-1]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it does."""
+        return self.weights in self.level.digits
+
+    def encoder_layer(self, model: T5, layer: Any) -> Any:
+        """See `Backend`."""
+        if not self.encodes:
+            return super().encoder_layer(model, layer)
+        return kernel_decoder.encoder_layer(layer, weights=self.weights)
+
+    def decoder_layer(self, model: T5, layer: Any) -> tuple[Any, Layer]:
+        """See `Backend`."""
+        matrix = partial(kernel_decoder.matrix, weights=self.weights)
+        laid = lay_out_layer(layer, matrix)
+        if not self.encodes:
+            return super().decoder_layer(model, layer)[0], laid
+        return matrix(joined(layer["cross_attention"]["key"], layer["cross_attention"]["value"])), laid
+
+    def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
+        """See `Backend`."""
+        laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
+        if not self.encodes:
+            return super().ends(model, params)[0], laid
+        own = params["encoder"]
+        encoder = kernel_decoder.Encoder(
+            embedding=narrowed(params["shared"]["embedding"], self.weights, jnp.float32),
+            bias=own["relative_bias"]["embedding"],
+            norm=own["norm"]["scale"],
+            layers=(),
+            memories=(),
+        )
+        return encoder, laid
+
+    def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
+        """See `Backend`."""
+        if not self.encodes:
+            return super().encoder(ends, layers, memories)
+        return ends.replace(layers=tuple(layers), memories=tuple(memories))
+
+    def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
+        """See `Backend`."""
+        slots = memory_length(source.shape[1])
+        if not self.encodes:
+            return kernel_decoder.lay_out_memory(super().encode(model, encoder, source, length), weights=self.weights)
+        return kernel_decoder.encode(model.config, encoder, source, length, slots=slots, level=self.level)
+
+    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
+        """See `Backend`."""
+        return KernelDecoder(model.config, weights, memory, self.level)
 
 
-def fastest() -> Backend:
-    """Our own kernel if this machine can have it, XLA otherwise."""
-    return OWN_KERNEL if kernels.use() else XLA
+XLA = Xla()
 
 
-def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
-    batch, heads, width, queries = query.shape
-    rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
-    keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])
-    scores = jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(scores.reshape(batch, heads, queries, -1) + bias, axis=3).astype(query.dtype)
-    found = jnp.einsum("nqc,nck->nqk", weights.reshape(batch * heads, queries, -1), values)
-    return found.reshape(batch, heads, queries, width).swapaxes(2, 3)
+def fastest(config: T5Config, dtype: Any, weights: str = "auto") -> Backend:
+    """The fastest on this machine for a T5 of that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
+    level = kernels.use() if dtype == jnp.float32 and kernel_decoder.fits(config) else None
+    return OwnKernel(weights, level) if level else Xla(weights)

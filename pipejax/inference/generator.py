@@ -69,7 +69,7 @@ class Generator:
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
-        dtype = compute_dtype(config.decode.dtype)
+        dtype = _dtype(config)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
@@ -265,9 +265,15 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    generator = Generator(config, restored.items["params"], tokenizer, backend=backends.fastest())
+    backend = backends.fastest(config.model, _dtype(config), config.decode.weights) if config.model else XLA
+    generator = Generator(config, restored.items["params"], tokenizer, backend=backend)
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
+
+
+def _dtype(config: Config) -> Any:
+    """Of the computation."""
+    return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)
 
 
 def _kind(given: Any) -> str:

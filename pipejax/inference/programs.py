@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.data.padding import bucket, memory_length, pad
+from pipejax.data.padding import bucket, pad
 from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch
-from pipejax.inference import step_decoder
-from pipejax.inference.backends import XLA, Backend, SourceMemory
+from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.report import Report
+from pipejax.inference.weights import Layer, Weights
 from pipejax.model import lora
 from pipejax.model.precision import precision
-from pipejax.model.t5 import T5, Memory, cast_params
+from pipejax.model.t5 import T5, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ def devices() -> list[jax.Device]:
 
 @flax.struct.dataclass
 class Ready:
-    """A T5's parameters as decoding reads them."""
+    """A T5's parameters as a backend reads them."""
 
     encoding: Any  # those of the encoder and of the cross-attention's keys and values
-    decoding: step_decoder.Weights
+    decoding: Weights
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -56,44 +56,36 @@ def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable[..., Any] = _call) -> Ready:
-    """Merges low-rank factors, casts to the model's dtype, lays the decoder's out (`step_decoder.lay_out`). Jit-able.
+    """Merges low-rank factors, rounds the weights and lays them out. Jit-able.
 
     Args:
       model: the T5.
       params: of any dtype, with or without factors.
-      backend: what computes the decoder's products.
+      backend: what computes with them.
       compute: computes one of the functions below: a layer at a time, so float32 needs no more room than that.
     """
     encoder, decoder = dict(params["encoder"]), dict(params["decoder"])
-    layers, weights = {}, []
+    layers, memories, weights = [], [], []
     for i in range(model.config.num_layers):
-        name = f"layers_{i}"
-        layers[name] = compute(_cast, encoder.pop(name), model=model)
-    projections = {}
+        layers.append(compute(_encoder_layer, encoder.pop(f"layers_{i}"), model=model, backend=backend))
     for i in range(model.config.num_decoder_layers):
-        name = f"layers_{i}"
-        projections[name], layer = compute(_decoder_layer, decoder.pop(name), model=model, backend=backend)
+        memory, layer = compute(_decoder_layer, decoder.pop(f"layers_{i}"), model=model, backend=backend)
+        memories.append(memory)
         weights.append(layer)
-    rest = {**params, "encoder": encoder, "decoder": decoder}
-    encoding, whole = compute(_rest, rest, model=model, backend=backend)
-    encoding = {**encoding, "encoder": {**encoding["encoder"], **layers}, "decoder": projections}
-    return Ready(encoding, whole.replace(layers=tuple(weights)))
+    ends, whole = compute(_ends, {**params, "encoder": encoder, "decoder": decoder}, model=model, backend=backend)
+    return Ready(backend.encoder(ends, layers, memories), whole.replace(layers=tuple(weights)))
 
 
-def _cast(layer: Any, *, model: T5) -> Any:
-    return cast_params(lora.merge_factors(layer), model.dtype)
+def _encoder_layer(layer: Any, *, model: T5, backend: Backend) -> Any:
+    return backend.encoder_layer(model, lora.merge_factors(layer))
 
 
-def _decoder_layer(layer: Any, *, model: T5, backend: Backend) -> tuple[Any, step_decoder.Layer]:
-    layer = _cast(layer, model=model)
-    projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
-    return projections, step_decoder.lay_out_layer(layer, model.dtype, backend)
+def _decoder_layer(layer: Any, *, model: T5, backend: Backend) -> tuple[Any, Layer]:
+    return backend.decoder_layer(model, lora.merge_factors(layer))
 
 
-def _rest(params: Any, *, model: T5, backend: Backend) -> tuple[Any, step_decoder.Weights]:
-    params = cast_params(params, model.dtype)
-    weights = step_decoder.lay_out(model.config, params, model.dtype, backend)
-    return {"shared": params["shared"], "encoder": params["encoder"]}, weights
+def _ends(params: Any, *, model: T5, backend: Backend) -> tuple[Any, Weights]:
+    return backend.ends(model, params)
 
 
 def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
@@ -116,42 +108,30 @@ def for_drafts(strategy: Drafted, platform: str) -> Drafted:
     return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=3.0)
 
 
-def encode_batch(
-    model: T5, params: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA
-) -> SourceMemory:
+def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA) -> Memory:
     """Encodes one padded batch; `model` and `backend` are static under jit.
 
     Args:
       model: the T5.
-      params: those of `Ready.encoding`.
+      encoder: `Ready.encoding`.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
       backend: as in `prepare`.
-
-    Returns:
-      a memory of `memory_length(L)`.
     """
-    mask = jnp.arange(source.shape[1]) < length[:, None]
-    memory: Any = model.apply({"params": params}, source, mask, method="encode")
-    more = memory_length(source.shape[1]) - source.shape[1]
-    memory = Memory(
-        keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
-        values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
-        mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
-    )
-    return backend.memory(memory)
+    return backend.encode(model, encoder, source, length)
 
 
 def decode_batch(
     model: T5,
     strategy: Strategy,
-    weights: step_decoder.Weights,
-    memory: SourceMemory,
+    weights: Weights,
+    memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
     *,
     sizes: Sizes,
     slots: int,
+    backend: Backend = XLA,
 ) -> Stretch:
     """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
 
@@ -164,8 +144,9 @@ def decode_batch(
       source: for a strategy that drafts.
       sizes: that the decode goes through.
       slots: of the cache in this stretch.
+      backend: computes the decoder's products.
     """
-    decoder = step_decoder.StepDecoder(model.config, weights, memory, model.dtype)
+    decoder = backend.decoder(model, weights, memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots)
 
@@ -295,7 +276,7 @@ class Programs:
             name, more = "encoder", ""
             if not isinstance(part, str):
                 sizes = schedule(part, batch)
-                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots)
+                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=self._backend)
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds

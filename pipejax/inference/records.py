@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 STANDARD = "-"
 
 
-def check_paths(source: str, target: str, *, resume: bool = False) -> None:
-    """Raises a UserError if the input is absent, or the output is the input or cannot be written."""
+def check_input(source: str) -> Path:
+    """Where the input is; raises a UserError if it is absent."""
     given = Path("/dev/stdin" if source == STANDARD else source)
     if source != STANDARD and (not given.exists() or (given.is_dir() and not is_dataset(given))):
         found = "found a directory" if given.is_dir() else "no such file"
@@ -38,6 +38,12 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
         raise UserError(
             f"--input {source}: found a table; expected JSON lines, such as an object for each row with its columns"
         )
+    return given
+
+
+def check_paths(source: str, target: str, *, resume: bool = False) -> None:
+    """Raises a UserError if the input is absent, or the output is the input or cannot be written."""
+    given = check_input(source)
     if resume and (STANDARD in (source, target) or (Path(target).exists() and not Path(target).is_file())):
         raise UserError(f"--resume: found --input {source} --output {target}; expected files, which can be read again")
     if target == STANDARD:
@@ -57,12 +63,13 @@ def decode_file(
     strategy: str | None,
     batch_size: int | None,
     resume: bool = False,
+    continued_by: str = "--resume",
 ) -> Report:
     """Decodes a file of records into JSON lines, in order.
 
     A file is checked whole before anything compiles; standard input line by line, each answered as soon as its batch is
     full. Records are written as they come, whole lines at a time, so an interrupted run leaves a valid file; `resume`
-    goes on after the records that are there.
+    goes on after the records that are there, and `continued_by` says to people what will.
 
     Raises:
       UserError: a line that is not a source (the message names file and line), or an output that is of other work.
@@ -115,7 +122,7 @@ def decode_file(
             if out is not None and Path(target).is_file():
                 with open(target, "rb") as file:
                     written = sum(1 for _ in file)
-                more = "; --resume goes on after them" if resumable else ""
+                more = f"; {continued_by} goes on after them" if resumable else ""
                 logger.info(
                     f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines{more}"
                 )

@@ -1,9 +1,8 @@
-"""The T5 decoder as decoding needs it: one step of gathered live queries, on weights laid out for it once.
+"""The T5 decoder as decoding needs it: one step of gathered live queries, in XLA's products, on any device.
 
 The same function of the same parameters as `t5.Decoder` without dropout, and tests hold the two together. What
-differs is the cost. A step reads every weight for a few tokens, so weights lie in rows as they are read, projections
-of the same input are one, and activations are columns: [D, N], a column a query. Whatever depends on positions alone
-is computed once a step and shared by the layers.
+differs is the cost. Weights lie as a step reads them (`weights`), and activations are columns: [D, N], a column a
+query. Whatever depends on positions alone is computed once a step and shared by the layers.
 
 Shapes as in `decoding.core`: B batch, N queries of a step, Q queries of one example, C cache slots, L source length,
 D width, H heads, K head width, I = H * K, F feed-forward width, V vocabulary.
@@ -11,46 +10,18 @@ D width, H heads, K head width, I = H * K, F feed-forward width, V vocabulary.
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
 from pipejax.decoding.core import Step
-from pipejax.inference.backends import Backend, Matrix, Norm, SourceMemory, attend
-from pipejax.model.t5 import MASKED, buckets
+from pipejax.inference.weights import Layer, Matrix, Weights
+from pipejax.model.t5 import MASKED, Memory
 
 Array = jax.Array
-
-
-@flax.struct.dataclass
-class Layer:
-    """Weights of a decoder layer, in the compute dtype and laid out for a backend; norm scales are float32."""
-
-    self_norm: Array  # [D]
-    self_inwards: Matrix  # [3 I, D]: query, key, value
-    self_outwards: Matrix  # [D, I]
-    cross_norm: Array  # [D]
-    cross_query: Matrix  # [I, D]
-    cross_outwards: Matrix  # [D, I]
-    feed_norm: Array  # [D]
-    feed_inwards: Matrix  # [F, D], or gate and value [2 F, D]
-    feed_outwards: Matrix  # [D, F]
-
-
-@flax.struct.dataclass
-class Weights:
-    """What a decoder step reads, except for the source."""
-
-    embedding: Array  # [V, D]
-    layers: tuple[Layer, ...]
-    norm: Array  # [D]
-    head: Matrix  # [V, D], the embedding itself if tied
-    bias: Array  # f32 [H, distances], the last for all that is farther
 
 
 @flax.struct.dataclass
@@ -64,68 +35,24 @@ class Cache:
     values: tuple[Array, ...]  # [B * H, C, K]
 
 
-def lay_out(config: T5Config, params: Any, dtype: DTypeLike, backend: Backend) -> Weights:
-    """The decoder's weights from a T5's parameters, but for its layers."""
-    embedding = params["shared"]["embedding"].astype(dtype)
-    head = embedding if config.tied_head else params["lm_head"]["kernel"].T.astype(dtype)
-    longest = config.relative_attention_max_distance
-    of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
-    decoder = params["decoder"]
-    return Weights(
-        embedding=embedding,
-        layers=(),
-        norm=decoder["norm"]["scale"],
-        head=backend.matrix(head),
-        bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
-    )
-
-
-def lay_out_layer(layer: Any, dtype: DTypeLike, backend: Backend) -> Layer:
-    """A layer of the decoder from its parameters."""
-    own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
-
-    def rows(*parts: Any) -> Matrix:
-        return backend.matrix(jnp.concatenate([x["kernel"].T for x in parts]).astype(dtype))
-
-    return Layer(
-        self_norm=own["norm"]["scale"],
-        self_inwards=rows(own["query"], own["key"], own["value"]),
-        self_outwards=rows(own["output"]),
-        cross_norm=cross["norm"]["scale"],
-        cross_query=rows(cross["query"]),
-        cross_outwards=rows(cross["output"]),
-        feed_norm=feed["norm"]["scale"],
-        feed_inwards=rows(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed)),
-        feed_outwards=rows(feed["wo"]),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class StepDecoder:
     """A `decoding.Model`: the decoder over one batch of encoded sources."""
 
     config: T5Config
     weights: Weights
-    memory: SourceMemory
+    memory: Memory
     dtype: DTypeLike
 
     def cache(self, slots: int, old: Cache | None) -> Cache:
         """See `Model`."""
-        c, heads = self.config, self.memory.mask.shape[0] * self.config.num_heads
-        if old is None:
-            keys, values = jnp.zeros((heads, c.d_kv, slots), self.dtype), jnp.zeros((heads, slots, c.d_kv), self.dtype)
-            return Cache((keys,) * c.num_decoder_layers, (values,) * c.num_decoder_layers)
-        more = (0, slots - old.keys[0].shape[2])
-        return Cache(
-            keys=tuple(jnp.pad(x, ((0, 0), (0, 0), more)) for x in old.keys),
-            values=tuple(jnp.pad(x, ((0, 0), more, (0, 0))) for x in old.values),
-        )
+        return grown(self.config, self.memory.mask.shape[0], self.dtype, slots, old)
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
         w = self.weights
-        bias = self._bias(step)
-        x = w.embedding[step.tokens].T
+        bias, memory_bias = self._bias(step), jnp.where(self.memory.mask, 0.0, MASKED)[:, None, None]
+        x = self._embedded(step.tokens)
         keys, values = [], []
         for i, layer in enumerate(w.layers):
             projected = self._at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
@@ -135,21 +62,39 @@ class StepDecoder:
             v = jax.lax.dynamic_update_slice_in_dim(cache.values[i], value.swapaxes(1, 2), step.start, axis=1)
             keys.append(k)
             values.append(v)
-            x = layer.self_outwards.added(self._gathered(attend(query, k, v, bias), step), x)
+            x = x + self._times(layer.self_outwards, self._gathered(attend(query, k, v, bias), step))
 
             query = self._at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
-            x = layer.cross_outwards.added(self._gathered(self.memory.attend(i, query), step), x)
-            x = layer.feed_outwards.added(self._activated(x, layer), x)
+            found = attend(query, self.memory.keys[i], self.memory.values[i], memory_bias)
+            x = x + self._times(layer.cross_outwards, self._gathered(found, step))
+            x = x + self._times(layer.feed_outwards, self._activated(x, layer))
         factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
-        norm = Norm(w.norm, self.config.layer_norm_epsilon, factor)
-        return w.head.of_normed(x, norm, dtype=jnp.float32), Cache(tuple(keys), tuple(values))
+        return self._of_normed(w.head, x, w.norm, factor, jnp.float32), Cache(tuple(keys), tuple(values))
 
-    def _of_normed(self, matrix: Matrix, x: Array, scale: Array, *, relu: bool = False) -> Array:
-        return matrix.of_normed(x, Norm(scale, self.config.layer_norm_epsilon), relu=relu)
+    def _embedded(self, tokens: Array) -> Array:
+        """[D, N]."""
+        table = self.weights.embedding or self.weights.head
+        found = table.rows[tokens].astype(self.dtype)
+        return (found * table.scale[tokens][:, None].astype(self.dtype) if table.scale.size else found).T
+
+    def _of_normed(
+        self, matrix: Matrix, x: Array, scale: Array, factor: float = 1.0, dtype: DTypeLike | None = None
+    ) -> Array:
+        """The matrix [O, I] times the norm of the columns x [I, N], times a factor: [O, N]; `dtype`: None is x's."""
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
+        hidden = (wide * inverse * scale[:, None]).astype(self.dtype)
+        if factor != 1.0:
+            hidden = hidden * jnp.asarray(factor, hidden.dtype)
+        return self._times(matrix, hidden, dtype)
+
+    def _times(self, matrix: Matrix, columns: Array, dtype: DTypeLike | None = None) -> Array:
+        found = jnp.matmul(matrix.rows.astype(self.dtype), columns, preferred_element_type=dtype)
+        return found * matrix.scale[:, None].astype(found.dtype) if matrix.scale.size else found
 
     def _activated(self, x: Array, layer: Layer) -> Array:
         if self.config.feed_forward == "relu":
-            return self._of_normed(layer.feed_inwards, x, layer.feed_norm, relu=True)
+            return jax.nn.relu(self._of_normed(layer.feed_inwards, x, layer.feed_norm))
         gate, value = jnp.split(self._of_normed(layer.feed_inwards, x, layer.feed_norm), 2)
         activation = (
             jax.nn.silu
@@ -178,3 +123,27 @@ class StepDecoder:
             return found.reshape(-1, found.shape[3])
         columns = found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
         return jnp.take(columns, step.place_of_query, axis=1, mode="clip")
+
+
+def grown(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache | None) -> Cache:
+    """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
+    heads, width = batch * config.num_heads, config.d_kv
+    if old is None:
+        keys, values = jnp.zeros((heads, width, slots), dtype), jnp.zeros((heads, slots, width), dtype)
+        return Cache((keys,) * config.num_decoder_layers, (values,) * config.num_decoder_layers)
+    more = (0, slots - old.keys[0].shape[2])
+    return Cache(
+        keys=tuple(jnp.pad(x, ((0, 0), (0, 0), more)) for x in old.keys),
+        values=tuple(jnp.pad(x, ((0, 0), more, (0, 0))) for x in old.values),
+    )
+
+
+def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
+    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
+    batch, heads, width, queries = query.shape
+    rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
+    keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])
+    scores = jnp.einsum("nqk,nkc->nqc", rows, keys, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores.reshape(batch, heads, queries, -1) + bias, axis=3).astype(query.dtype)
+    found = jnp.einsum("nqc,nck->nqk", weights.reshape(batch * heads, queries, -1), values)
+    return found.reshape(batch, heads, queries, width).swapaxes(2, 3)

@@ -27,7 +27,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`)."""
+    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`).
+
+    W may be int8 with a scale for each output (`pipejax.model.quantization`).
+    """
 
     features: int
     dtype: DTypeLike
@@ -39,6 +42,9 @@ class Linear(nn.Module):
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         x = x.astype(self.dtype)
         answer = jnp.dot(x, kernel.astype(self.dtype))
+        if self.has_variable("params", "scale"):
+            scale: Array = self.get_variable("params", "scale")
+            answer = answer * scale.astype(self.dtype)
         if not self.has_variable("params", lora.A):
             return answer
         a: Array = self.get_variable("params", lora.A)

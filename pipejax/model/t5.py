@@ -309,7 +309,11 @@ class T5(nn.Module):
         Cast after the lookup, so that the table's gradient is summed in float32: a sum of ones in bfloat16 stays at
         256, and a batch holds the same word more often than that.
         """
-        return jnp.take(self.shared.embedding, tokens, axis=0).astype(self.dtype)
+        embedded = jnp.take(self.shared.embedding, tokens, axis=0).astype(self.dtype)
+        if not self.shared.has_variable("params", "scale"):
+            return embedded
+        scale: Array = self.shared.get_variable("params", "scale")  # of int8
+        return embedded * scale[tokens][..., None].astype(self.dtype)
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
         """Encodes sources once and for all.

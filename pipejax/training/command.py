@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from pipejax.system import cli, environment
+from pipejax.system.extras import extra
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,13 +57,17 @@ def main(argv: Sequence[str]) -> int:
         environment.check()
 
         from pipejax.system import compile_cache
-        from pipejax.system.extras import extra
 
-        with extra("train", "training"):
-            import grain  # noqa: F401  # data.batches asks for it only when the model stands: too late to find it absent
+        require_libraries()
         from pipejax.training.loop import fit
 
         if not distributed.first():
             cli.mute()
         compile_cache.use()
         return fit(config, flags.workdir, profile=flags.profile)
+
+
+def require_libraries() -> None:
+    """Raises a UserError if grain is absent: `data.batches` asks for it only when the model stands, which is late."""
+    with extra("train", "training"):
+        import grain  # noqa: F401

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, pack_size, prefetch
-from pipejax.data.examples import fingerprint
+from pipejax.data.examples import Example, fingerprint
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.metrics import require
 from pipejax.model import sharding
@@ -33,12 +34,15 @@ from pipejax.training.trackers import Trackers
 logger = logging.getLogger(__name__)
 
 
-def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
+def fit(
+    config: Config, workdir: str | Path, *, given: Mapping[str, Sequence[Example]] | None = None, profile: int = 0
+) -> int:
     """Trains until `train.steps`, from wherever the run in `workdir` stands.
 
     Args:
       config: the experiment.
       workdir: the run's directory.
+      given: the splits "train" and "dev"; None: those of the config's task.
       profile: traces that many steps, from the third of this call on, into WORKDIR/profile.
 
     Returns:
@@ -52,7 +56,7 @@ def fit(config: Config, workdir: str | Path, *, profile: int = 0) -> int:
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
     environment.check()
     decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
-    examples = Examples.of(config)
+    examples = Examples.of(config, given)
     stop = Stop()
     try:
         with RunDirectory(workdir) as directory:
@@ -100,15 +104,15 @@ class Examples:
     fingerprints: dict[str, str]  # of "data", those trained on, and of "dev"
 
     @classmethod
-    def of(cls, config: Config) -> "Examples":
-        """Those of the config's task, the same in all processes.
+    def of(cls, config: Config, given: Mapping[str, Sequence[Example]] | None = None) -> "Examples":
+        """Those that are given, else those of the config's task; the same in all processes.
 
         Raises:
           UserError: there are none to train on; they cannot be read; another process has others.
         """
         with distributed.together(UserError):
             task = make_task(config.data)
-            train, dev = task.examples("train"), task.examples("dev")
+            train, dev = (given[split] if given else task.examples(split) for split in ("train", "dev"))
             if len(dev):
                 require(config.data.metric or task.metric)
             if not len(train):

@@ -25,7 +25,7 @@ def compiled(
         ready = prepare(model, params, backend=backend)
         return ready.decoding, encode_batch(model, ready.encoding, source, length, backend=backend)
 
-    decode = jax.jit(partial(decode_batch, model, strategy), static_argnames=("sizes", "slots"))
+    decode = jax.jit(partial(decode_batch, model, strategy, backend=backend), static_argnames=("sizes", "slots"))
 
     def whole(params: Any, source: jax.Array, length: jax.Array) -> Decoded:
         weights, memory = encode(params, source, length)

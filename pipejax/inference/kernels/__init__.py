@@ -1,4 +1,4 @@
-"""A kernel of our own for decoding on a CPU, compiled once on the user's machine: see columns.cc.
+"""A kernel of our own for encoding and decoding on a CPU, compiled once on the user's machine: see t5.cc.
 
 Without a C++ compiler, without a cache to keep it in, or elsewhere than on a CPU everything works as well, in XLA's own
 products.
@@ -12,121 +12,148 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from pipejax.system import compile_cache
+from pipejax.system import compile_cache, processor
+from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
-TARGETS = ("pipejax_added", "pipejax_normed", "pipejax_attend")
-LANES = 16  # outputs of a panel, as in columns.cc
-SOURCE = Path(__file__).parent / "columns.cc"
-VARIABLE = "PIPEJAX_NATIVE"  # "off": do without
 
 
-def use() -> bool:
-    """Loads the kernel, compiling it before if need be, and says whether it is there."""
-    if os.environ.get(VARIABLE) == "off" or jax.default_backend() != "cpu":
-        return False
+class Level(NamedTuple):
+    """What the kernel is compiled for."""
+
+    name: str
+    needs: frozenset[str]  # of the processor
+    options: str  # of the compiler
+    digits: frozenset[str] = frozenset()  # which weights it has products for, see products.h
+
+
+_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = _V4 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
+_BOTH = frozenset({"int8", "bfloat16"})
+LEVELS = (  # the best first
+    Level(
+        "amx",
+        frozenset(_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
+        "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16",
+        _BOTH,
+    ),
+    Level("bf16", frozenset(_BF16), "-march=x86-64-v4 -mavx512vnni -mavx512bf16", _BOTH),
+    Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni", frozenset({"int8"})),
+    Level("avx512", frozenset(_V4), "-march=x86-64-v4"),
+    Level("avx2", frozenset(_V3), "-march=x86-64-v3"),
+    Level("native", frozenset(), "-march=native"),
+)
+TARGETS = ("pipejax_step", "pipejax_encode")
+LANES = 16  # outputs of a panel, as in products.h
+SOURCES = [Path(__file__).parent / name for name in ("t5.cc", "attention.h", "products.h", "team.h")]
+VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or the best below it
+
+
+def use() -> Level | None:
+    """Loads the kernel, compiling it before if need be; None if this machine cannot have it.
+
+    Raises:
+      UserError: PIPEJAX_NATIVE names no level.
+    """
+    wanted, names = os.environ.get(VARIABLE, ""), [level.name for level in LEVELS]
+    if wanted not in ("", "off", *names):
+        raise UserError(f"{VARIABLE}: found {wanted!r}; expected off, {', '.join(names)}")
+    if wanted == "off" or jax.default_backend() != "cpu":
+        return None
     directory = compile_cache.safe_directory()
     if directory is None:
-        return False
-    if directory not in _tried:
+        return None
+    levels = [level for level in LEVELS[names.index(wanted) if wanted else 0 :] if level.needs <= processor.features()]
+    key = directory, levels[0].name
+    if key not in _tried:
         try:
-            _tried[directory] = _load(directory)
+            _tried[key] = _first(directory, levels)
         except OSError as error:  # a disk that is full or forbids programs, a file that is no library
             logger.warning(f"decoding goes without its own kernel: {error}")
-            _tried[directory] = False
-    return _tried[directory]
+            _tried[key] = None
+    return _tried[key]
 
 
-_tried: dict[Path, bool] = {}  # whether it could be had, by cache
+_tried: dict[tuple[Path, str], Level | None] = {}  # what came of it, by cache and best level
+_registered: set[str] = set()  # levels: a name can be given once
 
 
-def _load(directory: Path) -> bool:
+def _first(directory: Path, levels: list[Level]) -> Level | None:
+    """Of the first level that compiler and system support."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning(
             "no C++ compiler: decoding goes without its own kernel, which is faster (Debian, Ubuntu: apt install g++)"
         )
-        return False
-    flags = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), jax.__version__, compiler, flags, _processor())).encode())
-    library = directory / f"columns-{key.hexdigest()[:16]}.so"
-    if not (library.exists() and compile_cache.ours_alone(library)):
+        return None
+    failed = ""
+    for level in levels:
+        library, failed = _compiled(directory, level, compiler, quiet=bool(failed))
+        if library and _load(library, level):
+            return level
+    logger.warning(f"decoding goes without its own kernel: {compiler}: {failed or 'the system forbids it'}")
+    return None
+
+
+def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> tuple[Path | None, str]:
+    """The library, or why there is none."""
+    flags = ["-O3", *level.options.split(), "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
+    here = sorted(processor.features()) if level is LEVELS[-1] else []  # a home directory may be shared by machines
+    key = hashlib.sha256(repr(([x.read_bytes() for x in SOURCES], jax.__version__, compiler, flags, here)).encode())
+    library = directory / f"t5-{level.name}-{key.hexdigest()[:16]}.so"
+    if library.exists() and compile_cache.ours_alone(library):
+        return library, ""
+    if not quiet:
         logger.info(f"compiling a kernel for this processor (once; kept in {directory})")
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            made = Path(scratch) / library.name
-            command = [*compiler.split(), *flags, str(SOURCE), "-o", str(made)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                logger.warning(f"decoding goes without its own kernel: {compiler}: {error}")
-                return False
-            if done.returncode:
-                found = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
-                logger.warning(f"decoding goes without its own kernel: {compiler}: {found}")
-                return False
-            made.chmod(0o700)  # the linker makes it as open as the umask allows
-            made.replace(library)
-    if not any(_tried.values()):  # a name can be given once
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        made = Path(scratch) / library.name
+        command = [*compiler.split(), *flags, str(SOURCES[0]), "-o", str(made)]
         try:
-            loaded = ctypes.CDLL(str(library))
-            handlers = {name: getattr(loaded, name) for name in TARGETS}
-        except (OSError, AttributeError) as error:
-            library.unlink(missing_ok=True)  # the next start makes it anew
-            raise OSError(f"{library}: cannot be loaded ({error})") from error
-        for name, handler in handlers.items():
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return None, str(error)
+        if done.returncode:
+            found = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
+            return None, found
+        made.chmod(0o700)  # the linker makes it as open as the umask allows
+        made.replace(library)
+    return library, ""
+
+
+def _load(library: Path, level: Level) -> bool:
+    """Registers it; False: the system does not let this process use what it needs."""
+    if level.name in _registered:
+        return True
+    try:
+        loaded = ctypes.CDLL(str(library))
+        handlers = {name: getattr(loaded, name) for name in TARGETS}
+        ready = loaded.pipejax_ready
+    except (OSError, AttributeError) as error:
+        library.unlink(missing_ok=True)  # the next start makes it anew
+        raise OSError(f"{library}: cannot be loaded ({error})") from error
+    if not ready():
+        return False
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(f"{name}_{level.name}", jax.ffi.pycapsule(handler), platform="cpu")
+    _registered.add(level.name)
     return True
 
 
-def _processor() -> str:
-    """What the compiler sees of the processor: a home directory may be shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
 def panels(matrix: Array) -> Array:
-    """[.., O, I] -> [.., O / 16, I, 16], as the kernel reads it; O must be a multiple of 16."""
+    """[.., O, I] -> [.., O / 16, I / depth, 16, depth], as the kernel reads it: `depth` inputs fill 32 bits."""
     *batch, outputs, inputs = matrix.shape
-    return matrix.reshape(*batch, outputs // LANES, LANES, inputs).swapaxes(-1, -2)
+    depth = 4 // matrix.dtype.itemsize
+    return matrix.reshape(*batch, outputs // LANES, LANES, inputs // depth, depth).swapaxes(-2, -3)
 
 
-# All of these only after `use`. Matrices are in panels, f32 [O / 16, I, 16]; columns are f32 [I, N].
-
-
-def added(matrix: Array, columns: Array, residual: Array) -> Array:
-    """f32 [O, N], the residual f32 [O, N] plus the matrix times the columns."""
-    return _call("pipejax_added", matrix, columns, residual)
-
-
-def normed(matrix: Array, columns: Array, scale: Array, *, epsilon: float, relu: bool = False) -> Array:
-    """f32 [O, N], the matrix times the columns in their root-mean-square norm with scale f32 [I]; then perhaps relu."""
-    return _call("pipejax_normed", matrix, columns, scale, epsilon=np.float32(epsilon), relu=relu)
-
-
-def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """What queries find: f32 [B, H, K, N].
-
-    Args:
-      query: f32 [B, H, K, N].
-      keys: f32 [B, H, L / 16, K, 16], in panels.
-      values: f32 [B, H, K / 16, L, 16], in panels.
-      bias: f32 [B, L], added to the scores before the softmax.
-    """
-    result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-    return jax.ffi.ffi_call("pipejax_attend", result)(keys, values, query, bias)
-
-
-def _call(target: str, matrix: Array, columns: Array, *more: Array, **attributes: Any) -> Array:
-    shape = matrix.shape[0] * LANES, columns.shape[1]
-    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))(matrix, columns, *more, **attributes)
+def rows(matrix: Array, which: Array) -> Array:
+    """Some of the rows [N, I] of a matrix in panels; `which`: i32 [N]."""
+    return matrix[which // LANES, :, which % LANES].reshape(len(which), -1)

@@ -1,0 +1,169 @@
+"""The T5 by our own kernel for CPUs: a step of its decoder in one call, its encoder in another (`kernels`).
+
+The same functions as `step_decoder` and the model's encoder compute. Activations are float32, weights may be narrower.
+
+Shapes as in `step_decoder`; a matrix is in `kernels.panels`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.config import T5Config
+from pipejax.decoding.core import Step
+from pipejax.inference import kernels
+from pipejax.inference.step_decoder import Cache, grown
+from pipejax.inference.weights import Matrix, Weights, joined, narrowed
+from pipejax.model.t5 import Memory, RelativeBias
+
+Array = jax.Array
+ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in t5.cc
+
+
+def fits(config: T5Config) -> bool:
+    """Whether its sizes fill panels; those of all published T5s do."""
+    sizes = config.d_model, config.d_kv, config.d_ff
+    return not any(size % kernels.LANES for size in sizes)
+
+
+def matrix(rows: Array, *, weights: str) -> Matrix:
+    """A matrix [O, I] in panels, held in what `weights` says; outputs are filled up to whole panels with zeros."""
+    held = narrowed(rows, weights, jnp.float32)
+    more = -rows.shape[0] % kernels.LANES
+    scale = jnp.pad(held.scale, (0, more)) if held.scale.size else held.scale
+    return Matrix(kernels.panels(jnp.pad(held.rows, ((0, more), (0, 0)))), scale)
+
+
+def lay_out_memory(memory: Memory, *, weights: str) -> Memory:
+    """The model's memory with keys [B, H, L, K] and values [B, H, K, L] in panels."""
+    dtype = jnp.bfloat16 if weights in ("bfloat16", "int8") else jnp.float32
+
+    def laid(x: Array) -> Array:
+        return kernels.panels(x.astype(dtype).swapaxes(2, 3))
+
+    return Memory(tuple(map(laid, memory.keys)), tuple(map(laid, memory.values)), memory.mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelDecoder:
+    """A `decoding.Model`, as `step_decoder.StepDecoder`."""
+
+    config: T5Config
+    weights: Weights
+    memory: Memory
+    level: kernels.Level
+
+    def cache(self, slots: int, old: Cache | None) -> Cache:
+        """See `Model`."""
+        return grown(self.config, self.memory.mask.shape[0], jnp.float32, slots, old)
+
+    def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """See `Model`."""
+        c, w, memory = self.config, self.weights, self.memory
+        table = w.embedding or w.head
+        x = kernels.rows(table.rows, step.tokens).astype(jnp.float32)
+        x = x * table.scale[step.tokens][:, None] if table.scale.size else x
+        place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
+        factor = c.d_model**-0.5 if c.scale_head else 1.0
+        given = [x, w.bias, step.mask, step.distance, step.start, place.astype(jnp.int32), memory.mask]
+        given += [w.norm * factor, *_flat(w.head)]
+        aliases: dict[int, int] = {}  # the caches are written in place
+        for i, layer in enumerate(w.layers):
+            given += [layer.self_norm, *_flat(layer.self_inwards, layer.self_outwards), layer.cross_norm]
+            given += [*_flat(layer.cross_query, layer.cross_outwards), memory.keys[i], memory.values[i]]
+            given += [layer.feed_norm, *_flat(layer.feed_inwards, layer.feed_outwards)]
+            aliases |= {len(given): 1 + 2 * i, len(given) + 1: 2 + 2 * i}
+            given += [cache.keys[i], cache.values[i]]
+        vocabulary = w.head.rows.shape[0] * kernels.LANES
+        logits = jax.ShapeDtypeStruct((len(step.tokens), vocabulary), jnp.float32)
+        found = jax.ffi.ffi_call(
+            f"pipejax_step_{self.level.name}",
+            (
+                logits,
+                *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers)),
+            ),
+            input_output_aliases=aliases,
+        )(*given, **_attributes(c), layers=np.int64(c.num_decoder_layers), vocabulary=np.int64(vocabulary))
+        return found[0].T[: c.vocab_size], Cache(tuple(found[1::2]), tuple(found[2::2]))
+
+
+@flax.struct.dataclass
+class EncoderLayer:
+    """Of an encoder layer; norm scales are float32."""
+
+    norm: Array  # [D]
+    inwards: Matrix  # [3 I, D]: query, key, value
+    outwards: Matrix  # [D, I]
+    feed_norm: Array  # [D]
+    feed_inwards: Matrix  # [F, D], or gate and value [2 F, D]
+    feed_outwards: Matrix  # [D, F]
+
+
+@flax.struct.dataclass
+class Encoder:
+    """What the encoder reads, and the projections of its result that each decoder layer looks into."""
+
+    embedding: Matrix  # [V, D] in rows
+    bias: Array  # f32 [buckets, H]
+    norm: Array  # [D]
+    layers: tuple[EncoderLayer, ...]
+    memories: tuple[Matrix, ...]  # a decoder layer each [2 I, D]: key, value
+
+
+def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
+    """From its parameters."""
+    own, feed = layer["attention"], layer["feed_forward"]
+    held = functools.partial(matrix, weights=weights)
+    return EncoderLayer(
+        norm=own["norm"]["scale"],
+        inwards=held(joined(own["query"], own["key"], own["value"])),
+        outwards=held(joined(own["output"])),
+        feed_norm=feed["norm"]["scale"],
+        feed_inwards=held(joined(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
+        feed_outwards=held(joined(feed["wo"])),
+    )
+
+
+def encode(
+    config: T5Config, encoder: Encoder, source: Array, length: Array, *, slots: int, level: kernels.Level
+) -> Memory:
+    """The memory of sources i32 [B, L], of which i32 [B] tokens are real, with so many slots."""
+    batch, longest = source.shape
+    x = encoder.embedding.rows[source].astype(jnp.float32)
+    x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
+    offsets = jnp.arange(1 - longest, longest)[None, None]
+    biases: Any = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, offsets)
+    given: list[Array] = [x, length.astype(jnp.int32), biases.reshape(config.num_heads, -1), encoder.norm]
+    for layer in encoder.layers:
+        given += [layer.norm, *_flat(layer.inwards, layer.outwards)]
+        given += [layer.feed_norm, *_flat(layer.feed_inwards, layer.feed_outwards)]
+    given += [*_flat(*encoder.memories)]
+    keys = jax.ShapeDtypeStruct((batch, config.num_heads, slots // 16, config.d_kv // 2, 16, 2), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv // 16, slots // 2, 16, 2), jnp.bfloat16)
+    found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", (keys, values) * len(encoder.memories))(
+        *given,
+        **_attributes(config),
+        layers=np.int64(config.num_layers),
+        width=np.int64(config.d_kv),
+        memory=np.int64(slots),
+    )
+    return Memory(tuple(found[::2]), tuple(found[1::2]), jnp.arange(slots) < length[:, None])
+
+
+def _attributes(config: T5Config) -> dict[str, Any]:
+    return {
+        "heads": np.int64(config.num_heads),
+        "feed": np.int64(config.d_ff),
+        "activation": np.int64(ACTIVATIONS.index(config.feed_forward)),
+        "epsilon": np.float32(config.layer_norm_epsilon),
+    }
+
+
+def _flat(*matrices: Matrix) -> Iterable[Array]:
+    return (x for each in matrices for x in (each.rows, each.scale))

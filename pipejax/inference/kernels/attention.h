@@ -1,0 +1,154 @@
+// Attention of one head, and what else happens to columns between two products.
+#pragma once
+
+#include "products.h"
+
+namespace pipejax {
+
+// e^x for x <= 0, to about two units in the last place; what is below -87 counts as -87.
+inline Lanes Exp(Lanes x) {
+  x = x < -87.0f ? Lanes{} - 87.0f : x;
+  const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+  const Lanes n = (x * 1.44269504f + magic) - magic;
+  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Lanes sum = Lanes{} + 1.9875691500e-4f;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    sum = sum * r + c;
+  sum = sum * r * r + r + 1.0f;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return sum * Floats(power);
+}
+
+// e^(scores - their maximum) in place; returns the inverse of the sum. Past `count` there is room for whole lanes, and
+// zeros come there.
+inline float Softmax(float* scores, int64_t count) {
+  const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
+  std::fill(scores + count, scores + whole, -INFINITY);
+  Lanes most = Lanes{} - INFINITY, sum = {};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Lanes value = Load(scores + i);
+    most = value > most ? value : most;
+  }
+  float largest = -INFINITY;
+  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Lanes weight = Exp(Load(scores + i) - largest);
+    Store(scores + i, weight);
+    sum += weight;
+  }
+  float total = Sum(sum);
+  for (int64_t i = count; i < whole; ++i) total -= scores[i], scores[i] = 0.0f;
+  return 1.0f / total;
+}
+
+// x / rms(x) * scale.
+inline void Norm(const float* x, const float* scale, float epsilon, int64_t size, float* normed) {
+  Lanes squares = {};
+  for (int64_t i = 0; i < size; i += kLanes) squares += Load(x + i) * Load(x + i);
+  const float inverse = 1.0f / std::sqrt(Sum(squares) / size + epsilon);
+  for (int64_t i = 0; i < size; i += kLanes) Store(normed + i, Load(x + i) * inverse * Load(scale + i));
+}
+
+// x / (1 + e^-x).
+inline Lanes Silu(Lanes x) {
+  const Lanes power = Exp(x < 0.0f ? x : -x);
+  return x * (x < 0.0f ? power : Lanes{} + 1.0f) / (1.0f + power);
+}
+
+// By its tanh approximation: x times the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+inline Lanes Gelu(Lanes x) {
+  const Lanes inner = 1.5957691216f * (x + 0.044715f * x * x * x);
+  const Lanes power = Exp(inner < 0.0f ? inner : -inner);
+  return x * (inner < 0.0f ? power : Lanes{} + 1.0f) / (1.0f + power);
+}
+
+// A head's cache of keys [width, slots] and values [slots, width].
+struct Cache {
+  float *keys, *values;
+  int64_t slots, width;
+
+  void Put(int64_t slot, const float* key, const float* value) const {
+    for (int64_t k = 0; k < width; ++k) keys[k * slots + slot] = key[k];
+    std::copy(value, value + width, values + slot * width);
+  }
+
+  // What a query finds in the first `used` slots. `scores`: their bias, with room for whole lanes.
+  void Attend(const float* query, float* scores, int64_t used, float* found) const {
+    int64_t c = 0;
+    for (; c + kLanes <= used; c += kLanes) {
+      Lanes sum = Load(scores + c);
+      for (int64_t k = 0; k < width; ++k) sum += query[k] * Load(keys + k * slots + c);
+      Store(scores + c, sum);
+    }
+    for (; c < used; ++c)
+      for (int64_t k = 0; k < width; ++k) scores[c] += query[k] * keys[k * slots + c];
+    const float share = Softmax(scores, used);
+    for (int64_t k = 0; k < width; k += kLanes) {
+      Lanes sum = {};
+      for (c = 0; c < used; ++c) sum += scores[c] * Load(values + c * width + k);
+      Store(found + k, sum * share);
+    }
+  }
+};
+
+// What queries [count, width] find in keys [length, width] and values [width, length] in panels. `bias` adds a query's to
+// its scores. `digits`: whether queries and weights are multiplied in digits, which many of them are worth.
+template <typename Bias>
+void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries, int64_t stride, int64_t count,
+                  int64_t seen, Bias bias, bool digits, float* found, int64_t found_stride) {
+  thread_local std::vector<float> kept;
+  thread_local Digits split;
+  const int64_t length = keys.Outputs(), width = values.Outputs();
+  digits = digits && kDigits[keys.kind];
+  kept.resize(count * (length + 1));
+  float *scores = kept.data(), *shares = scores + count * length;
+  auto times = [&](const Matrix& w, const float* x, int64_t apart, const Results& y) {
+    if (!digits) return ByWidening(0, w.panels, w, x, apart, count, y);
+    split.Reserve(w.kind, count, w.Inputs());
+    for (int64_t c = 0; c < count; ++c) split.Fill(c, x + c * apart);
+    ByDigits(0, w.panels, w, split, 0, count, y);
+  };
+  times(keys, queries, stride, {scores, length});
+  for (int64_t c = 0; c < count; ++c) {
+    bias(c, scores + c * length);
+    shares[c] = Softmax(scores + c * length, seen);
+    std::fill(scores + c * length + (seen + kLanes - 1) / kLanes * kLanes, scores + (c + 1) * length, 0.0f);
+  }
+  times(values, scores, length, {found, found_stride});
+  for (int64_t c = 0; c < count; ++c)
+    for (int64_t k = 0; k < width; k += kLanes) {
+      float* at = found + c * found_stride + k;
+      Store(at, Load(at) * shares[c]);
+    }
+}
+
+// Lays the keys [length, width] of a head in panels of bfloat16; of what comes past them zeros.
+inline void PackKeys(const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels) {
+  const int64_t depth = width / 2;
+  for (int64_t l = 0; l < whole; ++l) {
+    int32_t* at = panels + l / kLanes * depth * kLanes + l % kLanes;
+    if (l >= length) {
+      for (int64_t g = 0; g < depth; ++g) at[g * kLanes] = 0;
+      continue;
+    }
+    alignas(64) uint16_t halves[kLanes];
+    for (int64_t k = 0; k < width; k += kLanes) {
+      *reinterpret_cast<Shorts*>(halves) = __builtin_convertvector(Rounded(Load(keys + l * stride + k)) >> 16, Shorts);
+      for (int j = 0; j < kLanes / 2; ++j) std::memcpy(at + (k / 2 + j) * kLanes, halves + 2 * j, sizeof(int32_t));
+    }
+  }
+}
+
+// Lays the values [length, width] of a head in panels [width, whole] of bfloat16.
+inline void PackValues(const float* values, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels) {
+  for (int64_t k = 0; k < width; k += kLanes)
+    for (int64_t l = 0; l < whole; l += 2, panels += kLanes) {
+      const float* at = values + l * stride + k;
+      const Ints first = l < length ? Rounded(Load(at)) : Ints{};
+      const Ints second = l + 1 < length ? Rounded(Load(at + stride)) : Ints{};
+      const Ints both = (first >> 16 & 0xffff) | (second & static_cast<int32_t>(0xffff0000u));
+      std::memcpy(panels, &both, sizeof both);
+    }
+}
+
+}  // namespace pipejax

@@ -1,0 +1,462 @@
+// Products of a weight matrix with columns, y = W x.
+//
+// With a few columns such a product costs what reading W costs, if each weight that is read meets all columns at once. W
+// lies in panels of 16 outputs, so that it is read from end to end; sums stay in registers. With many columns it costs
+// arithmetic, and a task takes as many of them as the cache holds.
+//
+// Weights are float32, bfloat16, or int8 with a float32 scale an output. A processor with products of the narrow types
+// gets x in two digits of such a type, whose sum is x to about 16 bits; both digits are columns of their own. Elsewhere
+// weights are widened to float32 on the way. Either way what is rounded is the weight, not x.
+//
+// A column's numbers lie side by side, in x and in y.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+#if defined(__AVX512F__) || defined(__AMX_TILE__)
+#include <immintrin.h>
+#endif
+
+#include "team.h"
+
+namespace pipejax {
+
+constexpr int kLanes = 16;
+#ifdef __AVX512F__
+constexpr int kPanels = 2, kColumns = 8;  // 16 of 32 registers hold sums
+#else
+constexpr int kPanels = 1, kColumns = 6;
+#endif
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2)));
+
+inline Lanes Load(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
+inline void Store(float* y, const Lanes& value) { *reinterpret_cast<Lanes*>(y) = value; }
+inline Ints Bits(Lanes x) { Ints bits; std::memcpy(&bits, &x, sizeof x); return bits; }
+inline Lanes Floats(Ints x) { Lanes floats; std::memcpy(&floats, &x, sizeof x); return floats; }
+inline float Sum(const Lanes& x) { float sum = 0.0f; for (int i = 0; i < kLanes; ++i) sum += x[i]; return sum; }
+
+// In the upper half of each the nearest bfloat16, the even one of two.
+inline Ints Rounded(Lanes x) {
+  const Ints bits = Bits(x);
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+enum Kind { kFloat32, kBfloat16, kInt8 };
+template <Kind K>
+constexpr int kDepth = K == kFloat32 ? 1 : K == kBfloat16 ? 2 : 4;  // inputs of a group: 32 bits of each output
+
+// [16 panels, inputs]: in memory [panels, groups, 16, depth], 64 bytes a group.
+struct Matrix {
+  Kind kind;
+  const Ints* groups;   // the first panel's
+  const float* scale;   // [16 panels] of int8
+  int64_t panels, depth;  // groups of a panel
+
+  int64_t Outputs() const { return panels * kLanes; }
+  int64_t Inputs() const { return depth * (kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1); }
+};
+
+// Where results go, and how.
+enum Then { kPut, kPutPositive, kAdd };
+struct Results {
+  float* at;
+  int64_t stride;  // from a column to the next
+  Then then = kPut;
+
+  // The 16 outputs of a panel for a column.
+  void Write(int64_t panel, int64_t column, Lanes sum) const {
+    float* y = at + column * stride + panel * kLanes;
+    if (then == kAdd) sum += Load(y);
+    if (then == kPutPositive) sum = sum > 0.0f || sum != sum ? sum : Lanes{};
+    Store(y, sum);
+  }
+};
+
+// Of 16 outputs the weights of a group's input j, as float32.
+template <Kind K>
+inline Lanes Widened(Ints group, int j) {
+  if constexpr (K == kInt8) return __builtin_convertvector(group << (24 - 8 * j) >> 24, Lanes);
+  if constexpr (K == kBfloat16) return Floats(j ? group & static_cast<int32_t>(0xffff0000u) : group << 16);
+  return Floats(group);
+}
+
+// P panels times C columns, weights widened.
+template <Kind K, int P, int C>
+void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64_t column, const Results& y) {
+  Lanes sum[P][C];
+  for (int p = 0; p < P; ++p)
+    for (int c = 0; c < C; ++c) sum[p][c] = Lanes{};
+  const Ints* groups = w.groups + panel * w.depth;
+  x += column * stride;
+  for (int64_t g = 0; g < w.depth; ++g) {
+    for (int p = 0; p < P; ++p) __builtin_prefetch(groups + p * w.depth + g + 48);
+    for (int j = 0; j < kDepth<K>; ++j, ++x)
+      for (int p = 0; p < P; ++p) {
+        const Lanes weights = Widened<K>(groups[p * w.depth + g], j);
+        for (int c = 0; c < C; ++c) sum[p][c] += weights * x[c * stride];
+      }
+  }
+  for (int p = 0; p < P; ++p)
+    for (int c = 0; c < C; ++c) {
+      if constexpr (K == kInt8) sum[p][c] *= Load(w.scale + (panel + p) * kLanes);
+      y.Write(panel + p, column + c, sum[p][c]);
+    }
+}
+
+template <Kind K, int P>
+void Blocks(int count, const Matrix& w, int64_t panel, const float* x, int64_t stride, int64_t column, const Results& y) {
+  switch (count) {
+#define CASE(C) \
+  case C:       \
+    if constexpr (C <= kColumns) return Block<K, P, C>(w, panel, x, stride, column, y); else return;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#undef CASE
+  }
+}
+
+template <Kind K>
+void WidenedPanels(int64_t from, int64_t to, const Matrix& w, const float* x, int64_t stride, int64_t columns,
+                   const Results& y) {
+  const int64_t blocks = (columns + kColumns - 1) / kColumns;
+  for (int64_t panel = from; panel < to;) {
+    const bool pair = kPanels == 2 && panel + 2 <= to;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t first = columns * b / blocks, count = columns * (b + 1) / blocks - first;
+      if (pair) Blocks<K, kPanels>(count, w, panel, x, stride, first, y);
+      else Blocks<K, 1>(count, w, panel, x, stride, first, y);
+    }
+    panel += pair ? 2 : 1;
+  }
+}
+
+// Panels `from` to `to` of w times so many columns of x.
+inline void ByWidening(int64_t from, int64_t to, const Matrix& w, const float* x, int64_t stride, int64_t columns,
+                       const Results& y) {
+  if (w.kind == kFloat32) WidenedPanels<kFloat32>(from, to, w, x, stride, columns, y);
+  if (w.kind == kBfloat16) WidenedPanels<kBfloat16>(from, to, w, x, stride, columns, y);
+  if (w.kind == kInt8) WidenedPanels<kInt8>(from, to, w, x, stride, columns, y);
+}
+
+// Whether this level multiplies x in digits.
+constexpr bool kDigits[] = {
+    false,
+#ifdef __AVX512BF16__
+    true,
+#else
+    false,
+#endif
+#ifdef __AVX512VNNI__
+    true,
+#else
+    false,
+#endif
+};
+
+// Columns in two digits each, hi and lo: int8, x = scale (256 hi + lo); or bfloat16, x = hi + lo.
+class Digits {
+ public:
+  // Room for columns of so many numbers.
+  void Reserve(Kind kind, int64_t columns, int64_t inputs) {
+    kind_ = kind, inputs_ = inputs;
+    const int depth = kind == kInt8 ? kDepth<kInt8> : kDepth<kBfloat16>;
+    length_ = (inputs + 16 * depth - 1) / (16 * depth) * 16;
+    const int64_t whole = columns <= 8 ? columns : (columns + 7) / 8 * 8;  // whole tiles
+    rows_.resize(2 * whole * length_);
+    std::fill(rows_.begin() + 2 * columns * length_, rows_.end(), 0);
+    scale_.resize(whole), sums_.resize(2 * whole);
+  }
+
+  void Fill(int64_t column, const float* x) {
+    int32_t* row = rows_.data() + 2 * column * length_;
+    const int64_t whole = inputs_ / kLanes * kLanes;
+    alignas(64) float rest[kLanes] = {};
+    if (whole < inputs_) {
+      std::fill(row, row + 2 * length_, 0);
+      std::copy(x + whole, x + inputs_, rest);
+    }
+    if (kind_ == kInt8) FillInt8(column, x, rest, whole, reinterpret_cast<int8_t*>(row));
+    else FillBfloat16(x, rest, whole, reinterpret_cast<uint16_t*>(row));
+  }
+
+  const int32_t* Row(int64_t column, int digit) const { return rows_.data() + (2 * column + digit) * length_; }
+  int64_t RowBytes() const { return length_ * sizeof(int32_t); }
+  float Scale(int64_t column) const { return scale_[column]; }
+  int32_t SumOf(int64_t column, int digit) const { return sums_[2 * column + digit]; }
+
+ private:
+  void FillInt8(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
+    constexpr float kMost = 32639.0f;           // 127 * 256 + 127
+    const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+    Lanes most = {}, bad = {};
+    auto measure = [&](Lanes value) {
+      const Lanes size = value < 0.0f ? -value : value;
+      most = size > most ? size : most;
+      bad += value * 0.0f;  // NaN if any is NaN or infinite
+    };
+    for (int64_t i = 0; i < whole; i += kLanes) measure(Load(x + i));
+    measure(Load(rest));
+    float largest = 0.0f;
+    for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+    scale_[column] = largest / kMost + Sum(bad);
+    const float by = largest > 0.0f ? kMost / largest : 0.0f;
+    Ints sum_hi = {}, sum_lo = {};
+    auto put = [&](int64_t i, Lanes value) {
+      const Ints number = Bits(value * by + magic) - Bits(magic);
+      const Ints lo = number << 24 >> 24, hi = (number - lo) >> 8;
+      typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
+      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(hi, Bytes);
+      *reinterpret_cast<Bytes*>(row + 4 * length_ + i) = __builtin_convertvector(lo, Bytes);
+      sum_hi += hi, sum_lo += lo;
+    };
+    for (int64_t i = 0; i < whole; i += kLanes) put(i, Load(x + i));
+    if (whole < inputs_) put(whole, Load(rest));
+    int32_t hi = 0, lo = 0;
+    for (int lane = 0; lane < kLanes; ++lane) hi += sum_hi[lane], lo += sum_lo[lane];
+    sums_[2 * column] = hi, sums_[2 * column + 1] = lo;
+  }
+
+  void FillBfloat16(const float* x, const float* rest, int64_t whole, uint16_t* row) {
+    auto put = [&](int64_t i, Lanes value) {
+      const Ints hi = Rounded(value), lo = Rounded(value - Floats(hi & static_cast<int32_t>(0xffff0000u)));
+      *reinterpret_cast<Shorts*>(row + i) = __builtin_convertvector(hi >> 16, Shorts);
+      *reinterpret_cast<Shorts*>(row + 2 * length_ + i) = __builtin_convertvector(lo >> 16, Shorts);
+    };
+    for (int64_t i = 0; i < whole; i += kLanes) put(i, Load(x + i));
+    if (whole < inputs_) put(whole, Load(rest));
+  }
+
+  Kind kind_ = kInt8;
+  int64_t inputs_ = 0, length_ = 0;  // numbers of a column; 32-bit groups of a row, a multiple of 16
+  std::vector<int32_t> rows_;        // [columns, 2, length], padded with zeros
+  std::vector<float> scale_;         // [columns] of int8
+  std::vector<int32_t> sums_;        // [columns, 2] of int8
+};
+
+#if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
+
+template <Kind K>
+using Total = std::conditional_t<K == kInt8, Ints, Lanes>;
+
+// sum + a group of weights times that of a digit; int8 weights count 128 too many.
+template <Kind K>
+inline Total<K> Dot(Total<K> sum, Ints weights, int32_t digits) {
+#ifdef __AVX512VNNI__
+  if constexpr (K == kInt8) return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(digits));
+#endif
+#ifdef __AVX512BF16__
+  if constexpr (K == kBfloat16)
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)weights, (__m512bh)_mm512_set1_epi32(digits));
+#endif
+  return sum;
+}
+
+// What both digits' sums of a column stand for.
+template <Kind K>
+inline Lanes Joined(const Total<K>& hi, const Total<K>& lo, const Matrix& w, int64_t panel, float scale) {
+  if constexpr (K == kInt8)
+    return (__builtin_convertvector(hi, Lanes) * 256.0f + __builtin_convertvector(lo, Lanes)) *
+           (scale * Load(w.scale + panel * kLanes));
+  else
+    return hi + lo;
+}
+
+constexpr int kDotColumns = 4;  // with two panels and two digits 16 of 32 registers hold sums
+
+template <Kind K, int P, int C>
+void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, const Results& y) {
+  Total<K> sum[P][C][2];
+  const int32_t* digits[C][2];
+  for (int c = 0; c < C; ++c)
+    for (int d = 0; d < 2; ++d) {
+      digits[c][d] = x.Row(column + c, d);
+      for (int p = 0; p < P; ++p) sum[p][c][d] = Total<K>{};
+    }
+  const Ints* groups = w.groups + panel * w.depth;
+  for (int64_t g = 0; g < w.depth; ++g)
+    for (int p = 0; p < P; ++p) {
+      __builtin_prefetch(groups + p * w.depth + g + 48);
+      Ints weights = groups[p * w.depth + g];
+      if constexpr (K == kInt8) weights ^= static_cast<int32_t>(0x80808080u);  // Dot takes them without a sign
+      for (int c = 0; c < C; ++c)
+        for (int d = 0; d < 2; ++d) sum[p][c][d] = Dot<K>(sum[p][c][d], weights, digits[c][d][g]);
+    }
+  for (int p = 0; p < P; ++p)
+    for (int c = 0; c < C; ++c) {
+      if constexpr (K == kInt8)
+        for (int d = 0; d < 2; ++d) sum[p][c][d] -= 128 * x.SumOf(column + c, d);
+      y.Write(panel + p, column + c, Joined<K>(sum[p][c][0], sum[p][c][1], w, panel + p, x.Scale(column + c)));
+    }
+}
+
+template <Kind K, int P>
+void DotBlocks(int count, const Matrix& w, int64_t panel, const Digits& x, int64_t column, const Results& y) {
+  switch (count) {
+    case 1: return DotBlock<K, P, 1>(w, panel, x, column, y);
+    case 2: return DotBlock<K, P, 2>(w, panel, x, column, y);
+    case 3: return DotBlock<K, P, 3>(w, panel, x, column, y);
+    case 4: return DotBlock<K, P, 4>(w, panel, x, column, y);
+  }
+}
+
+template <Kind K>
+void DotPanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
+  const int64_t columns = end - begin, blocks = (columns + kDotColumns - 1) / kDotColumns;
+  for (int64_t panel = from; panel < to;) {
+    const bool pair = panel + 2 <= to;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t first = columns * b / blocks, count = columns * (b + 1) / blocks - first;
+      if (pair) DotBlocks<K, 2>(count, w, panel, x, begin + first, y);
+      else DotBlocks<K, 1>(count, w, panel, x, begin + first, y);
+    }
+    panel += pair ? 2 : 1;
+  }
+}
+
+#ifdef __AMX_TILE__
+
+// How the tiles lie that TileBlock uses: 0-3 sums, 4-5 weights, 6-7 digits of up to 8 columns.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, none[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit TileShapes(int digits) {
+    for (int tile = 0; tile < 8; ++tile) bytes[tile] = 64, rows[tile] = tile == 4 || tile == 5 ? 16 : digits;
+  }
+};
+
+// P panels times B blocks of 8 columns, of which `count` are real.
+template <Kind K, int P, int B>
+void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, int64_t count, bool far, const Results& y) {
+#define MULTIPLY(SUM, X, W) \
+  { if constexpr (K == kInt8) _tile_dpbssd(SUM, X, W); else _tile_dpbf16ps(SUM, X, W); }
+  const Ints* groups = w.groups + panel * w.depth;
+  const int64_t row = x.RowBytes();
+  const int32_t *digits = x.Row(column, 0), *more = digits + 4 * row;
+  _tile_zero(0);
+  if constexpr (B > 1) _tile_zero(1);
+  if constexpr (P > 1) _tile_zero(2);
+  if constexpr (P > 1 && B > 1) _tile_zero(3);
+  for (int64_t g = 0; g < w.depth; g += 16) {
+    if (far)
+      for (int p = 0; p < P; ++p)
+        for (int line = 0; line < 16; ++line) __builtin_prefetch(groups + p * w.depth + g + 48 + line);
+    _tile_loadd(4, groups + g, 64);
+    _tile_loadd(6, digits + g, row);
+    MULTIPLY(0, 6, 4)
+    if constexpr (B > 1) {
+      _tile_loadd(7, more + g, row);
+      MULTIPLY(1, 7, 4)
+    }
+    if constexpr (P > 1) {
+      _tile_loadd(5, groups + w.depth + g, 64);
+      MULTIPLY(2, 6, 5)
+      if constexpr (B > 1) MULTIPLY(3, 7, 5)
+    }
+  }
+#undef MULTIPLY
+  alignas(64) Total<K> sum[P][B][16];
+  _tile_stored(0, sum[0][0], 64);
+  if constexpr (B > 1) _tile_stored(1, sum[0][B - 1], 64);
+  if constexpr (P > 1) _tile_stored(2, sum[P - 1][0], 64);
+  if constexpr (P > 1 && B > 1) _tile_stored(3, sum[P - 1][B - 1], 64);
+  for (int p = 0; p < P; ++p)
+    for (int64_t c = 0; c < count; ++c) {
+      const Total<K>* found = sum[p][c / 8] + 2 * (c % 8);
+      y.Write(panel + p, column + c, Joined<K>(found[0], found[1], w, panel + p, x.Scale(column + c)));
+    }
+}
+
+template <Kind K>
+void TilePair(int64_t panel, int64_t to, const Matrix& w, const Digits& x, int64_t first, int64_t end, bool far,
+              const Results& y) {
+  const int64_t count = std::min<int64_t>(16, end - first);
+  const bool pair = panel + 2 <= to;
+  if (pair && count > 8) TileBlock<K, 2, 2>(w, panel, x, first, count, far, y);
+  else if (pair) TileBlock<K, 2, 1>(w, panel, x, first, count, far, y);
+  else if (count > 8) TileBlock<K, 1, 2>(w, panel, x, first, count, far, y);
+  else TileBlock<K, 1, 1>(w, panel, x, first, count, far, y);
+}
+
+// `begin` is a multiple of 8.
+template <Kind K>
+void TilePanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
+  const TileShapes shapes(end <= 8 ? 2 * end : 16);
+  _tile_loadconfig(&shapes);
+  if (end - begin <= 32) {  // each weight is read once, from far away
+    for (int64_t panel = from; panel < to; panel += 2)
+      for (int64_t first = begin; first < end; first += 16) TilePair<K>(panel, to, w, x, first, end, true, y);
+  } else {  // digits stay near, and weights come by in the order in which they lie
+    for (int64_t first = begin; first < end; first += 16)
+      for (int64_t panel = from; panel < to; panel += 2) TilePair<K>(panel, to, w, x, first, end, false, y);
+  }
+  _tile_release();
+}
+
+#endif
+#endif
+
+// Panels `from` to `to` of w times the columns `begin` to `end` of x, in a level's best way.
+inline void ByDigits(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end,
+                     const Results& y) {
+#ifdef __AMX_TILE__
+  if (w.depth % 16 == 0)
+    return w.kind == kInt8 ? TilePanels<kInt8>(from, to, w, x, begin, end, y)
+                           : TilePanels<kBfloat16>(from, to, w, x, begin, end, y);
+#endif
+#ifdef __AVX512VNNI__
+  if (w.kind == kInt8) return DotPanels<kInt8>(from, to, w, x, begin, end, y);
+#endif
+#ifdef __AVX512BF16__
+  if (w.kind == kBfloat16) return DotPanels<kBfloat16>(from, to, w, x, begin, end, y);
+#endif
+}
+
+// What matrices are multiplied with: columns, and their digits where a matrix wants them.
+class Operand {
+ public:
+  // Columns [count, inputs]; `make(c, column)` gives the numbers of one, in the room that it is offered or elsewhere.
+  template <typename Make>
+  void Set(Team& team, Kind kind, int64_t count, int64_t inputs, Make make) {
+    count_ = count, inputs_ = inputs;
+    const bool digits = kDigits[kind];
+    if (digits) digits_.Reserve(kind, count, inputs);
+    else floats_.resize(count * inputs);
+    team.Run(count, std::max<int64_t>(1, 4096 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
+      thread_local std::vector<float> room;
+      if (digits) room.resize(inputs);
+      float* offered = digits ? room.data() : floats_.data() + c * inputs;
+      const float* made = make(c, offered);
+      if (digits) digits_.Fill(c, made);
+      else if (made != offered) std::copy(made, made + inputs, offered);
+    });
+  }
+
+  // y = w * this, in parallel.
+  void Times(Team& team, const Matrix& w, const Results& y) const {
+    constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
+    const int64_t size = std::max<int64_t>(2, (1 << 17) / (w.depth * 64) / 2 * 2);  // panels of a task
+    const int64_t parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
+    team.Run(parts * chunks, 1, [&](int64_t i) {
+      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
+      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk);
+      if (kDigits[w.kind]) return ByDigits(from, to, w, digits_, begin, end, y);
+      const Results there{y.at + begin * y.stride, y.stride, y.then};
+      ByWidening(from, to, w, floats_.data() + begin * inputs_, inputs_, end - begin, there);
+    });
+  }
+
+ private:
+  int64_t count_ = 0, inputs_ = 0;
+  std::vector<float> floats_;
+  Digits digits_;
+};
+
+}  // namespace pipejax

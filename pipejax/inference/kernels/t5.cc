@@ -1,0 +1,325 @@
+// A T5's encoder, and a step of its decoder, each in one call, for CPUs.
+//
+// A step is about a hundred products and as many small things between them. As operations of their own they would cost as
+// much in being started and waited for as in arithmetic, so a team of threads goes through all of them together.
+// The same functions as `pipejax.model.t5` and `pipejax.inference.step_decoder` compute, and tests hold them together.
+//
+// Compiled once for each level of processor that `__init__.py` names.
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "attention.h"
+
+namespace ffi = xla::ffi;
+
+namespace pipejax {
+namespace {
+
+// Reads a call's arguments in order, and remembers whether all are as they must be.
+class Arguments {
+ public:
+  explicit Arguments(ffi::RemainingArgs& given) : given_(given) {}
+
+  template <typename T = float>
+  const T* Array(int64_t count) {
+    const ffi::AnyBuffer found = Next();
+    good_ &= static_cast<int64_t>(found.element_count()) == count;
+    return static_cast<const T*>(found.untyped_data());
+  }
+
+  // [outputs, inputs] in panels, and the scale after it.
+  Matrix Weights(int64_t outputs, int64_t inputs) {
+    const Matrix matrix = Panels(Next(), 0, outputs, inputs);
+    const float* scale = Array(matrix.kind == kInt8 ? outputs : 0);
+    return {matrix.kind, matrix.groups, scale, matrix.panels, matrix.depth};
+  }
+
+  ffi::AnyBuffer Next() { return given_.get<ffi::AnyBuffer>(next_++).value(); }
+
+  // The part of [.., outputs / 16, inputs / depth, 16, depth] with that number.
+  Matrix Panels(const ffi::AnyBuffer& found, int64_t part, int64_t outputs, int64_t inputs) {
+    const auto type = found.element_type();
+    const Kind kind = type == ffi::F32 ? kFloat32 : type == ffi::BF16 ? kBfloat16 : kInt8;
+    const int64_t depth = inputs / (kind == kFloat32 ? 1 : kind == kBfloat16 ? 2 : 4), groups = outputs / kLanes * depth;
+    good_ &= (kind != kInt8 || type == ffi::S8) && found.element_count() % (outputs * inputs) == 0;
+    return {kind, static_cast<const Ints*>(found.untyped_data()) + part * groups, nullptr, outputs / kLanes, depth};
+  }
+
+  bool Good() const { return good_ && next_ == given_.size(); }
+
+ private:
+  ffi::RemainingArgs& given_;
+  size_t next_ = 0;
+  bool good_ = true;
+};
+
+// What a layer of either stack does with columns [count, size].
+struct Stack {
+  Team& team;
+  int64_t count, size, inner, feed;
+  float epsilon;
+  int activation;  // 0: relu, 1: gelu, 2: silu; the latter two have a gate
+  std::vector<float>& x;
+
+  // y = w * norm(x).
+  void OfNormed(const float* scale, const Matrix& w, const Results& y) {
+    operand.Set(team, w.kind, count, size, [&](int64_t c, float* room) {
+      Norm(x.data() + c * size, scale, epsilon, size, room);
+      return room;
+    });
+    operand.Times(team, w, y);
+  }
+
+  // x += w * columns.
+  void Add(const Matrix& w, const std::vector<float>& columns) {
+    const int64_t inputs = w.Inputs();
+    operand.Set(team, w.kind, count, inputs, [&](int64_t c, float*) { return columns.data() + c * inputs; });
+    operand.Times(team, w, {x.data(), size, kAdd});
+  }
+
+  void FeedForward(const float* scale, const Matrix& inwards, const Matrix& outwards) {
+    const int64_t wide = activation ? 2 * feed : feed;
+    hidden.resize(count * wide);
+    OfNormed(scale, inwards, {hidden.data(), wide, activation ? kPut : kPutPositive});
+    if (!activation) return Add(outwards, hidden);
+    operand.Set(team, outwards.kind, count, feed, [&](int64_t c, float* room) {
+      const float *gate = hidden.data() + c * wide, *value = gate + feed;
+      for (int64_t i = 0; i < feed; i += kLanes)
+        Store(room + i, (activation == 1 ? Gelu(Load(gate + i)) : Silu(Load(gate + i))) * Load(value + i));
+      return room;
+    });
+    operand.Times(team, outwards, {x.data(), size, kAdd});
+  }
+
+  Operand& operand;
+  std::vector<float>& hidden;
+};
+
+// What a call needs room for; it keeps the room for the next.
+struct Rooms {
+  std::vector<float> x, projected, found, hidden, bias;
+  std::vector<int64_t> columns, examples, places;
+  Operand operand;
+};
+
+ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
+
+// The arguments, N = columns, Q = places of an example, in that order:
+//   x f32 [N, D]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [];
+//   place of each column i32 [N], B * Q for none; mask of the memory pred [B, L]; last norm [D]; head [V, D];
+//   a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
+//   keys f32 [B * H, K, C] and values f32 [B * H, C, K] of the cache.
+// A matrix is followed by its scale. The results: logits f32 [N, V]; a layer each keys and values of the cache, in place.
+ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, int64_t layers, int64_t heads,
+                int64_t feed, int64_t activation, int64_t vocabulary, float epsilon) {
+  const auto of_x = given.get<ffi::AnyBuffer>(0).value().dimensions(), of_mask = given.get<ffi::AnyBuffer>(2).value().dimensions();
+  const auto of_bias = given.get<ffi::AnyBuffer>(1).value().dimensions(), of_memory = given.get<ffi::AnyBuffer>(6).value().dimensions();
+  const auto of_cache = given.get<ffi::AnyBuffer>(given.size() - 2).value().dimensions();
+  if (of_x.size() != 2 || of_mask.size() != 3 || of_bias.size() != 2 || of_memory.size() != 2 || of_cache.size() != 3 ||
+      results.size() != static_cast<size_t>(1 + 2 * layers))
+    return Wrong("step: arguments of other ranks");
+  const int64_t all = of_x[0], size = of_x[1], batch = of_mask[0], queries = of_mask[1], slots = of_mask[2];
+  const int64_t distances = of_bias[1], length = of_memory[1], width = of_cache[1], inner = heads * width;
+
+  thread_local Rooms kept;
+  Rooms& rooms = kept;  // the one of the thread that leads, for all
+  Team team(pool);
+  Arguments arguments(given);
+  const float* embedded = arguments.Array(all * size);
+  const float* table = arguments.Array(heads * distances);
+  const bool* mask = arguments.Array<bool>(batch * queries * slots);
+  const int32_t* distance = arguments.Array<int32_t>(batch * queries * slots);
+  const int64_t start = *arguments.Array<int32_t>(1);
+  const int32_t* place = arguments.Array<int32_t>(all);
+  const bool* memory_mask = arguments.Array<bool>(batch * length);
+  const float* last = arguments.Array(size);
+  const Matrix head = arguments.Weights(vocabulary, size);
+  if (start < 0 || start + queries > slots) return Wrong("step: a cache that is full");
+
+  // Only real queries are computed. One sees itself, so a place that sees nothing is a filler's.
+  auto &columns = rooms.columns, &places = rooms.places, &examples = rooms.examples;
+  columns.clear(), places.clear(), examples.assign(batch + 1, 0);
+  for (int64_t n = 0; n < all; ++n) {
+    const int64_t at = place[n];
+    if (at >= batch * queries || !mask[at * slots + start + at % queries]) continue;
+    columns.push_back(n), places.push_back(at);
+    ++examples[at / queries + 1];
+  }
+  for (int64_t b = 0; b < batch; ++b) examples[b + 1] += examples[b];  // where an example's columns begin
+  const int64_t count = columns.size(), used = start + queries, room = (used + kLanes - 1) / kLanes * kLanes;
+
+  rooms.x.resize(count * size), rooms.found.resize(count * inner);
+  for (int64_t c = 0; c < count; ++c)
+    std::copy(embedded + columns[c] * size, embedded + (columns[c] + 1) * size, rooms.x.data() + c * size);
+  rooms.bias.resize(count * heads * room);
+  team.Run(count * heads, 4, [&](int64_t i) {
+    const int64_t at = places[i / heads] * slots;
+    const float* by_distance = table + i % heads * distances;
+    float* bias = rooms.bias.data() + i * room;
+    for (int64_t c = 0; c < used; ++c)
+      bias[c] = mask[at + c] ? by_distance[std::clamp<int64_t>(distance[at + c], 0, distances - 1)] : -1e9f;
+  });
+
+  Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
+  auto& projected = rooms.projected;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const float* norm = arguments.Array(size);
+    const Matrix inwards = arguments.Weights(3 * inner, size), outwards = arguments.Weights(size, inner);
+    const float* cross_norm = arguments.Array(size);
+    const Matrix query = arguments.Weights(inner, size), cross_outwards = arguments.Weights(size, inner);
+    const ffi::AnyBuffer keys = arguments.Next(), values = arguments.Next();
+    const float* feed_norm = arguments.Array(size);
+    const Matrix feed_inwards = arguments.Weights(activation ? 2 * feed : feed, size);
+    const Matrix feed_outwards = arguments.Weights(size, feed);
+    arguments.Array(batch * inner * slots), arguments.Array(batch * inner * slots);
+    ffi::AnyBuffer cached_keys = *results.get<ffi::AnyBuffer>(1 + 2 * layer).value();
+    ffi::AnyBuffer cached_values = *results.get<ffi::AnyBuffer>(2 + 2 * layer).value();
+
+    projected.resize(count * 3 * inner);
+    stack.OfNormed(norm, inwards, {projected.data(), 3 * inner});
+    team.Run(batch * heads, 1, [&](int64_t i) {
+      const int64_t b = i / heads, h = i % heads;
+      const Cache cache{static_cast<float*>(cached_keys.untyped_data()) + i * width * slots,
+                        static_cast<float*>(cached_values.untyped_data()) + i * slots * width, slots, width};
+      thread_local std::vector<float> scores;
+      scores.resize(room);
+      const float* first = projected.data() + h * width;
+      for (int64_t c = examples[b]; c < examples[b + 1]; ++c)
+        cache.Put(start + places[c] % queries, first + c * 3 * inner + inner, first + c * 3 * inner + 2 * inner);
+      for (int64_t c = examples[b]; c < examples[b + 1]; ++c) {
+        const float* bias = rooms.bias.data() + (c * heads + h) * room;
+        std::copy(bias, bias + used, scores.data());
+        cache.Attend(first + c * 3 * inner, scores.data(), used, rooms.found.data() + c * inner + h * width);
+      }
+    });
+    stack.Add(outwards, rooms.found);
+
+    stack.OfNormed(cross_norm, query, {projected.data(), inner});
+    team.Run(batch * heads, 1, [&](int64_t i) {
+      const int64_t b = i / heads, h = i % heads, from = examples[b], to = examples[b + 1];
+      const bool* seen = memory_mask + b * length;
+      auto bias = [&](int64_t, float* scores) {
+        for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
+      };
+      if (from < to)
+        AttendPanels(arguments.Panels(keys, i, length, width), arguments.Panels(values, i, width, length),
+                     projected.data() + from * inner + h * width, inner, to - from, length, bias, false,
+                     rooms.found.data() + from * inner + h * width, inner);
+    });
+    stack.Add(cross_outwards, rooms.found);
+    stack.FeedForward(feed_norm, feed_inwards, feed_outwards);
+  }
+  if (!arguments.Good()) return Wrong("step: arguments of other shapes");
+
+  float* logits = static_cast<float*>((*results.get<ffi::AnyBuffer>(0).value()).untyped_data());
+  const bool in_place = count == all;  // then columns are in order
+  if (!in_place) rooms.hidden.resize(count * vocabulary);
+  float* found = in_place ? logits : rooms.hidden.data();
+  stack.OfNormed(last, head, {found, vocabulary});
+  if (in_place) return ffi::Error::Success();
+  std::fill(logits, logits + all * vocabulary, 0.0f);
+  for (int64_t c = 0; c < count; ++c)
+    std::copy(found + c * vocabulary, found + (c + 1) * vocabulary, logits + columns[c] * vocabulary);
+  return ffi::Error::Success();
+}
+
+// The arguments: x f32 [B, L, D]; length i32 [B]; bias f32 [H, 2 L - 1], of key - query = 1 - L and so on; last norm [D];
+// a layer of the encoder each: norm, qkv, out; norm, in, out; a layer of the decoder each: keys and values [2 H K, D].
+// A matrix is followed by its scale. The results: a layer of the decoder each, in panels of bfloat16, keys [B, H, M, K] and
+// values [B, H, K, M], zeros past a source's length.
+ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, int64_t layers,
+                  int64_t heads, int64_t feed, int64_t activation, int64_t width, int64_t memory, float epsilon) {
+  const auto of_x = given.get<ffi::AnyBuffer>(0).value().dimensions();
+  if (of_x.size() != 3) return Wrong("encode: arguments of other ranks");
+  const int64_t batch = of_x[0], length = of_x[1], size = of_x[2], inner = heads * width, memories = results.size() / 2;
+
+  thread_local Rooms kept;
+  Rooms& rooms = kept;  // the one of the thread that leads, for all
+  Team team(pool);
+  Arguments arguments(given);
+  const float* embedded = arguments.Array(batch * length * size);
+  const int32_t* lengths = arguments.Array<int32_t>(batch);
+  const float* bias = arguments.Array(heads * (2 * length - 1));
+  const float* last = arguments.Array(size);
+
+  auto& first = rooms.examples;  // an example's first column: only real tokens are computed
+  first.assign(1, 0);
+  for (int64_t b = 0; b < batch; ++b) first.push_back(first[b] + std::clamp<int64_t>(lengths[b], 0, length));
+  const int64_t count = first[batch];
+  rooms.x.resize(count * size), rooms.found.resize(count * inner);
+  for (int64_t b = 0; b < batch; ++b)
+    std::copy(embedded + b * length * size, embedded + b * length * size + (first[b + 1] - first[b]) * size,
+              rooms.x.data() + first[b] * size);
+
+  Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
+  auto& projected = rooms.projected;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const float* norm = arguments.Array(size);
+    const Matrix inwards = arguments.Weights(3 * inner, size), outwards = arguments.Weights(size, inner);
+    const float* feed_norm = arguments.Array(size);
+    const Matrix feed_inwards = arguments.Weights(activation ? 2 * feed : feed, size);
+    const Matrix feed_outwards = arguments.Weights(size, feed);
+    const int64_t row = 3 * inner;
+    projected.resize(count * row);
+    stack.OfNormed(norm, inwards, {projected.data(), row});
+    team.Run(batch * heads, 1, [&](int64_t i) {
+      thread_local std::vector<int32_t> packed;
+      const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
+      const int64_t whole = (real + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes;
+      const float* queries = projected.data() + first[b] * row + h * width;
+      packed.resize(whole * width);
+      int32_t *keys = packed.data(), *values = keys + whole * width / 2;
+      PackKeys(queries + inner, row, real, whole, width, keys);
+      PackValues(queries + 2 * inner, row, real, whole, width, values);
+      const Matrix k{kBfloat16, reinterpret_cast<const Ints*>(keys), nullptr, whole / kLanes, width / 2};
+      const Matrix v{kBfloat16, reinterpret_cast<const Ints*>(values), nullptr, width / kLanes, whole / 2};
+      constexpr int64_t kQueries = 32;  // at a time: their scores stay in the cache
+      for (int64_t q = 0; q < real; q += kQueries) {
+        auto add = [&](int64_t c, float* scores) {
+          const float* of_query = bias + h * (2 * length - 1) + length - 1 - (q + c);
+          for (int64_t l = 0; l < real; ++l) scores[l] += of_query[l];
+        };
+        AttendPanels(k, v, queries + q * row, row, std::min(kQueries, real - q), real, add, true,
+                     rooms.found.data() + (first[b] + q) * inner + h * width, inner);
+      }
+    });
+    stack.Add(outwards, rooms.found);
+    stack.FeedForward(feed_norm, feed_inwards, feed_outwards);
+  }
+  for (int64_t layer = 0; layer < memories; ++layer) {
+    const Matrix both = arguments.Weights(2 * inner, size);
+    projected.resize(count * 2 * inner);
+    stack.OfNormed(last, both, {projected.data(), 2 * inner});
+    int32_t* keys = static_cast<int32_t*>((*results.get<ffi::AnyBuffer>(2 * layer).value()).untyped_data());
+    int32_t* values = static_cast<int32_t*>((*results.get<ffi::AnyBuffer>(2 * layer + 1).value()).untyped_data());
+    team.Run(batch * heads, 1, [&](int64_t i) {
+      const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
+      const float* at = projected.data() + first[b] * 2 * inner + h * width;
+      PackKeys(at, 2 * inner, real, memory, width, keys + i * memory * width / 2);
+      PackValues(at + inner, 2 * inner, real, memory, width, values + i * memory * width / 2);
+    });
+  }
+  return arguments.Good() ? ffi::Error::Success() : Wrong("encode: arguments of other shapes");
+}
+
+}  // namespace
+}  // namespace pipejax
+
+// Whether this process may use what this level needs; the system lends tiles on request.
+extern "C" int pipejax_ready() {
+#ifdef __AMX_TILE__
+  constexpr int kRequest = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return 1;
+#endif
+}
+
+#define STACK \
+  ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets() \
+      .Attr<int64_t>("layers").Attr<int64_t>("heads").Attr<int64_t>("feed").Attr<int64_t>("activation")
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_step, pipejax::Step, STACK.Attr<int64_t>("vocabulary").Attr<float>("epsilon"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_encode, pipejax::Encode,
+                              STACK.Attr<int64_t>("width").Attr<int64_t>("memory").Attr<float>("epsilon"));

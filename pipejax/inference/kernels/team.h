@@ -1,0 +1,88 @@
+// Threads that work through one phase after another, for as long as a call takes.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace pipejax {
+
+// The caller leads; threads of XLA's pool join when they can and spin between phases, which are too short to sleep
+// through. Nobody waits for a thread that has not begun.
+class Team {
+ public:
+  explicit Team(xla::ffi::ThreadPool& pool) : state_(std::make_shared<State>()), alone_(pool.num_threads() < 2) {
+    for (int64_t i = 1; i < pool.num_threads(); ++i) pool.Schedule([state = state_] { Help(*state); });
+  }
+
+  ~Team() { state_->ticket.store(kOver, std::memory_order_release); }
+
+  Team(const Team&) = delete;
+
+  // Runs task(0) ... task(count - 1), `grain` of them at a time, and waits for all.
+  template <typename Task>
+  void Run(int64_t count, int64_t grain, const Task& task) {
+    const int64_t shares = (count + grain - 1) / grain;
+    auto share = [&](int64_t i) {
+      for (int64_t j = i * grain; j < std::min(count, (i + 1) * grain); ++j) task(j);
+    };
+    if (alone_ || shares < 2) {
+      for (int64_t i = 0; i < shares; ++i) share(i);
+      return;
+    }
+    State& state = *state_;
+    state.context = &share;
+    state.call = [](const void* context, int64_t i) { (*static_cast<const decltype(share)*>(context))(i); };
+    state.done.store(0, std::memory_order_relaxed);
+    state.ticket.store(static_cast<uint64_t>(shares) << 32, std::memory_order_release);
+    while (Take(state)) continue;
+    while (state.done.load(std::memory_order_acquire) < shares) Pause();
+  }
+
+ private:
+  static constexpr uint64_t kOver = ~uint64_t{0}, kNext = 0xffffffff;
+
+  struct State {
+    alignas(64) std::atomic<uint64_t> ticket{0};  // shares of the phase (32 bits), and the next one
+    alignas(64) std::atomic<int64_t> done{0};
+    const void* context;
+    void (*call)(const void*, int64_t);
+  };
+
+  // Takes a share of the phase, if one is left. As long as it is not done, the phase goes on.
+  static bool Take(State& state) {
+    uint64_t ticket = state.ticket.load(std::memory_order_acquire);
+    while (ticket != kOver && (ticket & kNext) < ticket >> 32)
+      if (state.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
+        state.call(state.context, ticket & kNext);
+        state.done.fetch_add(1, std::memory_order_release);
+        return true;
+      }
+    return false;
+  }
+
+  static void Help(State& state) {
+    for (int idle = 0; state.ticket.load(std::memory_order_acquire) != kOver;) {
+      if (Take(state)) idle = 0;
+      else if (++idle % 64) Pause();
+      else std::this_thread::yield();
+    }
+  }
+
+  static void Pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+  }
+
+  std::shared_ptr<State> state_;
+  bool alone_;
+};
+
+}  // namespace pipejax

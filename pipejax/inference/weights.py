@@ -1,0 +1,96 @@
+"""The decoder's weights as a step reads them, whatever computes it.
+
+A step reads every weight for a few tokens, so weights lie in rows as they are read, and projections of the same input
+are one matrix. Shapes: D width, I = heads times their width, F feed-forward width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.config import T5Config
+from pipejax.model.quantization import quantize
+from pipejax.model.t5 import buckets
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Matrix:
+    """A weight matrix [O, I]."""
+
+    rows: Array  # [O, I], or laid out otherwise by a backend
+    scale: Array  # f32 [O] of int8, else f32 [0]
+
+
+@flax.struct.dataclass
+class Layer:
+    """Of a decoder layer; norm scales are float32."""
+
+    self_norm: Array  # [D]
+    self_inwards: Matrix  # [3 I, D]: query, key, value
+    self_outwards: Matrix  # [D, I]
+    cross_norm: Array  # [D]
+    cross_query: Matrix  # [I, D]
+    cross_outwards: Matrix  # [D, I]
+    feed_norm: Array  # [D]
+    feed_inwards: Matrix  # [F, D], or gate and value [2 F, D]
+    feed_outwards: Matrix  # [D, F]
+
+
+@flax.struct.dataclass
+class Weights:
+    """What a decoder step reads, except for the source."""
+
+    embedding: Matrix | None  # [V, D]; None: the head's, if tied
+    layers: tuple[Layer, ...]
+    norm: Array  # [D]
+    head: Matrix  # [V, D]
+    bias: Array  # f32 [H, distances], the last for all that is farther
+
+
+def narrowed(rows: Array, weights: str, dtype: Any) -> Matrix:
+    """A matrix [O, I] held in what `weights` says; "auto": in that dtype."""
+    if weights == "int8":
+        return Matrix(*quantize(rows, axis=1))
+    return Matrix(rows.astype(jnp.bfloat16 if weights == "bfloat16" else dtype), jnp.zeros(0))
+
+
+def lay_out(config: T5Config, params: Any, matrix: Callable[[Array], Matrix]) -> Weights:
+    """The decoder's weights from a T5's parameters, but for its layers; `matrix` holds one [O, I]."""
+    embedding = params["shared"]["embedding"]
+    longest = config.relative_attention_max_distance
+    of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
+    decoder = params["decoder"]
+    return Weights(
+        embedding=None if config.tied_head else matrix(embedding),
+        layers=(),
+        norm=decoder["norm"]["scale"],
+        head=matrix(embedding if config.tied_head else params["lm_head"]["kernel"].T),
+        bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
+    )
+
+
+def lay_out_layer(layer: Any, matrix: Callable[[Array], Matrix]) -> Layer:
+    """A layer of the decoder from its parameters."""
+    own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
+    return Layer(
+        self_norm=own["norm"]["scale"],
+        self_inwards=matrix(joined(own["query"], own["key"], own["value"])),
+        self_outwards=matrix(joined(own["output"])),
+        cross_norm=cross["norm"]["scale"],
+        cross_query=matrix(joined(cross["query"])),
+        cross_outwards=matrix(joined(cross["output"])),
+        feed_norm=feed["norm"]["scale"],
+        feed_inwards=matrix(joined(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
+        feed_outwards=matrix(joined(feed["wo"])),
+    )
+
+
+def joined(*projections: Any) -> Array:
+    """The projections of an input as one matrix [O, I]."""
+    return jnp.concatenate([x["kernel"].T for x in projections])

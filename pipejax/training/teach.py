@@ -1,0 +1,153 @@
+"""Rows without labels: a sequential checkpoint answers texts, and its weights learn to write its answers in rows."""
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipejax import config as config_lib
+from pipejax import decoding, metrics
+from pipejax.config import Config
+from pipejax.data import TASKS, make_task
+from pipejax.data.text import sentences, tells_rows_apart
+from pipejax.inference.evaluation import evaluate
+from pipejax.inference.generator import DECODING_KEYS, load, texts
+from pipejax.system.errors import UserError
+from pipejax.system.files import write_text
+from pipejax.system.progress import Progress
+from pipejax.training import labels
+from pipejax.training.labels import Labels
+from pipejax.training.loop import fit
+from pipejax.training.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+FULL = 2000  # updates of a full fine-tuning where the checkpoint was never trained here, as in configs/jsonl.py
+PART = 4  # teaching takes one update for so many of them
+COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every")  # in updates: all are divided
+# What overrides may change: sections and keys. All else is as the checkpoint has it.
+FREE = (
+    "name",
+    "grid",
+    "decode",
+    "train",
+    "mesh",
+    "data.max_source",
+    "data.max_target",
+    "data.separator",
+    "data.metric",
+)
+SET_HERE = ("train.objective", "train.init_from")
+
+
+def teach(
+    checkpoint: str, source: str, workdir: str | Path, *, held_out: int | None = None, overrides: Sequence[str] = ()
+) -> int:
+    """Labels, trains and measures, from wherever the run in `workdir` stands.
+
+    Args:
+      checkpoint: a sequential run, or a converted checkpoint.
+      source: a file of sources.
+      workdir: the new run's directory.
+      held_out: how many sources are only measured on; None: as `labels.choose_held_out` says.
+      overrides: `key=value` settings.
+
+    Returns:
+      what `loop.fit` returns.
+
+    Raises:
+      UserError: something given cannot be used, or is not what the run was begun with.
+    """
+    with RunDirectory(workdir) as directory:
+        place = directory.path / "labels"
+        if (directory.path / "config.json").is_file() and not place.is_dir():
+            raise UserError(
+                f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
+            )
+        own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & {*DECODING_KEYS}]
+        generator = load(checkpoint, overrides=["decode.beams=1", *own])
+        config = lesson(generator.config, checkpoint, overrides)
+        if generator.tokenizer is None:
+            raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read and write text")
+        sources = labels.read(generator, source)
+        chosen = labels.choose_held_out(sources, held_out, config.train.seed)
+        labels.begin(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
+        records = labels.answer(place, generator, source, sources)
+        made = labels.part(sources, records, chosen, config)
+        generator.programs.forget_params()  # training needs the room
+    for line in made.lines():
+        logger.info(line)
+    if code := fit(config, workdir, given={"train": made.train, "dev": made.held_out}):
+        return code
+    found = measure(directory.path, made)
+    logger.info(
+        f"{found['examples']} sources that were held out: exact-match F1 {found['em_f1']:.2f} with the checkpoint's "
+        f"rows, {found['equal_answers']:.1f} % of the answers equal"
+    )
+    logger.info(
+        f"decoder steps: {found['checkpoint_steps']:.1f} before, {found['steps']:.1f} now, "
+        f"{found['steps_saved']:.1f} % saved; all figures in {Path(workdir) / 'agreement.json'}"
+    )
+    return 0
+
+
+def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
+    """The config of the run: the checkpoint's own, with the pipelined objective and a quarter of the updates.
+
+    Raises:
+      UserError: the checkpoint is pipelined already, or an override does not fit.
+    """
+    full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
+    if full.objective == "pipelined":
+        raise UserError(f"{checkpoint}: found a checkpoint that writes rows already; expected a sequential one")
+    counts = {key: -(-getattr(full, key) // PART) for key in COUNTED}
+    train = dataclasses.replace(full, objective="pipelined", init_from=os.path.abspath(checkpoint), **counts)
+    task = saved.data.task if saved.data.task in TASKS else "jsonl"
+    data = dataclasses.replace(saved.data, task=task, train="", dev="", tokenizer="")
+    base = dataclasses.replace(saved, data=data, train=train)
+    config = config_lib.override(base, overrides)
+    before, after = config_lib.flat(base), config_lib.flat(config)
+    for key, value in after.items():
+        free = key not in SET_HERE and {key, key.partition(".")[0]} & {*FREE}
+        if value != before[key] and not free:
+            raise UserError(
+                f"--set {key}={value}: cannot change when rows are taught; expected one of {', '.join(FREE)}"
+            )
+    # What would end the work later ends it here.
+    decoding.check(config.train.objective, config.decode)
+    metrics.require(config.data.metric or make_task(config.data).metric)
+    if not tells_rows_apart(config.data.separator):
+        sentences("")
+    return config
+
+
+def measure(run: Path, made: Labels) -> dict[str, Any]:
+    """How far the run's newest step agrees with the checkpoint on the sources that were held out.
+
+    Returns:
+      what is also written to agreement.json: scores of spans, with the checkpoint's rows as gold; "equal_answers", the
+      percentage that has the same rows, in whatever order, as the scores ignore it, too; the mean "steps", and
+      "checkpoint_steps" of the checkpoint; "steps_saved" in percent; "labels", the counts.
+    """
+    generator, examples = load(run), made.held_out
+    progress = Progress("comparing with the checkpoint", len(examples), unit="example")
+    size = generator.batch_size_for(min(generator.config.decode.batch_size, len(examples)))
+    scores, records = evaluate(generator, examples, metric="spans", batch_size=size, tick=progress.add)
+    progress.close()
+    pairs = zip(examples, records, strict=True)
+    equal = sum({*e.targets} == {row.strip() for row in texts(r)} for e, r in pairs)
+    before, after = sum(made.steps) / len(made.steps), scores["steps"]
+    found = {
+        **generator.origin,
+        **{key: scores[key] for key in ("examples", "em_precision", "em_recall", "em_f1", "pm_f1", "truncated")},
+        "equal_answers": 100 * equal / len(examples),
+        "checkpoint_steps": before,
+        "steps": after,
+        "steps_saved": 100 * (1 - after / before),
+        "labels": made.counts,
+    }
+    write_text(run / "agreement.json", json.dumps(found, indent=2) + "\n")
+    return found

@@ -1,0 +1,334 @@
+"""Rows without labels: whose answers are learned, what is held out, what a kill costs, and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import pipejax
+from pipejax import checkpoint
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
+from pipejax.data import demo
+from pipejax.inference import records
+from pipejax.inference.sources import Source
+from pipejax.system.errors import UserError
+from pipejax.training import labels, loop, teach, teach_command
+from support import oracle
+from support.tiny import MODEL, change, metrics
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+SETTINGS = (
+    *("train.steps=4", "train.warmup_steps=0", "train.log_every=1", "train.evaluate_every=2"),
+    *("train.checkpoint_every=2", "train.batch_size=8", "train.shapes=2", "train.length_group=2"),
+)
+SEED = 7
+TEACHER = Config(
+    name="teacher",
+    model=MODEL,
+    grid=GridConfig(time_max=12, sub_max=4),
+    data=DataConfig(task="none", separator=" ; "),
+    train=TrainConfig(objective="none"),
+    decode=DecodeConfig(max_length=16),
+    mesh=MeshConfig(data=1),
+)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory, tokenizer_files):
+    """Random weights as a converted checkpoint, and a file of 40 sources, of which two are the same."""
+    root = tmp_path_factory.mktemp("given")
+    params = oracle.random_params(MODEL, np.random.default_rng(SEED))
+    checkpoint.save_params(root / "teacher", TEACHER, params, tokenizer_source=tokenizer_files)
+    texts = [e.source for e in demo.examples("train")[:39]]
+    texts.append(texts[3])
+    lines = [json.dumps({"id": f"s{i}", "source": text}) + "\n" for i, text in enumerate(texts)]
+    (root / "sources.jsonl").write_text("".join(lines))
+    return root
+
+
+def run(given, workdir, *overrides, held_out=6):
+    source = str(given / "sources.jsonl")
+    return teach.teach(str(given / "teacher"), source, workdir, held_out=held_out, overrides=[*SETTINGS, *overrides])
+
+
+@pytest.fixture(scope="module")
+def taught(given, tmp_path_factory, compiled_once):
+    workdir = tmp_path_factory.mktemp("runs") / "taught"
+    assert run(given, workdir) == 0
+    return workdir
+
+
+def contents(workdir):
+    """What does not depend on the clock."""
+    answers, found = (
+        (workdir / "labels" / labels.ANSWERS).read_bytes(),
+        json.loads((workdir / "agreement.json").read_text()),
+    )
+    return answers, found, [line.get("params_fp") for line in metrics(workdir) if line["event"] != "train"]
+
+
+# Labels.
+
+
+def test_labels_are_what_decode_writes(given, taught):
+    """Of the sequential decoder, parted at the separator that was set."""
+    t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; "])
+    sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
+    expected = t5.decode(sources, strategy="sequential")
+    answers = [json.loads(line) for line in (taught / "labels" / labels.ANSWERS).read_text().splitlines()]
+    assert answers == expected
+    counts = json.loads((taught / "agreement.json").read_text())["labels"]
+    ended = [record for record in expected if not record["truncated"]]
+    assert counts["truncated"] == len(expected) - len(ended) > 0
+    assert counts["train"] + counts["held_out"] == len(ended)
+    assert counts["empty"] == sum(not record["rows"] for record in ended)
+    assert counts["single"] == sum(len(set(record["rows"])) == 1 for record in ended)
+
+
+def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
+    read, trained, examined = loop.TrainingBatches, [], []
+
+    def watched(examples, *args):
+        trained.extend(examples)
+        return read(examples, *args)
+
+    def examine(run, made):
+        examined.extend(made.held_out)
+        return measure(run, made)
+
+    measure = teach.measure
+    monkeypatch.setattr(loop, "TrainingBatches", watched)
+    monkeypatch.setattr(teach, "measure", examine)
+    assert run(given, tmp_path / "run") == 0
+    ids, texts = ({getattr(e, key) for e in examined} for key in ("id", "source"))
+    assert examined and trained
+    assert not ids & {e.id for e in trained} and not texts & {e.source for e in trained}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_texts_share_their_lot(seed):
+    sources = [Source(i, f"text {i % 20}") for i in range(60)]
+    chosen = labels.choose_held_out(sources, 4, seed)
+    assert len(chosen) == 12 and {i % 20 for i in chosen} == {i % 20 for i in range(60) if i in chosen}
+    assert len({i % 20 for i in chosen}) == 4
+    assert chosen == labels.choose_held_out(sources, 4, seed) != labels.choose_held_out(sources, 4, seed + 1)
+
+
+@pytest.mark.parametrize("count, expected", [(2, 1), (25, 2), (9000, 512)])
+def test_a_tenth_is_held_out(count, expected):
+    assert len(labels.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
+
+
+def test_answers_are_parted():
+    texts = ["a b ; c ; a b", "", "d", "e ; f", "g ; h", "i ; j"]
+    made = [{"text": text, "truncated": None, "steps": i} for i, text in enumerate(texts)]
+    made[3]["truncated"] = "max_length"
+    sources = [Source(i, f"text {i}") for i in range(6)]
+    found = labels.part(sources, made, frozenset({3, 4}), Config())
+    assert [(e.source, e.targets) for e in found.train] == [
+        ("text 0", ("a b", "c")),
+        ("text 1", ()),
+        ("text 2", ("d",)),
+        ("text 5", ("i", "j")),
+    ]
+    assert [e.targets for e in found.held_out] == [("g", "h")] and found.steps == [4]
+    assert found.counts == {
+        "sources": 6, "truncated": 1, "repeated": 1, "empty": 1, "single": 1, "train": 4, "held_out": 1, "rows": 5,
+    }  # fmt: skip
+
+
+def test_a_blank_separator_parts_into_sentences():
+    made = [{"text": "It rained. Nobody came.", "truncated": None, "steps": 9}] * 2
+    config = change(Config(), data={"separator": " "})
+    found = labels.part([Source(0, "a"), Source(1, "b")], made, frozenset({1}), config)
+    assert found.train[0].targets == ("It rained.", "Nobody came.") == found.held_out[0].targets
+
+
+# The run.
+
+
+def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
+    saved = change(
+        Config(model=MODEL),
+        train={
+            "objective": "sequential",
+            "steps": 700,
+            "warmup_steps": 50,
+            "learning_rate": 2e-3,
+            "init_from": "other",
+        },
+        data={"task": "demo", "train": "train.jsonl", "tokenizer": "somewhere"},
+    )
+    config = teach.lesson(saved, "/runs/teacher", ["train.batch_size=4"])
+    assert (config.train.steps, config.train.warmup_steps, config.train.batch_size) == (175, 13, 4)
+    assert (config.train.objective, config.train.init_from) == ("pipelined", "/runs/teacher")
+    assert config.train.learning_rate == 2e-3 and config.data == change(saved, data={"train": "", "tokenizer": ""}).data
+    converted = teach.lesson(TEACHER, "/checkpoints/t5", [])
+    assert (converted.train.steps, converted.data.task, converted.model) == (500, "jsonl", MODEL)
+    assert converted.train.schedule == "constant"
+
+
+def test_agreement_is_that_of_the_run_with_the_checkpoint(given, taught):
+    sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (taught / "labels" / labels.ANSWERS).read_text().splitlines()]
+    chosen = labels.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
+    pairs = [(sources[i]["source"], answers[i]) for i in chosen if not answers[i]["truncated"]]
+    t5 = pipejax.load(taught)
+    assert t5.default_strategy == "pipelined"
+    decoded = t5.decode([source for source, _ in pairs])
+    found = json.loads((taught / "agreement.json").read_text())
+    same = [set(answer["rows"]) & set(record["rows"]) for (_, answer), record in zip(pairs, decoded, strict=True)]
+    gold = sum(max(len(set(answer["rows"])), 1) for _, answer in pairs)
+    assert found["em_recall"] == pytest.approx(100 * sum(map(len, same)) / gold)
+    equal = [set(a["rows"]) == set(r["rows"]) for (_, a), r in zip(pairs, decoded, strict=True)]
+    assert found["equal_answers"] == pytest.approx(100 * sum(equal) / len(pairs))
+    assert (found["step"], found["examples"]) == (4, len(pairs))
+    assert found["steps"] == pytest.approx(sum(r["steps"] for r in decoded) / len(pairs))
+    assert found["checkpoint_steps"] == pytest.approx(sum(a["steps"] for _, a in pairs) / len(pairs))
+    assert found["steps_saved"] == pytest.approx(100 - 100 * found["steps"] / found["checkpoint_steps"])
+
+
+class _Killed(BaseException):
+    pass
+
+
+def killed_at(monkeypatch, where, name, count):
+    """Has the call number `count` of a function end the process."""
+    call, calls = getattr(where, name), []
+
+    def until(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == count:
+            raise _Killed
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, until)
+
+
+@pytest.mark.parametrize(
+    "where, name, count",
+    [
+        (records, "_write", 1),
+        (records, "_write", 11),
+        (records.Unfinished, "end", 1),
+        (labels, "part", 1),
+        (teach, "fit", 1),
+        (loop.Run, "make_step", 4),
+        (teach, "measure", 1),
+    ],
+)
+def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch, where, name, count):
+    with monkeypatch.context() as patch, pytest.raises(_Killed):
+        killed_at(patch, where, name, count)
+        run(given, tmp_path / "run")
+    before = tmp_path / "run" / "labels" / labels.ANSWERS
+    whole = (taught / "labels" / labels.ANSWERS).read_bytes()
+    kept = before.read_bytes() if before.exists() else b""
+    assert whole.startswith(kept) and (len(kept) == len(whole)) == (name != "_write")
+    assert run(given, tmp_path / "run") == 0
+    assert contents(tmp_path / "run") == contents(taught)
+
+
+def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
+    shutil.copytree(taught, tmp_path / "run")
+    monkeypatch.setattr(labels, "decode_file", None)  # a call would fail
+    assert run(given, tmp_path / "run") == 0
+    assert contents(tmp_path / "run") == contents(taught)
+    assert run(given, tmp_path / "run", "train.steps=6") == 0
+    assert json.loads((tmp_path / "run" / "agreement.json").read_text())["step"] == 6
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["data.train=x.jsonl"], r"^--set data\.train=x\.jsonl: cannot change when rows are taught"),
+        (["train.objective=sequential"], r"^--set train\.objective=sequential: cannot change"),
+        (["train.init_from=x"], r"^--set train\.init_from=x: cannot change"),
+        (["model.d_model=8"], r"^--set model\.d_model=8: cannot change"),
+        (["train.step=3"], r"^train\.step: unknown key \(did you mean train\.steps\?\)"),
+        (["decode.beams=2"], r"^decode\.beams: found 2; expected 1"),
+        (
+            ["data.separator= deliver deliver "],
+            r"^data\.separator: found ' deliver deliver ', at which no answer parts",
+        ),
+        (["decode.max_length=1"], r"^decode\.max_length: found 1, which cuts off all answers"),
+    ],
+)
+def test_refused_settings(given, tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        run(given, tmp_path / "run", *overrides)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", r"in\.jsonl: found no lines; expected at least two sources"),
+        ('{"source": "honey"}\n', r"--held-out: found 1; expected fewer than the 1 different sources"),
+        ('{"source": "honey"}\n{"source_ids": [3, 1]}\n', r'in\.jsonl:2: found "source_ids"; expected text'),
+        ('{"source": "honey"}\n{"text": "bread"}\n', r'in\.jsonl:2: found no "source"'),
+        ('{"source": "honey"}\n{"source"\n', r"in\.jsonl:2: not JSON"),
+    ],
+)
+def test_refused_sources(given, tmp_path, content, message):
+    (tmp_path / "in.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        teach.teach(str(given / "teacher"), str(tmp_path / "in.jsonl"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_refused_places(given, taught, tmp_path, tokenizer_files):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="found a directory with other things in it"):
+        run(given, tmp_path / "other")
+    (tmp_path / "trained").mkdir()
+    for name in (".lock", "config.json"):
+        (tmp_path / "trained" / name).touch()
+    with pytest.raises(UserError, match="found a run without labels/"):
+        run(given, tmp_path / "trained")
+    with pytest.raises(UserError, match="taught: found a checkpoint that writes rows already"):
+        teach.teach(str(taught), str(given / "sources.jsonl"), tmp_path / "run")
+    params = oracle.random_params(MODEL, np.random.default_rng(0))
+    checkpoint.save_params(tmp_path / "bare", TEACHER, params)
+    with pytest.raises(UserError, match="bare: found no tokenizer in it"):
+        teach.teach(str(tmp_path / "bare"), str(given / "sources.jsonl"), tmp_path / "run")
+    with pytest.raises(UserError, match=r"^--input -: found standard input"):
+        teach_command.main(["--checkpoint", "x", "--input", "-", "--workdir", "y"])
+    with pytest.raises(UserError, match=r"^--input absent\.jsonl: no such file"):
+        teach_command.main(["--checkpoint", "x", "--input", "absent.jsonl", "--workdir", "y"])
+
+
+def test_another_labelling_needs_another_directory(given, taught, tmp_path):
+    before = contents(taught)
+    with pytest.raises(UserError, match=r"--held-out: 6 -> 7; expected no change"):
+        run(given, taught, held_out=7)
+    with pytest.raises(UserError, match=r"decode\.max_length: 16 -> 20; expected no change"):
+        run(given, taught, "decode.max_length=20")
+    with pytest.raises(UserError, match=r"train\.learning_rate: 0\.0001 -> 0\.001; expected no change on resume"):
+        run(given, taught, "train.learning_rate=0.001")
+    lines = (given / "sources.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "fewer.jsonl").write_text("".join(lines[1:]))
+    with pytest.raises(UserError, match=r"--input \(a digest\): '\w+' -> '\w+'; expected no change"):
+        teach.teach(str(given / "teacher"), str(tmp_path / "fewer.jsonl"), taught, held_out=6, overrides=SETTINGS)
+    params = oracle.random_params(MODEL, np.random.default_rng(SEED + 1))
+    checkpoint.save_params(tmp_path / "teacher", TEACHER, params, tokenizer_source=given / "teacher" / "tokenizer")
+    with pytest.raises(UserError, match=r"--checkpoint \(a digest\): "):
+        teach.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), taught, held_out=6, overrides=SETTINGS)
+    assert contents(taught) == before
+
+
+def test_answers_that_are_not_those_are_refused(given, taught, tmp_path):
+    shutil.copytree(taught, tmp_path / "run")
+    answers = tmp_path / "run" / "labels" / labels.ANSWERS
+    lines = answers.read_text().splitlines(keepends=True)
+    answers.write_text("".join([*lines[:5], *lines[6:], lines[5]]))
+    with pytest.raises(UserError, match=r"answers\.jsonl:6: found no answer to the source 's5'"):
+        run(given, tmp_path / "run")
+    answers.write_text("".join(lines[:-1]))
+    with pytest.raises(UserError, match=r"answers\.jsonl: found 39 answers; expected 40"):
+        run(given, tmp_path / "run")
