@@ -76,7 +76,7 @@ def compare(generators: Mapping[str, Generator], test: list[Example]) -> tuple[d
     results: dict[str, dict[str, Any]] = {}
     records: dict[str, list[Record]] = {}
     seconds: dict[str, list[float]] = {strategy: [] for strategy in generators}  # of all rounds, one after the other
-    progress = Progress("decoding the test split", 2 * ROUNDS * len(test), unit="example")
+    progress = Progress(f"decoding the test split, {ROUNDS} times with each", 2 * ROUNDS * len(test), unit="answer")
     for number in range(ROUNDS):
         for strategy in list(generators)[:: -1 if number % 2 else 1]:
             results[strategy], records[strategy] = evaluate(generators[strategy], test, batch_size=1, tick=progress.add)

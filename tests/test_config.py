@@ -283,6 +283,16 @@ def test_bad_files(content, place, message, tmp_path):
     assert message in said
 
 
+def test_the_config_of_a_run_is_a_config_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(to_json(Config(grid=GridConfig(delay=3))))
+    assert load(path, ["train.steps=5"]) == override(Config(grid=GridConfig(delay=3)), ["train.steps=5"])
+    path.write_bytes(b'{"name": "\xe9"}')
+    assert refusal(load, path).startswith(f"{path}: not valid JSON (")
+    path.write_text('{"grid": {"delay": 0}}')
+    assert refusal(load, path).startswith(f"{path}: grid.delay: found 0; ")
+
+
 def test_a_mistyped_argument_has_a_suggestion(tmp_path):
     path = tmp_path / "mine.py"
     for content, right in (("Config(grid=GridConfig(dealy=2))", "delay"), ("Config(modle=None)", "model")):

@@ -1,6 +1,6 @@
 """Configs as files and on the command line: loading, overriding, JSON. Standard library only.
 
-A config file is a short Python file that assigns `config = Config(...)`.
+A config file is a short Python file that assigns `config = Config(...)`, or the `config.json` of a run.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ SPACED = ("data.delimiter", "data.separator", "data.source_template")  # spaces 
 
 
 def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
-    """Runs a config file and applies `key=value` overrides.
+    """Runs a config file, or reads one that `to_json` wrote, and applies `key=value` overrides.
 
     Raises:
       UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
@@ -38,7 +38,10 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
         says = "found a directory" if found else "no such file"
         raise UserError(f"{path}: {says}; {_successor(path) or 'expected a config file'}")
     try:
-        namespace = runpy.run_path(str(path))
+        if path.suffix != ".json":
+            config = runpy.run_path(str(path)).get("config")
+        else:
+            config = from_json(path.read_bytes(), where=str(path))
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -46,7 +49,6 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
         keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)  # newer Pythons give a hint themselves
         hint = _suggestion(keyword[1]) if keyword else ""
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
-    config = namespace.get("config")
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
     check(config, where=str(path))
@@ -74,7 +76,7 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2, ensure_ascii=False) + "\n"
 
 
-def from_json(text: str, *, where: str) -> Config:
+def from_json(text: str | bytes, *, where: str) -> Config:
     """Reads what `to_json` wrote; `where` names the file in errors."""
     try:
         values = json.loads(text)

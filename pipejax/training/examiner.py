@@ -1,6 +1,7 @@
 """The dev split of a run: its loss, its scores as decoded, the best parameters, and when patience ends."""
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,8 +138,8 @@ class Examiner:
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
         for sample in samples:
-            gold, predicted = (few(sample[key]) or "(nothing)" for key in ("gold", "predicted"))
-            progress.line(f"  {sample['id']}: {predicted[:200]}  (expected: {gold[:200]})")
+            gold, predicted = (_short(few(sample[key])) or "(nothing)" for key in ("gold", "predicted"))
+            progress.line(f"  {sample['id']}: {predicted}  (expected: {gold})")
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
             self.best.offer(step, score, params)
@@ -162,3 +163,8 @@ class Examiner:
             sums.append(jax.device_get(self.loss(params, batch.arrays)))
         totals, counts = np.asarray(sums, np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))
+
+
+def _short(text: str) -> str:
+    """At most 200 characters."""
+    return textwrap.shorten(text, 200, placeholder=" ...")

@@ -317,7 +317,7 @@ class Run:
         where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
         logger.info(f"{size:.1f} M parameters{trains}, {examples} training examples, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
-        logger.info(f"batches are padded to {most} shapes; each one compiles once, the first {first} at the start")
+        logger.info(f"padded shapes of batches: {most}; each one compiles once, {first} of them at the start")
 
 
 def _same_shapes(chosen: Shapes) -> Shapes:
