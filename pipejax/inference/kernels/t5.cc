@@ -31,28 +31,75 @@ class Arguments {
 
   // [outputs, inputs] in panels, and the scale after it.
   Matrix Weights(int64_t outputs, int64_t inputs) {
-    const Matrix matrix = Panels(Next(), 0, outputs, inputs);
+    const Matrix matrix = Panels(1, outputs, inputs);
     const float* scale = Array(matrix.kind == kInt8 ? outputs : 0);
     return {matrix.kind, matrix.groups, scale, matrix.panels, matrix.depth};
   }
 
-  ffi::AnyBuffer Next() { return given_.get<ffi::AnyBuffer>(next_++).value(); }
-
-  // The part of [.., outputs / 16, inputs / depth, 16, depth] with that number.
-  Matrix Panels(const ffi::AnyBuffer& found, int64_t part, int64_t outputs, int64_t inputs) {
+  // The first of so many matrices [outputs, inputs] in panels, one after the other.
+  Matrix Panels(int64_t count, int64_t outputs, int64_t inputs) {
+    const ffi::AnyBuffer found = Next();
     const auto type = found.element_type();
     const Kind kind = type == ffi::F32 ? kFloat32 : type == ffi::BF16 ? kBfloat16 : kInt8;
-    const int64_t depth = inputs / (kind == kFloat32 ? 1 : kind == kBfloat16 ? 2 : 4), groups = outputs / kLanes * depth;
-    good_ &= (kind != kInt8 || type == ffi::S8) && found.element_count() % (outputs * inputs) == 0;
-    return {kind, static_cast<const Ints*>(found.untyped_data()) + part * groups, nullptr, outputs / kLanes, depth};
+    good_ &= (kind != kInt8 || type == ffi::S8) && static_cast<int64_t>(found.element_count()) == count * outputs * inputs;
+    const int64_t depth = inputs / (kind == kFloat32 ? 1 : kind == kBfloat16 ? 2 : 4);
+    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kLanes, depth};
   }
 
   bool Good() const { return good_ && next_ == given_.size(); }
 
  private:
+  ffi::AnyBuffer Next() {
+    good_ &= next_ < given_.size();
+    return given_.get<ffi::AnyBuffer>(good_ ? next_++ : 0).value();
+  }
+
   ffi::RemainingArgs& given_;
   size_t next_ = 0;
   bool good_ = true;
+};
+
+// The matrix that comes so many after this one.
+Matrix After(const Matrix& first, int64_t number) {
+  Matrix found = first;
+  found.groups += number * first.panels * first.depth;
+  return found;
+}
+
+struct FeedForward {
+  const float* norm;
+  Matrix inwards, outwards;
+
+  FeedForward(Arguments& given, int64_t size, int64_t feed, bool gated)
+      : norm(given.Array(size)), inwards(given.Weights(gated ? 2 * feed : feed, size)), outwards(given.Weights(size, feed)) {}
+};
+
+struct EncoderLayer {
+  const float* norm;
+  Matrix inwards, outwards;
+  FeedForward feed_forward;
+
+  EncoderLayer(Arguments& given, int64_t size, int64_t inner, int64_t feed, bool gated)
+      : norm(given.Array(size)), inwards(given.Weights(3 * inner, size)), outwards(given.Weights(size, inner)),
+        feed_forward(given, size, feed, gated) {}
+};
+
+struct DecoderLayer {
+  const float* norm;
+  Matrix inwards, outwards;
+  const float* cross_norm;
+  Matrix query, cross_outwards, keys, values;
+  FeedForward feed_forward;
+
+  DecoderLayer(Arguments& given, int64_t size, int64_t width, int64_t heads, int64_t feed, bool gated, int64_t batch,
+               int64_t length, int64_t slots)
+      : norm(given.Array(size)), inwards(given.Weights(3 * heads * width, size)),
+        outwards(given.Weights(size, heads * width)), cross_norm(given.Array(size)),
+        query(given.Weights(heads * width, size)), cross_outwards(given.Weights(size, heads * width)),
+        keys(given.Panels(batch * heads, length, width)), values(given.Panels(batch * heads, width, length)),
+        feed_forward(given, size, feed, gated) {
+    given.Array(batch * heads * width * slots), given.Array(batch * heads * width * slots);  // the results, in place
+  }
 };
 
 // What a layer of either stack does with columns [count, size].
@@ -79,18 +126,18 @@ struct Stack {
     operand.Times(team, w, {x.data(), size, kAdd});
   }
 
-  void FeedForward(const float* scale, const Matrix& inwards, const Matrix& outwards) {
+  void Feed(const FeedForward& layer) {
     const int64_t wide = activation ? 2 * feed : feed;
     hidden.resize(count * wide);
-    OfNormed(scale, inwards, {hidden.data(), wide, activation ? kPut : kPutPositive});
-    if (!activation) return Add(outwards, hidden);
-    operand.Set(team, outwards.kind, count, feed, [&](int64_t c, float* room) {
+    OfNormed(layer.norm, layer.inwards, {hidden.data(), wide, activation ? kPut : kPutPositive});
+    if (!activation) return Add(layer.outwards, hidden);
+    operand.Set(team, layer.outwards.kind, count, feed, [&](int64_t c, float* room) {
       const float *gate = hidden.data() + c * wide, *value = gate + feed;
       for (int64_t i = 0; i < feed; i += kLanes)
         Store(room + i, (activation == 1 ? Gelu(Load(gate + i)) : Silu(Load(gate + i))) * Load(value + i));
       return room;
     });
-    operand.Times(team, outwards, {x.data(), size, kAdd});
+    operand.Times(team, layer.outwards, {x.data(), size, kAdd});
   }
 
   Operand& operand;
@@ -136,6 +183,10 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const bool* memory_mask = arguments.Array<bool>(batch * length);
   const float* last = arguments.Array(size);
   const Matrix head = arguments.Weights(vocabulary, size);
+  std::vector<DecoderLayer> stacked;
+  for (int64_t layer = 0; layer < layers; ++layer)
+    stacked.emplace_back(arguments, size, width, heads, feed, activation != 0, batch, length, slots);
+  if (!arguments.Good()) return Wrong("step: arguments of other shapes");
   if (start < 0 || start + queries > slots) return Wrong("step: a cache that is full");
 
   // Only real queries are computed. One sees itself, so a place that sees nothing is a filler's.
@@ -165,20 +216,12 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
   for (int64_t layer = 0; layer < layers; ++layer) {
-    const float* norm = arguments.Array(size);
-    const Matrix inwards = arguments.Weights(3 * inner, size), outwards = arguments.Weights(size, inner);
-    const float* cross_norm = arguments.Array(size);
-    const Matrix query = arguments.Weights(inner, size), cross_outwards = arguments.Weights(size, inner);
-    const ffi::AnyBuffer keys = arguments.Next(), values = arguments.Next();
-    const float* feed_norm = arguments.Array(size);
-    const Matrix feed_inwards = arguments.Weights(activation ? 2 * feed : feed, size);
-    const Matrix feed_outwards = arguments.Weights(size, feed);
-    arguments.Array(batch * inner * slots), arguments.Array(batch * inner * slots);
+    const DecoderLayer& own = stacked[layer];
     ffi::AnyBuffer cached_keys = *results.get<ffi::AnyBuffer>(1 + 2 * layer).value();
     ffi::AnyBuffer cached_values = *results.get<ffi::AnyBuffer>(2 + 2 * layer).value();
 
     projected.resize(count * 3 * inner);
-    stack.OfNormed(norm, inwards, {projected.data(), 3 * inner});
+    stack.OfNormed(own.norm, own.inwards, {projected.data(), 3 * inner});
     team.Run(batch * heads, 1, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads;
       const Cache cache{static_cast<float*>(cached_keys.untyped_data()) + i * width * slots,
@@ -194,9 +237,9 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
         cache.Attend(first + c * 3 * inner, scores.data(), used, rooms.found.data() + c * inner + h * width);
       }
     });
-    stack.Add(outwards, rooms.found);
+    stack.Add(own.outwards, rooms.found);
 
-    stack.OfNormed(cross_norm, query, {projected.data(), inner});
+    stack.OfNormed(own.cross_norm, own.query, {projected.data(), inner});
     team.Run(batch * heads, 1, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads, from = examples[b], to = examples[b + 1];
       const bool* seen = memory_mask + b * length;
@@ -204,14 +247,12 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
         for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
       };
       if (from < to)
-        AttendPanels(arguments.Panels(keys, i, length, width), arguments.Panels(values, i, width, length),
-                     projected.data() + from * inner + h * width, inner, to - from, length, bias, false,
+        AttendPanels(After(own.keys, i), After(own.values, i), projected.data() + from * inner + h * width, inner, to - from, length, bias, false,
                      rooms.found.data() + from * inner + h * width, inner);
     });
-    stack.Add(cross_outwards, rooms.found);
-    stack.FeedForward(feed_norm, feed_inwards, feed_outwards);
+    stack.Add(own.cross_outwards, rooms.found);
+    stack.Feed(own.feed_forward);
   }
-  if (!arguments.Good()) return Wrong("step: arguments of other shapes");
 
   float* logits = static_cast<float*>((*results.get<ffi::AnyBuffer>(0).value()).untyped_data());
   const bool in_place = count == all;  // then columns are in order
@@ -243,6 +284,11 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const int32_t* lengths = arguments.Array<int32_t>(batch);
   const float* bias = arguments.Array(heads * (2 * length - 1));
   const float* last = arguments.Array(size);
+  std::vector<EncoderLayer> stacked;
+  for (int64_t layer = 0; layer < layers; ++layer) stacked.emplace_back(arguments, size, inner, feed, activation != 0);
+  std::vector<Matrix> projections;
+  for (int64_t layer = 0; layer < memories; ++layer) projections.push_back(arguments.Weights(2 * inner, size));
+  if (!arguments.Good()) return Wrong("encode: arguments of other shapes");
 
   auto& first = rooms.examples;  // an example's first column: only real tokens are computed
   first.assign(1, 0);
@@ -255,15 +301,10 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
 
   Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
-  for (int64_t layer = 0; layer < layers; ++layer) {
-    const float* norm = arguments.Array(size);
-    const Matrix inwards = arguments.Weights(3 * inner, size), outwards = arguments.Weights(size, inner);
-    const float* feed_norm = arguments.Array(size);
-    const Matrix feed_inwards = arguments.Weights(activation ? 2 * feed : feed, size);
-    const Matrix feed_outwards = arguments.Weights(size, feed);
+  for (const EncoderLayer& layer : stacked) {
     const int64_t row = 3 * inner;
     projected.resize(count * row);
-    stack.OfNormed(norm, inwards, {projected.data(), row});
+    stack.OfNormed(layer.norm, layer.inwards, {projected.data(), row});
     team.Run(batch * heads, 1, [&](int64_t i) {
       thread_local std::vector<int32_t> packed;
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
@@ -285,13 +326,12 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
                      rooms.found.data() + (first[b] + q) * inner + h * width, inner);
       }
     });
-    stack.Add(outwards, rooms.found);
-    stack.FeedForward(feed_norm, feed_inwards, feed_outwards);
+    stack.Add(layer.outwards, rooms.found);
+    stack.Feed(layer.feed_forward);
   }
   for (int64_t layer = 0; layer < memories; ++layer) {
-    const Matrix both = arguments.Weights(2 * inner, size);
     projected.resize(count * 2 * inner);
-    stack.OfNormed(last, both, {projected.data(), 2 * inner});
+    stack.OfNormed(last, projections[layer], {projected.data(), 2 * inner});
     int32_t* keys = static_cast<int32_t*>((*results.get<ffi::AnyBuffer>(2 * layer).value()).untyped_data());
     int32_t* values = static_cast<int32_t*>((*results.get<ffi::AnyBuffer>(2 * layer + 1).value()).untyped_data());
     team.Run(batch * heads, 1, [&](int64_t i) {
@@ -301,7 +341,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
       PackValues(at + inner, 2 * inner, real, memory, width, values + i * memory * width / 2);
     });
   }
-  return arguments.Good() ? ffi::Error::Success() : Wrong("encode: arguments of other shapes");
+  return ffi::Error::Success();
 }
 
 }  // namespace
