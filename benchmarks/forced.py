@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.decoding import Carry, Decoded, Pipelined, Query, Sequential, Stretch
+from pipejax.decoding import Carry, Decoded, Pipelined, Query, Sequential, SourceIds, Stretch
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend
@@ -50,7 +50,7 @@ class Forced:
         """The state before the first step."""
         return State(self.inner.init(lengths.shape[0]), lengths)
 
-    def init(self, batch: int) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> State:
         """Empty rows; see `start`."""
         return self.start(jnp.zeros((batch, self.rows), jnp.int32))
 
@@ -73,6 +73,9 @@ class Forced:
         forced = jnp.where(position >= state.lengths, self.inner.eos, other)
         return State(self.inner.advance(state.inner, forced), state.lengths)
 
+    def kept(self, state: State) -> None:
+        """All."""
+
     def done(self, state: State) -> Array:
         """That of the inner strategy."""
         return self.inner.done(state.inner)
@@ -80,6 +83,10 @@ class Forced:
     def result(self, state: State) -> Decoded:
         """That of the inner strategy."""
         return self.inner.result(state.inner)
+
+    def calls(self, decoded: Decoded) -> np.ndarray:
+        """That of the inner strategy."""
+        return self.inner.calls(decoded)
 
     def wanted(self, rows: Sequence[int]) -> list[int]:
         """The lengths [S] of one example whose answer has these rows."""

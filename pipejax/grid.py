@@ -83,6 +83,22 @@ def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_ma
     return min(max(steps), time_max)
 
 
+def pipelined_calls(lengths: Sequence[int], *, delay: int, steps: int) -> int:
+    """Of the time-steps of a decode those in which a row was open, so that the decoder was asked.
+
+    Args:
+      lengths: of all rows that started, in tokens, and perhaps zeros after them.
+      delay: Δt.
+      steps: that the decode took.
+    """
+    asked: set[int] = set()
+    for i, length in enumerate(lengths):
+        if (begun := int(start(i, delay))) >= steps:
+            break
+        asked.update(range(begun, min(begun + int(length) + 1, int(steps))))
+    return len(asked)
+
+
 def sequential_steps(lengths: Sequence[int], *, separator: int = 1) -> int:
     """Tokens that a sequential decoder generates for the same rows, the eos included.
 

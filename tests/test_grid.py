@@ -124,3 +124,20 @@ def test_steps_equal_algorithm_1_on_scripted_rows():
         )
         found = grid.pipelined_steps([len(r) for r in rows], delay=delay, sub_max=sub_max, time_max=time_max)
         assert found == run.steps
+
+
+@pytest.mark.parametrize("stop", ["empty_row", "literal"])
+def test_calls_are_those_of_algorithm_1(stop):
+    """Time-steps without an open row need none; rows that never started do not count."""
+    rng = np.random.default_rng(2)
+    fewer = 0
+    for _ in range(300):
+        delay, sub_max, time_max = (int(rng.integers(1, n)) for n in (5, 8, 25))
+        rows = [[7] * int(rng.integers(0 if stop == "literal" else 1, 7)) for _ in range(rng.integers(0, 8))]
+        run = oracle.algorithm1(
+            oracle.scripted_next_tokens(rows), delay=delay, time_max=time_max, sub_max=sub_max, stop=stop
+        )
+        lengths = [len(row) - 1 - (row[-1] == 1) for row in run.all_rows]
+        assert grid.pipelined_calls([*lengths, 0, 0], delay=delay, steps=run.steps) == run.calls
+        fewer += run.calls < run.steps
+    assert fewer > 10 or stop == "literal"

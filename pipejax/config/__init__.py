@@ -2,6 +2,7 @@
 
 from pipejax.config.files import flat, from_json, load, override, to_json
 from pipejax.config.schema import (
+    DRAFTS,
     DTYPES,
     FEED_FORWARDS,
     FREEZES,
@@ -27,6 +28,7 @@ from pipejax.config.schema import (
 )
 
 __all__ = [
+    "DRAFTS",
     "DTYPES",
     "FEED_FORWARDS",
     "FREEZES",

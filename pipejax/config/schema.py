@@ -6,6 +6,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.fields import check_fields, setting
 
 STRATEGIES = ("pipelined", "sequential")  # of decoding; beam search is sequential with decode.beams > 1
+DRAFTS = ("none", "source", "jacobi")
 OBJECTIVES = ("pipelined", "sequential", "none")
 STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
@@ -120,6 +121,8 @@ class DecodeConfig:
     max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
     beams: int = setting(1, least=1)  # of the sequential decoder: 1 is greedy, more is beam search
     length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**this
+    draft: str = setting("none", choices=DRAFTS)  # who guesses tokens ahead, for fewer decoder calls: docs/drafting.md
+    draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
     batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
     dtype: str = setting("auto", choices=DTYPES)  # of the computation, as train.dtype
     weights: str = setting("auto", choices=WEIGHTS)  # what weights are held in; "auto": in the dtype, as trained

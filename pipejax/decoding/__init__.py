@@ -1,6 +1,7 @@
 """Decoding strategies: which queries a step asks, what they may see, what becomes of the answers. No model in here."""
 
 from pipejax.config import STRATEGIES, DecodeConfig, GridConfig
+from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
 from pipejax.decoding.core import (
     TRUNCATIONS,
@@ -9,6 +10,7 @@ from pipejax.decoding.core import (
     Model,
     Query,
     Sizes,
+    SourceIds,
     Step,
     Strategy,
     Stretch,
@@ -16,6 +18,8 @@ from pipejax.decoding.core import (
     decode,
     run,
 )
+from pipejax.decoding.drafters import Drafter
+from pipejax.decoding.drafting import Drafted
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.system.errors import UserError
@@ -26,11 +30,14 @@ __all__ = [
     "Beam",
     "Carry",
     "Decoded",
+    "Drafted",
+    "Drafter",
     "Model",
     "Pipelined",
     "Query",
     "Sequential",
     "Sizes",
+    "SourceIds",
     "Step",
     "Strategy",
     "Stretch",
@@ -42,15 +49,30 @@ __all__ = [
 ]
 
 
-def make(name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: int) -> Strategy:
+def make(
+    name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: int, drafter: Drafter | None = None
+) -> Strategy:
     """The strategy of that name with its settings; sequential with several beams is beam search.
+
+    Args:
+      name: one of STRATEGIES.
+      grid: settings of the pipelined strategy.
+      decode: settings of all others.
+      bos: what every row begins with.
+      eos: what ends it.
+      drafter: instead of the one that `decode.draft` names.
 
     Raises:
       UserError: as `check`.
     """
-    check(name, decode)
-    if name == "pipelined":
-        return Pipelined(
+    check(name, decode, drafts=drafter is not None)
+    inner: Pipelined | Sequential
+    if name == "sequential" and decode.beams > 1:
+        return Beam(decode.max_length, decode.beams, decode.length_penalty, bos=bos, eos=eos)
+    if name == "sequential":
+        inner = Sequential(max_length=decode.max_length, bos=bos, eos=eos)
+    elif name == "pipelined":
+        inner = Pipelined(
             delay=grid.delay,
             time_max=grid.time_max,
             sub_max=grid.sub_max,
@@ -58,16 +80,22 @@ def make(name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: in
             bos=bos,
             eos=eos,
         )
-    if name == "sequential" and decode.beams == 1:
-        return Sequential(max_length=decode.max_length, bos=bos, eos=eos)
-    if name == "sequential":
-        return Beam(decode.max_length, decode.beams, decode.length_penalty, bos=bos, eos=eos)
-    raise AssertionError(f"no strategy is made for {name}")
+    else:
+        raise AssertionError(f"no strategy is made for {name}")
+    if drafter is None and decode.draft != "none":
+        drafter = drafters.make(decode.draft)
+    return inner if drafter is None else Drafted(inner, drafter, decode.draft_tokens)
 
 
-def check(name: str, decode: DecodeConfig) -> None:
-    """Raises a UserError if no strategy has that name, or it has no use for the beams that are asked for."""
+def check(name: str, decode: DecodeConfig, *, drafts: bool = False) -> None:
+    """Raises a UserError if no strategy has that name, or it has no use for the beams or drafts that are asked for."""
     if name not in STRATEGIES:
         raise UserError(f"strategy: found {name!r}; expected one of {', '.join(STRATEGIES)}")
     if decode.beams > 1 and name != "sequential":
         raise UserError(f"decode.beams: found {decode.beams}; expected 1, since beam search is sequential, not {name}")
+    if decode.beams > 1 and (drafts or decode.draft != "none"):
+        found = "a drafter" if drafts else decode.draft
+        raise UserError(
+            f"decode.draft: found {found} with decode.beams = {decode.beams}; expected none, since drafts are for "
+            "greedy decoding"
+        )

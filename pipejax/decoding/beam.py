@@ -5,8 +5,9 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds
 
 
 @flax.struct.dataclass
@@ -54,7 +55,7 @@ class Beam:
         """bos once, then one a beam and step."""
         return 1 + self.beams * (self.max_length - 1)
 
-    def init(self, batch: int) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> State:
         """bos alone, in the first row."""
         tokens = jnp.zeros((batch, self.beams, self.max_length), jnp.int32)
         none, zeros = jnp.full((batch, self.beams), -jnp.inf), jnp.zeros(batch, jnp.int32)
@@ -121,6 +122,9 @@ class Beam:
             done=state.done | over,
         )
 
+    def kept(self, state: State) -> None:
+        """All."""
+
     def done(self, state: State) -> Array:
         """As found by the last step."""
         return state.done
@@ -134,3 +138,7 @@ class Beam:
             steps=state.steps,
             truncated=code.astype(jnp.int32),
         )
+
+    def calls(self, decoded: Decoded) -> np.ndarray:
+        """One a step."""
+        return np.asarray(decoded.steps)

@@ -33,8 +33,16 @@ NOWHERE = 2**30  # the row of an empty slot and of a filler query: later than ev
 
 
 @flax.struct.dataclass
+class SourceIds:
+    """A batch of sources, for strategies that read them."""
+
+    ids: Any  # i32 [B, L]
+    length: Any  # i32 [B], how many are real
+
+
+@flax.struct.dataclass
 class Query:
-    """What one step may ask: a token a row at most."""
+    """What one step may ask."""
 
     tokens: Array  # i32 [B, S]
     row: Array  # i32 [B|1, S], coordinates on the grid
@@ -66,6 +74,7 @@ class Decoded:
     lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
     steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
+    calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
 
 
 class Strategy(Protocol):
@@ -79,8 +88,8 @@ class Strategy(Protocol):
     def slots(self) -> int:
         """The most slots a decode can fill: the most queries of each step, summed over the steps."""
 
-    def init(self, batch: int) -> Any:
-        """The state before the first step."""
+    def init(self, batch: int, source: SourceIds | None = None) -> Any:
+        """The state before the first step; `source`: for strategies that read it."""
 
     def query(self, state: Any) -> tuple[Any, Query]:
         """Opens the next step: the state with any new rows, and what to ask."""
@@ -91,11 +100,17 @@ class Strategy(Protocol):
     def advance(self, state: Any, answers: Any) -> Any:
         """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
 
+    def kept(self, state: Any) -> Array | None:
+        """bool [B, S], True at queries of the last step that later ones may see; None: at all."""
+
     def done(self, state: Any) -> Array:
         """bool [B], True at finished examples."""
 
     def result(self, state: Any) -> Decoded:
         """The rows, once all are done."""
+
+    def calls(self, decoded: Decoded) -> Any:
+        """i32 [B], decoder calls that an example takes by itself, in NumPy."""
 
 
 class Model(Protocol[Cache]):
@@ -206,6 +221,10 @@ def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, sizes: Size
         answers = jax.tree.map(lambda x: x[jnp.minimum(number_of, queries - 1)], strategy.choose(logits))
         used = carry.used + carry.query.live.sum(axis=1).max()
         state = strategy.advance(carry.state, answers)
+        kept = strategy.kept(state)
+        if kept is not None:
+            filled = without(carry.query.live & ~kept, carry.query.live, filled, carry.used)
+            used = carry.used + taken(carry.query.live, kept)
         return _open_step(strategy, sizes, state, used, filled, cache)
 
     def sweep(carry: Carry) -> Carry:
@@ -230,6 +249,18 @@ def first_argmax(logits: Array) -> Array:
     logits = jax.lax.optimization_barrier(logits)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
+
+
+def taken(live: Array, kept: Array) -> Array:
+    """i32 scalar, slots of a step up to the last that is kept; those after it are free for the next step."""
+    return jnp.where(live & kept, jnp.cumsum(live, axis=1), 0).max()
+
+
+def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
+    """The coordinates, where nobody sees the rejected ones [B, S] of the live queries that were fed from `start` on."""
+    slot = jnp.where(rejected, start + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
+    example = jnp.arange(live.shape[0])[:, None]
+    return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
 
 
 def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:

@@ -4,9 +4,10 @@ import dataclasses
 
 import flax.struct
 import jax.numpy as jnp
+import numpy as np
 
 from pipejax import grid
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, first_argmax
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds, first_argmax
 
 NEVER = 2**30  # the end of a row that has not ended: later than any time
 
@@ -53,7 +54,7 @@ class Pipelined:
         first, last = int(grid.start(0, self.delay)), int(grid.start(self.rows - 1, self.delay))
         return self.rows * self.time_max - (first + last) * self.rows // 2
 
-    def init(self, batch: int) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> State:
         """An empty grid."""
         none = jnp.zeros((batch, self.rows), jnp.int32)
         return State(
@@ -125,6 +126,9 @@ class Pipelined:
         """bool [B, S], True at rows that have started and not ended, of examples that are not done."""
         return (jnp.arange(self.rows) < started[:, None]) & (end == NEVER) & ~done[:, None]
 
+    def kept(self, state: State) -> None:
+        """All."""
+
     def done(self, state: State) -> Array:
         """As found by the last step."""
         return state.done
@@ -139,10 +143,20 @@ class Pipelined:
         stop = jnp.minimum(state.end, state.steps[:, None] + 1)  # the eos, or just beyond the last token
         lengths = jnp.where(exists, jnp.maximum(stop - first, 0), 0)
         cut = (exists & (state.end == NEVER)).any(axis=1)
-        full = state.started == self.sub_max
+        truncated = self.truncated(cut, state.empty_seen, state.started)
+        return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated)
+
+    def truncated(self, cut: Array, empty_seen: Array, started: Array) -> Array:
+        """Codes i32 [B], from whether a row was open at the end, whether one was empty, and how many had started."""
+        full = started == self.sub_max
         code = {name: i for i, name in enumerate(TRUNCATIONS)}
         otherwise = code[None] if self.literal else code["time_max"]
-        truncated = jnp.where(
-            cut, code["time_max"], jnp.where(state.empty_seen, code[None], jnp.where(full, code["sub_max"], otherwise))
+        found = jnp.where(
+            cut, code["time_max"], jnp.where(empty_seen, code[None], jnp.where(full, code["sub_max"], otherwise))
         )
-        return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated.astype(jnp.int32))
+        return found.astype(jnp.int32)
+
+    def calls(self, decoded: Decoded) -> np.ndarray:
+        """One a step in which a row was open."""
+        pairs = zip(np.asarray(decoded.lengths), np.asarray(decoded.steps), strict=True)
+        return np.asarray([grid.pipelined_calls(lengths, delay=self.delay, steps=steps) for lengths, steps in pairs])

@@ -4,8 +4,9 @@ import dataclasses
 
 import flax.struct
 import jax.numpy as jnp
+import numpy as np
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, first_argmax
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds, first_argmax
 
 
 @flax.struct.dataclass
@@ -37,7 +38,7 @@ class Sequential:
         """One a step."""
         return self.max_length
 
-    def init(self, batch: int) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> State:
         """bos alone."""
         first = jnp.full(batch, self.bos, jnp.int32)
         tokens = jnp.zeros((batch, self.max_length + 1), jnp.int32).at[:, 0].set(first)
@@ -64,6 +65,9 @@ class Sequential:
             ended=state.ended | (going & (found == self.eos)),
         )
 
+    def kept(self, state: State) -> None:
+        """All."""
+
     def done(self, state: State) -> Array:
         """eos, or no room left."""
         return state.ended | (state.length >= self.max_length)
@@ -77,3 +81,7 @@ class Sequential:
             steps=state.length,
             truncated=code.astype(jnp.int32),
         )
+
+    def calls(self, decoded: Decoded) -> np.ndarray:
+        """One a step."""
+        return np.asarray(decoded.steps)

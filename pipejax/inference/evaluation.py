@@ -212,6 +212,6 @@ def _predictions(examples: Sequence[Example], records: Sequence[Record]) -> str:
     lines = []
     for example, record in zip(examples, records, strict=True):
         line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
-        more = {key: record[key] for key in ("text", "row_ids", "steps", "truncated")}
+        more = {key: record[key] for key in ("text", "row_ids", "steps", "calls", "truncated")}
         lines.append(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
     return "".join(lines)

@@ -15,7 +15,7 @@ from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import TRUNCATIONS, Strategy
+from pipejax.decoding import TRUNCATIONS, Drafted, Drafter, Strategy
 from pipejax.inference import backends, programs, sources
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
@@ -33,7 +33,8 @@ class Record(TypedDict):
     text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
     rows: list[str] | None
     row_ids: list[list[int]]  # token ids
-    steps: int  # of the decoder
+    steps: int  # of Algorithm 1
+    calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
     truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
     seconds: NotRequired[float]  # by `evaluation`, at batch size 1
 
@@ -85,11 +86,18 @@ class Generator:
         *,
         strategy: str | None = None,
         batch_size: int | None = None,
+        drafter: Drafter | None = None,
     ) -> list[Record]:
         """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
-        Records are `{"id", "text", "rows", "row_ids", "steps", "truncated"}`; the id is the position, unless one is
-        given. docs/decoding.md says what each field holds.
+        Records are `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated"}`; the id is the position, unless
+        one is given. docs/decoding.md says what each field holds.
+
+        Args:
+          given: the sources.
+          strategy: None: `default_strategy`.
+          batch_size: on each device; None: `decode.batch_size`.
+          drafter: one of your own instead of `decode.draft` (docs/drafting.md).
 
         Raises:
           UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.
@@ -98,7 +106,7 @@ class Generator:
             raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
         checked = [self.source(value, f"source {i}", i) for i, value in enumerate(given)]
         size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
-        return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report()))
+        return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report(), drafter=drafter))
 
     def warm_up(
         self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None
@@ -136,13 +144,14 @@ class Generator:
         report: Report,
         window: int = WINDOW,
         tick: Callable[[int], None] = lambda count: None,
+        drafter: Drafter | None = None,
     ) -> Iterator[Record]:
         """Yields records in input order, reading `window` batches of checked sources ahead.
 
         Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
         """
         name = strategy or self.default_strategy
-        chosen = self.make_strategy(name)
+        chosen = self.make_strategy(name, drafter)
         devices, wanted = self.programs.devices, batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
@@ -160,7 +169,8 @@ class Generator:
                 for b, i in enumerate(part):
                     rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]
                     truncated = TRUNCATIONS[int(found.truncated[b])]
-                    records[i] = self._record(chunk[i].id, name, rows, int(found.steps[b]), truncated)
+                    counts = int(found.steps[b]), int(found.calls[b])
+                    records[i] = self._record(chunk[i].id, name, rows, counts, truncated)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
                     self._count(records[i], name, report)
@@ -172,10 +182,11 @@ class Generator:
         on_cpu = self.programs.devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
-    def make_strategy(self, name: str) -> Strategy:
-        """The strategy of that name with this config's settings."""
+    def make_strategy(self, name: str, drafter: Drafter | None = None) -> Strategy:
+        """The strategy of that name with this config's settings; `drafter`: instead of the config's."""
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
-        return decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos)
+        made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
+        return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
 
     def _encode(self, source: Source, report: Report) -> Sequence[int]:
         given = source.content
@@ -189,7 +200,7 @@ class Generator:
         return cut
 
     def _record(
-        self, name: str | int, strategy: str, row_ids: list[list[int]], steps: int, truncated: str | None
+        self, name: str | int, strategy: str, row_ids: list[list[int]], counts: tuple[int, int], truncated: str | None
     ) -> Record:
         separator = self.config.data.separator
         text: str | None = None
@@ -204,11 +215,20 @@ class Generator:
             text = separator.join(rows)
             if strategy == "sequential":
                 rows = split_rows(text, separator)
-        return {"id": name, "text": text, "rows": rows, "row_ids": row_ids, "steps": steps, "truncated": truncated}
+        return {
+            "id": name,
+            "text": text,
+            "rows": rows,
+            "row_ids": row_ids,
+            "steps": counts[0],
+            "calls": counts[1],
+            "truncated": truncated,
+        }
 
     def _count(self, record: Record, strategy: str, report: Report) -> None:
         report.examples += 1
         report.steps += record["steps"]
+        report.calls += record["calls"]
         if record["truncated"]:
             report.truncated[record["truncated"]] += 1
         if report.other_steps is None:

@@ -3,6 +3,7 @@
 Shapes: B batch, L source length (a bucket), E devices.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
-from pipejax.decoding import Carry, Decoded, Sizes, Strategy, Stretch
+from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.report import Report
 from pipejax.inference.weights import Layer, Weights
@@ -92,9 +93,19 @@ def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
+    if isinstance(strategy, Drafted):
+        return Sizes.fit(strategy, batch, queries=strategy.queries, slots=SLOTS)
     if (platform or jax.default_backend()) == "cpu":
         return Sizes.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
     return Sizes.fit(strategy, batch, slots=SLOTS[1:])
+
+
+def for_drafts(strategy: Drafted, platform: str) -> Drafted:
+    """The strategy with the sizes of calls that it may choose from there, and what a call costs in any case."""
+    if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
+        return dataclasses.replace(strategy, queries=(64, 256), fixed=256.0)
+    one_row = (1, 2, 4) if strategy.grid.rows == 1 else ()
+    return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=3.0)
 
 
 def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA) -> Memory:
@@ -116,14 +127,27 @@ def decode_batch(
     weights: Weights,
     memory: Memory,
     carry: Carry | None,
+    source: SourceIds | None = None,
     *,
     sizes: Sizes,
     slots: int,
     backend: Backend = XLA,
 ) -> Stretch:
-    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static."""
+    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
+
+    Args:
+      model: the T5.
+      strategy: decides what is fed.
+      weights: those of `Ready.decoding`.
+      memory: of the encoded sources.
+      carry: what the stretch before left.
+      source: for a strategy that drafts.
+      sizes: that the decode goes through.
+      slots: of the cache in this stretch.
+      backend: computes the decoder's products.
+    """
     decoder = backend.decoder(model, weights, memory)
-    carry = carry or decoding.begin(strategy, decoder, strategy.init(memory.mask.shape[0]), sizes)
+    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots)
 
 
@@ -179,7 +203,7 @@ class Programs:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
         Returns:
-          NumPy arrays [E * B, ...]; what lies beyond the sources is filled up with copies of the last one.
+          NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
         """
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
@@ -189,14 +213,19 @@ class Programs:
         ready = self._on(across)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
+        read: tuple[SourceIds, ...] = ()
+        if isinstance(strategy, Drafted):
+            more = ((0, 0), (0, 0), (0, shape[2] - source.shape[2]))
+            read = (SourceIds(np.pad(source, more), lengths),)
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
-            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry), shape, report)
+            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry, *read), shape, report)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
+        decoded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
+        return decoded if decoded.calls is not None else dataclasses.replace(decoded, calls=strategy.calls(decoded))
 
     def warm_up(self, strategy: Strategy, *, batch_size: int, length: int, report: Report) -> None:
         """Compiles all that batches of that size may need with sources that pad to that length."""
@@ -205,8 +234,11 @@ class Programs:
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
         carry = None
+        read: tuple[SourceIds, ...] = ()
+        if isinstance(strategy, Drafted):
+            read = (SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths),)
         for slots in schedule(strategy, batch_size).slots:
-            arguments = ready.decoding, memory, carry
+            arguments = ready.decoding, memory, carry, *read
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
     def _on(self, across: int) -> Ready:

@@ -206,12 +206,13 @@ class Unfinished:
 
 
 def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """What the records depend on; batches are no part of it."""
+    """What the records depend on; batches and drafts are no part of it."""
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))
         digest.update(json.dumps([source.id, content]).encode())
-    decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key != "batch_size"}
+    speed = ("batch_size", "draft", "draft_tokens")
+    decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
     decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
     return {
         "input": digest.hexdigest(),

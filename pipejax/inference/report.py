@@ -15,6 +15,7 @@ class Report:
     compile_seconds: float = 0.0
     shapes: int = 0  # compiled
     steps: int = 0
+    calls: int = 0  # of the decoder
     other_steps: int | None = 0  # ideal steps of the other strategy for the same rows, unbounded; None: unknown rows
     cut_sources: int = 0
     truncated: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -29,6 +30,7 @@ class Report:
             compile_seconds=max(part.compile_seconds for part in parts),
             shapes=max(part.shapes for part in parts),
             steps=sum(part.steps for part in parts),
+            calls=sum(part.calls for part in parts),
             other_steps=None if None in others else sum(n for n in others if n),
             cut_sources=sum(part.cut_sources for part in parts),
             truncated=sum((Counter(part.truncated) for part in parts), Counter()),
@@ -41,6 +43,7 @@ class Report:
         sequential, pipelined = (own, other) if strategy == "sequential" else (other, own)
         return {
             "steps": own,
+            "calls": self.calls / count,
             "sequential_steps": sequential,
             "pipelined_steps": pipelined,
             "step_ratio": sequential / pipelined if sequential and pipelined else None,
@@ -58,10 +61,11 @@ class Report:
             f"; ideal step ratio sequential/pipelined {s['step_ratio']:.2f} "
             f"({s['sequential_steps']:.1f} / {s['pipelined_steps']:.1f})"
         )
+        calls = f", {s['calls']:.1f} decoder calls" if self.calls != self.steps else ""
         cuts = ", ".join(f"{n} by {name}" for name, n in s["truncated"].items()) or "none"
         return [
             f"{self.examples} examples, {s['examples_per_second'] or 0:.2f} examples/s (compilation left out: "
             f"{self.compile_seconds:.1f} s for {self.shapes} shapes)",
-            f"{s['steps']:.1f} steps on average{ratio or ''}",
+            f"{s['steps']:.1f} steps on average{ratio or ''}{calls}",
             f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}",
         ]

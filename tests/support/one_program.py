@@ -8,7 +8,7 @@ import jax
 
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.decoding import Decoded, Sizes, Strategy
+from pipejax.decoding import Decoded, Drafted, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import decode_batch, encode_batch, prepare, schedule
 from pipejax.model.t5 import T5
@@ -30,7 +30,10 @@ def compiled(
     def whole(params: Any, source: jax.Array, length: jax.Array) -> Decoded:
         weights, memory = encode(params, source, length)
         chosen = sizes or schedule(strategy, len(length))
-        found = decoding.run(lambda slots, carry: decode(weights, memory, carry, sizes=chosen, slots=slots), chosen)
+        read = (SourceIds(source, length),) if isinstance(strategy, Drafted) else ()
+        found = decoding.run(
+            lambda slots, carry: decode(weights, memory, carry, *read, sizes=chosen, slots=slots), chosen
+        )
         return found.decoded
 
     return whole

@@ -1,0 +1,135 @@
+"""A perfect model: decoding that costs nothing and writes given rows, to count decoder calls."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax import decoding
+from pipejax.decoding import Carry, Decoded, Drafted, Query, Sizes, SourceIds, Step, Stretch
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class State:
+    """That of the drafting strategy, and what the model is to say."""
+
+    inner: Any
+    script: Array  # i32 [B, R, W], tokens of each row; an eos after the last
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+    """Drafted decoding in which the model's answers are those of the script, whatever it is asked."""
+
+    inner: Drafted
+
+    @property
+    def rows(self) -> int:
+        """As many as the inner strategy has."""
+        return self.inner.rows
+
+    @property
+    def slots(self) -> int:
+        """As many as the inner strategy has."""
+        return self.inner.slots
+
+    def begun(self, source: SourceIds, script: Array) -> State:
+        """The state before the first call."""
+        return State(self.inner.init(len(script), source), script)
+
+    def init(self, batch: int, source: SourceIds | None = None) -> State:
+        """Not without a script; see `begun`."""
+        raise NotImplementedError
+
+    def query(self, state: State) -> tuple[State, Query]:
+        """That of the inner strategy."""
+        inner, query = self.inner.query(state.inner)
+        return State(inner, state.script), query
+
+    def choose(self, logits: Array) -> Array:
+        """Whatever comes: `advance` knows better."""
+        return self.inner.choose(logits)
+
+    def advance(self, state: State, answers: Array) -> State:
+        """Puts what the script says in place of the answers."""
+        columns = jnp.arange(self.inner.width)
+        place = state.inner.length[:, None] + columns[:, None]  # [B, 1 + D, R]
+        place = jnp.minimum(place, state.script.shape[2] - 1).swapaxes(1, 2)
+        says = jnp.take_along_axis(state.script, place, axis=2).swapaxes(1, 2)
+        return State(self.inner.advance(state.inner, says.reshape(answers.shape)), state.script)
+
+    def kept(self, state: State) -> Array:
+        """That of the inner strategy."""
+        return self.inner.kept(state.inner)
+
+    def done(self, state: State) -> Array:
+        """That of the inner strategy."""
+        return self.inner.done(state.inner)
+
+    def result(self, state: State) -> Decoded:
+        """That of the inner strategy."""
+        return self.inner.result(state.inner)
+
+    def calls(self, decoded: Decoded) -> Any:
+        """That of the inner strategy."""
+        return self.inner.calls(decoded)
+
+
+class NoModel:
+    """Computes nothing."""
+
+    def cache(self, slots: int, old: Array | None) -> Array:
+        """Nothing."""
+        return jnp.zeros(0)
+
+    def __call__(self, step: Step, cache: Array) -> tuple[Array, Array]:
+        """Zeros."""
+        return jnp.zeros((2, len(step.tokens))), cache
+
+
+def decode(
+    strategy: Drafted,
+    sources: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    *,
+    length: int = 1,
+    width: int = 1,
+) -> Decoded:
+    """What the strategy makes of a batch of sources if the model answers with these rows.
+
+    Args:
+      strategy: with its drafter.
+      sources: ids of each.
+      answers: rows of ids of each, without eos.
+      length: of the padded sources, at least.
+      width: of the padded rows with their eos, at least.
+    """
+    longest = max(length, *map(len, sources))
+    ids = np.asarray([[*s, *[0] * (longest - len(s))] for s in sources], np.int32)
+    width = max(width, *(len(row) + 1 for rows in answers for row in [*rows, []]))
+    script = np.full((len(sources), strategy.grid.rows, width), strategy.grid.eos, np.int32)
+    for b, rows in enumerate(answers):
+        for i, row in enumerate(rows[: strategy.grid.rows]):
+            script[b, i, : len(row)] = row
+    real = np.asarray(list(map(len, sources)), np.int32)
+    found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, real), script))
+    return found
+
+
+@partial(jax.jit, static_argnums=0)
+def _decoded(strategy: Drafted, source: SourceIds, script: Array) -> Decoded:
+    scripted, model = Scripted(strategy), NoModel()
+    sizes = Sizes.fit(scripted, len(script))
+
+    def stretch(slots: int, carry: Carry | None) -> Stretch:
+        begun = carry or decoding.begin(scripted, model, scripted.begun(source, script), sizes)
+        return decoding.decode(scripted, model, begun, sizes=sizes, slots=slots)
+
+    return stretch(sizes.slots[-1], None).decoded

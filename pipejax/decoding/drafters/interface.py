@@ -1,0 +1,43 @@
+"""What a drafter is asked, and what it answers. It never sees the model.
+
+Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens.
+"""
+
+from typing import Any, Protocol
+
+import flax.struct
+
+from pipejax.decoding.core import Array, SourceIds
+
+
+@flax.struct.dataclass
+class Written:
+    """What is there when drafts are asked for."""
+
+    tokens: Array  # i32 [B, R, T], of each row, without bos and with the eos of an ended one; 0 beyond `length`
+    length: Array  # i32 [B, R], how many
+    guesses: Array  # i32 [B, R, D], the model's answers at places after `length`, of the call before this one
+    guessed: Array  # i32 [B, R], how many; they rest on tokens that proved wrong, or whose rows above were not known
+
+
+@flax.struct.dataclass
+class Draft:
+    """How each row may go on. What is drafted for rows that have ended or cannot begin is ignored."""
+
+    tokens: Array  # i32 [B, R, D]; an eos is a guess as well, and ends the draft
+    count: Array  # i32 [B, R], how many count
+    trust: Array  # i32 [B, R], index into `odds`
+
+
+class Drafter(Protocol):
+    """Guesses how rows go on. A frozen dataclass, static under jit; its state is a pytree of fixed shapes."""
+
+    @property
+    def odds(self) -> tuple[float, ...]:
+        """By degree of trust: how often a drafted token may be right. It only says where learning this begins."""
+
+    def init(self, source: SourceIds, rows: int) -> Any:
+        """The state before the first call."""
+
+    def propose(self, state: Any, written: Written, most: int) -> tuple[Any, Draft]:
+        """Drafts of D = `most` tokens at the most for every row; traced."""

@@ -1,0 +1,327 @@
+"""Greedy decoding in fewer decoder calls: a drafter guesses how rows go on, and one call verifies the guesses of all.
+
+In a call each open row feeds its newest token and the tokens drafted after it. A drafted token is right if it is what
+the model answers to the token before it. By `grid.visible` an answer at time t depends on the row's own tokens up to t
+and on those of the rows above it on the page, the lower numbers, up to t. So it counts only if all of these were fed
+and right, in this call or before: what is accepted is what greedy decoding writes, token for token. A token that was
+fed and does not count is taken out of the cache.
+
+A row begins once the rows before it are written up to its start. With drafts that reach so far it is asked in the same
+call already, and begins if they turn out right.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds, first_argmax, taken
+from pipejax.decoding.drafters.interface import Drafter, Written
+from pipejax.decoding.pipelined import NEVER, Pipelined
+from pipejax.decoding.sequential import Sequential
+from pipejax.grid import start
+
+MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
+PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tokens
+
+
+@flax.struct.dataclass
+class State:
+    """What is written, and what was asked last."""
+
+    tokens: Array  # i32 [B, R, T], of each row, eos included
+    length: Array  # i32 [B, R], how many
+    ended: Array  # bool [B, R], by eos
+    retired: Array  # bool [B, R], that eos was fed
+    started: Array  # i32 [B], number of rows that have started
+    done: Array  # bool [B]
+    calls: Array  # i32 [B], decoder calls in which the example asked
+    step: Array  # i32 scalar, decoder calls of the batch
+    used: Array  # i32 scalar, slots that are taken
+    fed: Array  # i32 [B, 1 + D, R], the newest token of each row and its drafts
+    live: Array  # bool [B, 1 + D, R]
+    kept: Array  # bool [B, 1 + D, R], what counts of it
+    trust: Array  # i32 [B, R], the drafter's own trust in its last drafts
+    right: Array  # f32 [B, K], drafted tokens that were right, by trust; a sum that forgets
+    judged: Array  # f32 [B, K], drafted tokens that were judged
+    guesses: Array  # i32 [B, R, D], the model's answers beyond what was accepted
+    guessed: Array  # i32 [B, R], how many
+    drafter: object  # the drafter's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """What `inner` writes, in fewer calls.
+
+    Drafted tokens that are too seldom right are not worth their column of the call: `_chosen` keeps those that are. How
+    often drafts are right is learned as they are judged, for each example and each degree of trust.
+    """
+
+    inner: Pipelined | Sequential
+    drafter: Drafter
+    tokens: int = 8  # D, drafted for a row in a call, at the most
+    queries: tuple[int, ...] = ()  # the sizes of calls of a whole batch, ascending, but for the largest
+    fixed: float = 3.0  # what a call costs in any case, in columns
+
+    @cached_property
+    def grid(self) -> Pipelined:
+        """The inner strategy on a grid: a sequential answer is its only row."""
+        inner = self.inner
+        if isinstance(inner, Pipelined):
+            return inner
+        return Pipelined(delay=1, time_max=inner.max_length, sub_max=1, bos=inner.bos, eos=inner.eos)
+
+    @property
+    def width(self) -> int:
+        """D + 1, columns of a row in a call."""
+        return 1 + max(min(self.tokens, self.grid.time_max - 1), 1)
+
+    @property
+    def rows(self) -> int:
+        """The most queries of an example in one call."""
+        return self.grid.rows * self.width
+
+    @property
+    def slots(self) -> int:
+        """Twice what all rows and times need; `_has_room` sees to it that rejected drafts leave enough."""
+        return 2 * self.grid.rows * self.grid.time_max
+
+    def init(self, batch: int, source: SourceIds | None = None) -> State:
+        """Nothing is written. The drafter reads the source."""
+        assert source is not None, "drafters read the source"
+        rows, times, width = self.grid.rows, self.grid.time_max, self.width
+        none, asked = jnp.zeros((batch, rows), jnp.int32), jnp.zeros((batch, width, rows), jnp.int32)
+        sums = jnp.zeros((batch, len(self.drafter.odds)))
+        return State(
+            tokens=jnp.zeros((batch, rows, times), jnp.int32),
+            length=none,
+            ended=none > 0,
+            retired=none > 0,
+            started=none[:, 0],
+            done=none[:, 0] > 0,
+            calls=none[:, 0],
+            step=jnp.int32(0),
+            used=jnp.int32(0),
+            fed=asked,
+            live=asked > 0,
+            kept=asked > 0,
+            trust=none,
+            right=sums,
+            judged=sums,
+            guesses=jnp.zeros((batch, rows, width - 1), jnp.int32),
+            guessed=none,
+            drafter=self.drafter.init(source, rows),
+        )
+
+    def query(self, state: State) -> tuple[State, Query]:
+        """The newest token of each open row with its drafts; an eos that was not fed yet; rows that may begin."""
+        rows, times, columns = jnp.arange(self.grid.rows), self.grid.time_max, jnp.arange(self.width)
+        newest = self._first + state.length
+        started = rows < state.started[:, None]
+        is_open = started & ~state.ended & (newest < times) & ~state.done[:, None]
+        begins = ~started & ~(self._closed(state) | state.done)[:, None]
+        drafter, draft = self.drafter.propose(
+            state.drafter,
+            Written(state.tokens, state.length, state.guesses, state.guessed),
+            self.width - 1,
+        )
+        before_eos = _before(draft.tokens == self.grid.eos)
+        count = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)
+        count = jnp.where((is_open | begins) & self._has_room(state), jnp.maximum(count, 0), 0)
+
+        def reached(count: Array) -> tuple[Array, Array]:
+            """The rows that are asked if so much is drafted, and how much of it can count."""
+            # An ended row holds nobody up, none follows an empty one.
+            far = jnp.where(before_eos < count, jnp.where(state.length + before_eos == 0, -1, NEVER), newest + count)
+            limit = _below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
+            asks = is_open | (begins & (limit >= newest))
+            return asks, jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
+
+        def unfed(asks: Array) -> Array:
+            """Ended rows whose eos a row after them may see now."""
+            highest = jnp.where(asks, rows, -1).max(axis=1)
+            return state.ended & ~state.retired & (rows < highest[:, None])
+
+        certain, _ = reached(jnp.zeros_like(count))
+        needed = (certain | unfed(certain)).sum()
+        asks, count = reached(count)
+        # A row that is asked only because of drafts hangs on one more of them.
+        asks, count = reached(self._chosen(count, self._odds(state, draft.trust), ~certain, needed))
+        feeds_eos = unfed(asks)
+
+        at_end = jnp.maximum(state.length - 1, 0)[:, :, None]
+        last = jnp.take_along_axis(state.tokens, at_end, axis=2)[:, :, 0]
+        last = jnp.where(state.length == 0, self.grid.bos, last)
+        fed = jnp.concatenate([last[:, None], draft.tokens.swapaxes(1, 2)], axis=1)
+        live = (asks[:, None] & (columns[:, None] <= count[:, None])) | (feeds_eos[:, None] & (columns == 0)[:, None])
+        state = dataclasses.replace(
+            state,
+            retired=state.retired | feeds_eos,
+            calls=state.calls + ~state.done,
+            fed=fed,
+            live=live,
+            trust=draft.trust,
+            drafter=drafter,
+        )
+        time = newest[:, None] + columns[:, None]
+        row = jnp.broadcast_to(rows, (1, self.width, self.grid.rows))
+        return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
+
+    def choose(self, logits: Array) -> Array:
+        """Greedily: i32 [N]."""
+        return first_argmax(logits)
+
+    def advance(self, state: State, answers: Array) -> State:
+        """Accepts what counts of the answers."""
+        eos, rows, columns = self.grid.eos, jnp.arange(self.grid.rows), jnp.arange(self.width)
+        answers, live = answers.reshape(state.live.shape), state.live
+        newest, started = self._first + state.length, rows < state.started[:, None]
+        asks = live[:, 0] & ~state.ended
+        drafts = state.fed[:, 1:]
+        right = jnp.cumprod(live[:, 1:] & (drafts == answers[:, :-1]), axis=1) > 0
+        run = right.sum(axis=1)
+        # How far a row's tokens are fed and right. An ended row whose eos is among them holds nobody up.
+        far = jnp.where((right & (drafts == eos)).any(axis=1), NEVER, newest + run)
+        far = jnp.where(asks, far, jnp.where(started, NEVER, -1))
+        limit = _below(jax.lax.cummin, far, NEVER)
+        gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit - newest) + 1, 0), 0)
+        ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
+        ends = ends_here.any(axis=1)
+        gain = jnp.where(ends, ends_here.argmax(axis=1) + 1, gain)
+
+        ended, length = state.ended | ends, state.length + gain
+        begins = started | ((gain > 0) & self._may_begin(ended, length))
+        gain, ends = jnp.where(begins, gain, 0), ends & begins
+        ended, length = state.ended | ends, state.length + gain
+        counts = jnp.where(begins & asks, jnp.minimum(run, limit - newest), -1)  # the last column that does
+        kept = live & ((columns[:, None] <= counts[:, None]) | state.ended[:, None])
+        place = jnp.arange(self.grid.time_max) - state.length[:, :, None]
+        found = jnp.take_along_axis(answers.swapaxes(1, 2), jnp.clip(place, 0, self.width - 1), axis=2)
+        fresh = (place >= 0) & (place < gain[:, :, None])
+        beyond = jnp.clip(gain[:, :, None] + jnp.arange(self.width - 1), 0, self.width - 1)
+        state = dataclasses.replace(
+            state,
+            tokens=jnp.where(fresh, found, state.tokens),
+            length=length,
+            ended=ended,
+            retired=state.retired | (ends & (counts >= gain)),
+            started=state.started + (begins & ~started).sum(axis=1),
+            step=state.step + 1,
+            kept=kept,
+            used=state.used + taken(_flat(live), _flat(kept)),
+            guesses=jnp.take_along_axis(answers.swapaxes(1, 2), beyond, axis=2),
+            guessed=jnp.where(asks, jnp.maximum(live.sum(axis=1) - gain, 0), 0),
+            **self._learned(state, live.sum(axis=1) - 1, run, counts),
+        )
+        finished = ended | (self._first + length >= self.grid.time_max)
+        over = (finished | (rows >= state.started[:, None])).all(axis=1) & self._closed(state)
+        return dataclasses.replace(state, done=state.done | over)
+
+    def kept(self, state: State) -> Array:
+        """What the last call fed and is right."""
+        return _flat(state.kept)
+
+    def done(self, state: State) -> Array:
+        """As found by the last call."""
+        return state.done
+
+    def result(self, state: State) -> Decoded:
+        """The rows, and the steps that Algorithm 1 would have taken for them."""
+        started = jnp.arange(self.grid.rows) < state.started[:, None]
+        empty_seen = self._is_empty(state.ended, state.length).any(axis=1)
+        cut = (started & ~state.ended).any(axis=1)
+        over = ~cut & (self.grid.literal | empty_seen | (state.started == self.grid.sub_max))
+        last = jnp.where(started, self._first + state.length, 0).max(axis=1)
+        truncated = self.grid.truncated(cut, empty_seen, state.started)
+        if isinstance(self.inner, Sequential):
+            truncated = jnp.where(cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
+        return Decoded(
+            tokens=state.tokens,
+            lengths=state.length - state.ended,
+            steps=jnp.where(over, last, self.grid.time_max),
+            truncated=truncated,
+            calls=state.calls,
+        )
+
+    def calls(self, decoded: Decoded) -> np.ndarray:
+        """As counted."""
+        return np.asarray(decoded.calls)
+
+    @property
+    def _first(self) -> Array:
+        """i32 [R], the time of each row's bos."""
+        first: Array = start(jnp.arange(self.grid.rows), self.grid.delay)
+        return first
+
+    def _is_empty(self, ended: Array, length: Array) -> Array:
+        return ended & (length == 1)
+
+    def _may_begin(self, ended: Array, length: Array) -> Array:
+        """bool [B, R], whether Algorithm 1 starts a row once those before it are written up to its start."""
+        if not self.grid.literal:
+            return ~_below(jax.lax.cummax, self._is_empty(ended, length).astype(jnp.int32), 0).astype(bool)
+        # It stops when all rows have ended: some row before it must be open when it starts.
+        latest = _below(jax.lax.cummax, jnp.where(ended, self._first + length, NEVER), NEVER)
+        return jax.lax.cummin((latest > self._first).astype(jnp.int32), axis=1).astype(bool)
+
+    def _closed(self, state: State) -> Array:
+        """bool [B], no row starts any more."""
+        rows = jnp.arange(self.grid.rows)
+        barred = (rows == state.started[:, None]) & ~self._may_begin(state.ended, state.length)
+        return (state.started == self.grid.rows) | barred.any(axis=1)
+
+    def _has_room(self, state: State) -> Array:
+        """Whether the slots suffice for drafts now and none in any later call: there is a call a time-step at most."""
+        later = self.grid.rows * (self.grid.time_max - state.step - 1)
+        return state.used + self.rows + later <= self.slots
+
+    def _odds(self, state: State, trust: Array) -> Array:
+        """f32 [B, R], how often a token of such a draft is right if those before it are."""
+        odds = (PRIOR * jnp.asarray(self.drafter.odds) + state.right) / (PRIOR + state.judged)
+        return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
+
+    def _chosen(self, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
+        """i32 [B, R], tokens to draft of those at hand: as many as get on fastest.
+
+        A call of n columns costs `fixed` + n. It writes one token for each row, and those drafted ones that are right.
+        Of each size of call the best drafts fill what the rows leave free; the size is taken that writes most at the
+        cost of one column.
+        """
+        most = count.shape[0] * self.rows
+        sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
+        place = jnp.arange(1, self.width)
+        chances = odds[:, :, None] ** (place + hangs[:, :, None])
+        chances = jnp.where(place <= count[:, :, None], chances, 0.0).reshape(-1)
+        order = jnp.argsort(-chances)
+        right = jnp.pad(jnp.cumsum(chances[order]), (1, 0))  # of the best k, how many will be
+        free = jnp.clip(sizes - needed, 0, chances.shape[0])
+        speed = (needed + right[free]) / (self.fixed + jnp.where(sizes < needed, NEVER, sizes))
+        best = free[speed.argmax()]
+        taken_up = jnp.zeros(chances.shape, bool).at[order].set(jnp.arange(chances.shape[0]) < best)
+        return (taken_up.reshape(*count.shape, -1) & (place <= count[:, :, None])).sum(axis=2)
+
+    def _learned(self, state: State, drafted: Array, run: Array, counts: Array) -> dict[str, Array]:
+        """The sums with the last call's drafts [B, R]; of each row those up to the first that was wrong are judged."""
+        of = state.trust[:, :, None] == jnp.arange(len(self.drafter.odds))
+        right = jnp.maximum(counts, 0)
+        judged = right + ((counts == run) & (run < drafted))
+        sums = (jnp.where(of, x[:, :, None], 0).sum(axis=1) for x in (right, judged))
+        return {name: MEMORY * getattr(state, name) + x for name, x in zip(("right", "judged"), sums, strict=True)}
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(x.shape[0], -1)
+
+
+def _before(x: Array) -> Array:
+    """i32 [...], how many come before the first True of the last axis."""
+    return jnp.where(x.any(axis=-1), x.argmax(axis=-1), x.shape[-1])
+
+
+def _below(scan: Callable[..., Array], x: Array, first: int) -> Array:
+    """The running extreme [B, R] of all rows before each one; `first` at the first row."""
+    return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)

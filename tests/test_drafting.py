@@ -1,0 +1,264 @@
+"""Drafted decoding writes what greedy decoding writes, in the calls that the wavefront rule says."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import drafts as experiment
+from experiments import scripted
+from pipejax import config as config_lib
+from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.data import demo
+from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, drafters, make
+from pipejax.decoding.drafters import Draft, FromSource, Jacobi
+from pipejax.inference.generator import Generator
+from pipejax.inference.report import Report
+from pipejax.system.errors import UserError
+from support import oracle, wavefront
+from support.batches import padded, rows_of, sources
+from support.one_program import compiled
+from support.tiny import MODEL
+
+TINY = T5Config(
+    vocab_size=9,
+    d_model=12,
+    d_kv=4,
+    d_ff=16,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+
+
+GUESSED = 16  # tokens of a row in a table of guesses
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Guesses from a table, which is the source: of row i with j tokens `table[i][j:]`."""
+
+    odds: tuple[float, ...] = (0.9,)
+
+    def init(self, source, rows):
+        """The table."""
+        return source.ids.reshape(len(source.ids), -1, GUESSED)[:, :rows]
+
+    def propose(self, table, written, most):
+        places = written.length[:, :, None] + jnp.arange(most)
+        tokens = jnp.take_along_axis(table, jnp.minimum(places, GUESSED - 1), axis=2)
+        count = jnp.clip(GUESSED - written.length, 0, most)
+        return table, Draft(tokens, count, jnp.zeros_like(count))
+
+
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max, literal, most",
+    [
+        (1, 15, 5, False, 4),
+        (2, 15, 5, True, 4),
+        (1, 14, 1, False, 4),
+        pytest.param(1, 9, 3, True, 3, marks=pytest.mark.slow),
+        pytest.param(2, 13, 6, False, 2, marks=pytest.mark.slow),
+        pytest.param(3, 10, 4, False, 5, marks=pytest.mark.slow),
+        pytest.param(3, 16, 4, True, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, most):
+    """Of a perfect model and guesses that are wrong now and then; bounds cut answers in the middle of a draft."""
+    rng = np.random.default_rng([delay, time_max, sub_max, most])
+    answers, tables = [], []
+    for _ in range(48):
+        answer = [rng.integers(2, 9, rng.integers(1, 9)).tolist() for _ in range(rng.integers(0, 7))]
+        wrong = rng.random() * 0.6
+        table = [[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, *[[]] * sub_max][:sub_max]]
+        tables.append([[token if rng.random() > wrong else 9 for token in row] for row in table])
+        answers.append(answer)
+    inner = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
+    strategy = Drafted(inner, Table(), most)
+    saved = 0
+    for answer, table in zip(answers, tables, strict=True):
+        found = scripted.decode(strategy, [[token for row in table for token in row]], [answer], width=10)
+        expected = oracle.algorithm1(
+            oracle.scripted_next_tokens(answer),
+            delay=delay,
+            time_max=time_max,
+            sub_max=sub_max,
+            stop="literal" if literal else "empty_row",
+        )
+
+        def drafts(i, length, table=table):
+            return table[i][length : length + most]
+
+        assert [row for row in rows_of(found, 0) if row] == expected.rows
+        assert found.steps[0] == expected.steps
+        assert TRUNCATIONS[found.truncated[0]] == expected.truncated
+        calls = wavefront.calls(expected.all_rows, drafts, delay=delay, time_max=time_max)
+        assert found.calls[0] == calls
+        saved += expected.calls - calls
+    assert saved > 48
+
+
+MODELS = 46  # random models a setting: more than 500 for each drafter
+# delay, time_max, sub_max, literal, batch; None: sequential, and time_max is max_length
+SETTINGS = [
+    (1, 12, 5, False, 7),
+    (1, 12, 5, True, 4),
+    (2, 15, 6, False, 5),
+    (2, 9, 4, True, 3),
+    (3, 14, 4, False, 8),
+    (3, 16, 20, True, 1),
+    (1, 6, 20, False, 3),
+    (1, 20, 2, False, 4),
+    (1, 1, 1, False, 2),
+    (None, 14, 1, False, 6),
+    (None, 30, 1, False, 1),
+]
+
+
+def strategy_of(delay, time_max, sub_max, literal):
+    if delay is None:
+        return Sequential(max_length=time_max)
+    return Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
+
+
+def assert_equal(found, expected, batch):
+    for b in range(batch):
+        assert rows_of(found, b)[: len(expected.lengths[b])] == rows_of(expected, b)
+    assert found.steps.tolist() == expected.steps.tolist()
+    assert found.truncated.tolist() == expected.truncated.tolist()
+
+
+QUICK = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi())]
+
+
+@pytest.mark.parametrize(
+    "setting, drafter",
+    [
+        pytest.param(setting, drafter, marks=() if (setting, drafter) in QUICK else pytest.mark.slow)
+        for setting in SETTINGS
+        for drafter in (FromSource(), Jacobi())
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, FromSource | Jacobi) else "-".join(map(str, x)),
+)
+def test_drafted_is_undrafted(setting, drafter):
+    *shape, batch = setting
+    plain = strategy_of(*shape)
+    drafted = Drafted(plain, drafter, 4, queries=(batch + 2,))
+    without = compiled(TINY, plain)
+    program = compiled(TINY, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,)))
+    fewer = 0
+    for seed in range(MODELS):
+        rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
+        params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
+        source, length = padded(texts)
+        expected = jax.device_get(without(params, source, length))
+        found = jax.device_get(program(params, source, length))
+        assert_equal(found, expected, batch)
+        calls = plain.calls(expected)
+        assert (found.calls <= calls).all()
+        fewer += (calls - found.calls).sum()
+    assert fewer > 0 or drafted.grid.rows > drafted.grid.time_max // 2  # where time runs out, drafts save nothing
+
+
+def test_beams_with_a_draft_are_refused():
+    beams = DecodeConfig(beams=2, draft="source")
+    with pytest.raises(UserError, match=r"^decode\.draft: found source with decode\.beams = 2; expected none"):
+        make("sequential", GridConfig(), beams, bos=0, eos=1)
+
+
+def test_names_of_drafters_are_checked():
+    assert isinstance(make("sequential", GridConfig(), DecodeConfig(draft="source"), bos=0, eos=1), Drafted)
+    with pytest.raises(UserError, match=r"decode\.draft: found 'x'; expected one of"):
+        config_lib.override(Config(), ["decode.draft=x"])
+    for name in DRAFTS[1:]:
+        assert drafters.make(name).odds
+
+
+def test_the_drafter_of_the_page():
+    """It stands in few lines, and does what the page says: of rows that begin alike it saves calls."""
+    page = (Path(__file__).parents[1] / "docs" / "drafting.md").read_text()
+    code = re.search(r"^```python\n(import dataclasses\n.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 30
+    names = {}
+    exec(compile(code, "docs/drafting.md", "exec"), names)
+    strategy = Drafted(Pipelined(delay=3, time_max=20, sub_max=4), names["AsAbove"](), 3)
+    alike, other = [[5, 6, 7, 8]] * 3, [[5, 6, 7], [8, 3, 4], [7]]
+    found = scripted.decode(strategy, [[2], [3]], [alike, other])
+    assert [rows_of(found, b)[:3] for b in range(2)] == [alike, other]
+    assert found.steps.tolist() == [11, 10]
+    assert found.calls[0] < 9 and found.calls[1] <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+def test_records_are_those_without_drafts(strategy, draft):
+    """In the product's own sizes, from sources of many lengths, on several devices; compiled ahead, too."""
+    config = Config(
+        model=MODEL,
+        grid=GridConfig(delay=2, time_max=30, sub_max=7),
+        train=TrainConfig(objective=strategy),
+        decode=DecodeConfig(max_length=40, batch_size=4),
+    )
+    params = oracle.random_params(MODEL, np.random.default_rng(5))
+    rng = np.random.default_rng(6)
+    texts = [rng.integers(2, 9, rng.integers(1, 60)).tolist() for _ in range(20)]
+    plain = Generator(config, params, None)
+    expected = plain.decode(texts)
+    drafting = dataclasses.replace(config, decode=dataclasses.replace(config.decode, draft=draft, draft_tokens=5))
+    generator = Generator(drafting, params, None, devices=jax.local_devices()[:2])
+    found = generator.decode(texts)
+    assert [{**record, "calls": 0} for record in found] == [{**record, "calls": 0} for record in expected]
+    assert all(record["calls"] <= one["calls"] for record, one in zip(found, expected, strict=True))
+    given = plain.decode(texts[:3], drafter=drafters.make(draft))
+    assert [{**record, "calls": 0} for record in given] == [{**record, "calls": 0} for record in expected[:3]]
+    one = Generator(drafting, params, None)
+    assert one.warm_up([48], batch_sizes=[1]).shapes > 1
+    report = Report()
+    sources_ = [one.source(text, "", i) for i, text in enumerate(texts) if 32 < len(text) <= 48]
+    assert list(one.stream(sources_, strategy=None, batch_size=1, report=report))
+    assert report.shapes == 0
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_the_experiment_simulates_the_wavefront(delay):
+    rng = np.random.default_rng(delay)
+    for _ in range(50):
+        source = rng.integers(2, 7, 30).tolist()
+        rows = [rng.integers(2, 7, rng.integers(1, 9)).tolist() for _ in range(rng.integers(1, 6))]
+        look = experiment.lookup(source)
+        expected = wavefront.calls(
+            [[0, *row, 1] for row in [*rows, []]],
+            lambda i, length, rows=rows, look=look: look([*rows, []][i][:length]),
+            delay=delay,
+            time_max=99,
+        )
+        found = experiment.simulated([[*row, 1] for row in [*rows, []]], look, delay=delay)
+        # With Δt = 1 no draft of a row reaches the start of one that does not begin anyway.
+        assert found == expected if delay == 1 else found >= expected
+
+
+def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, capsys):
+    """Of what can be copied whole; the product drafts no worse than the simulation."""
+    (tmp_path / "multispanqa").mkdir()
+    (tmp_path / "t5_tokenizer").symlink_to(tokenizer_files)
+    sources_ = [demo.examples("test")[i].source for i in range(3)]
+    lines = [{"source": text, "targets": [text[5:40], text[20:70]]} for text in sources_]
+    (tmp_path / "multispanqa" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setenv("PIPEJAX_DATA", str(tmp_path))
+    output = tmp_path / "calls.json"
+    assert experiment.main(["--only", "MSQA", "--json", str(output)]) == 0
+    found = json.loads(output.read_text())["MSQA test"]
+    assert "| MSQA test | 3 |" in capsys.readouterr().out
+    for name in ("sequential", "pipelined"):
+        assert found[f"{name}, product"] <= 1.05 * found[f"{name}, simulated"] < found[name]
+    monkeypatch.setenv("PIPEJAX_DATA", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"PIPEJAX_DATA: found .*absent'; expected the directory of the data sets"):
+        experiment.main([])
