@@ -1,0 +1,266 @@
+"""A request's answers: from the engine's threads into the event loop, and there into OpenAI's completion objects."""
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pipejax.inference.engine import Answer, Engine, Event, Full, Request
+from pipejax.inference.generator import Generator, Record
+from pipejax.inference.serving.asked import SEEDS, Asked
+from pipejax.inference.serving.counters import Counters
+from pipejax.inference.serving.refusals import Refused, mistake
+from pipejax.inference.serving.written import Piece, Writing
+from pipejax.system.errors import UserError, out_of_memory
+
+LEAST_LOG_PROB = -9999.0  # JSON has no infinity
+RETRY = 1  # seconds, until a queue that is full may have room
+
+
+@dataclasses.dataclass
+class Choice:
+    """One answer, as far as it is written."""
+
+    index: int
+    writing: Writing
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    offset: int = 0  # characters of the pieces
+    tokens: int = 0
+    record: Record | None = None
+    reason: str | None = None  # what ended it: "stop" or "length"
+
+
+class Completion:
+    """The answers to one request, all under way."""
+
+    def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters, *, model: str) -> None:
+        """Asks the engine for all of them, or for none.
+
+        Args:
+          asked: what is asked for.
+          generator: the engine's.
+          engine: answers.
+          counters: get its tokens and reasons.
+          model: the name of the model.
+
+        Raises:
+          Refused: the queue is full, or the engine cannot do what is asked.
+        """
+        self.asked, self._counters, self._model = asked, counters, model
+        self._eos = generator.architecture.eos_token_id
+        self._whole = generator.tokenizer is None or asked.rows  # with the record
+        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+        self._begun = time.perf_counter()
+        self._fingerprint = generator.origin.get("params_fp")
+        count = len(asked.sources) * asked.n
+        self.choices = [
+            Choice(
+                i,
+                Writing(
+                    generator.tokenizer,
+                    eos=self._eos,
+                    separator=generator.config.data.separator,
+                    stop=asked.stop,
+                    as_written=asked.rows and asked.stream,
+                ),
+            )
+            for i in range(count)
+        ]
+        self._answers: list[Answer] = []
+        try:
+            for source in asked.sources:
+                for k in range(asked.n):
+                    self._answers.append(engine.submit(_request(asked, source, k)))
+        except BaseException as error:
+            self.close()
+            raise _refusal(error) from error
+        counters.prompt_tokens.inc(asked.prompt_tokens)
+
+    async def run(self, silence: float) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
+        """Yields what was added to which choices, until all are complete; nothing after so many seconds of silence.
+
+        Raises:
+          Refused: an answer failed.
+        """
+        each = self.asked.stream or bool(self.asked.stop) or self.asked.logprobs is not None
+        inbox = _Inbox()
+        for i, answer in enumerate(self._answers):
+            pump = threading.Thread(target=self._pump, args=(i, answer, inbox, each), name="answer", daemon=True)
+            pump.start()
+        while any(choice.reason is None for choice in self.choices):
+            added: dict[int, list[Piece]] = {}
+            for i, item in await inbox.take(silence):
+                choice = self.choices[i]
+                if choice.reason is not None:
+                    continue
+                if isinstance(item, BaseException):
+                    raise _refusal(item) from item
+                pieces = added.setdefault(i, [])
+                if isinstance(item, Event):
+                    choice.tokens += item.token != self._eos
+                    pieces += choice.writing.add(*item)
+                    if choice.writing.stopped:
+                        self._answers[i].cancel()
+                        self._end(choice, "stop")
+                    continue
+                choice.record = item
+                pieces += choice.writing.end()
+                if not each:
+                    choice.tokens = sum(map(len, item["row_ids"]))
+                self._end(choice, "length" if item["truncated"] else "stop")
+            for i, pieces in added.items():
+                self.choices[i].pieces += pieces
+            yield [(self.choices[i], pieces) for i, pieces in added.items()]
+
+    def _end(self, choice: Choice, reason: str) -> None:
+        choice.reason = reason
+        self._counters.answers.labels(reason).inc()
+        self._counters.tokens.inc(choice.tokens)
+
+    def close(self, reason: str = "cancelled") -> None:
+        """Frees the places of the answers that nobody waits for any more."""
+        for choice, answer in zip(self.choices, self._answers, strict=False):
+            if choice.reason is None:
+                answer.cancel()
+                self._end(choice, reason)
+
+    def _pump(self, i: int, answer: Answer, inbox: "_Inbox", each: bool) -> None:
+        """Runs in a thread of its own, as the events of an answer block."""
+        is_first = i == 0
+        try:
+            for item in answer.events():
+                if is_first:
+                    self._counters.first.observe(time.perf_counter() - self._begun)
+                    is_first = False
+                if each or not isinstance(item, Event):
+                    inbox.put((i, item))
+                if not isinstance(item, Event):
+                    return
+            raise RuntimeError("an answer without an end")
+        except BaseException as error:
+            inbox.put((i, error))
+
+    def usage(self) -> dict[str, int]:
+        """OpenAI's counts of tokens, and how many of the prompts were cut off."""
+        written = sum(choice.tokens for choice in self.choices)
+        found = {"prompt_tokens": self.asked.prompt_tokens, "completion_tokens": written}
+        found["total_tokens"] = sum(found.values())
+        return found | ({"cut_tokens": self.asked.cut_tokens} if self.asked.cut_tokens else {})
+
+    def whole(self) -> dict[str, Any]:
+        """The completion object, once all choices are complete."""
+        choices = []
+        for choice in self.choices:
+            text = "".join(piece.text for piece in choice.pieces)
+            if choice.record is not None and not self.asked.stop:
+                text = choice.record["text"] or ""
+            choices.append(self._choice(choice, text, choice.pieces) | self._record(choice))
+        return self._object(choices) | {"usage": self.usage()}
+
+    def chunks(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[dict[str, Any]]:
+        """Completion chunks of what was added: one for each piece, and one at the end of a choice."""
+        found = []
+        for choice, pieces in added:
+            for piece in pieces:
+                more = {"finish_reason": None, "row": piece.row, "token": piece.token}
+                found.append(self._chunk([self._choice(choice, piece.text, [piece]) | more]))
+            if choice.reason is not None:
+                found.append(self._chunk([self._choice(choice, "", []) | self._record(choice)]))
+        return found
+
+    def last_chunk(self) -> dict[str, Any]:
+        """The chunk of `include_usage`."""
+        return self._object([]) | {"usage": self.usage()}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._object(choices) | ({"usage": None} if self.asked.include_usage else {})
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+            "choices": choices,
+        }
+
+    def _choice(self, choice: Choice, text: str, pieces: list[Piece]) -> dict[str, Any]:
+        found = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.reason}
+        if self.asked.logprobs is not None and pieces:
+            found["logprobs"] = self._log_probs(choice, pieces)
+        return found
+
+    def _log_probs(self, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+        tokens, values, offsets = list[str](), list[float](), list[int]()
+        for piece in pieces:
+            if piece.token is None and tokens:
+                tokens[-1] += piece.text
+            elif piece.token is not None:
+                tokens.append(piece.text)
+                values.append(max(piece.log_prob, LEAST_LOG_PROB))
+                offsets.append(choice.offset)
+            choice.offset += len(piece.text)
+        top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self.asked.logprobs else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _record(self, choice: Choice) -> dict[str, Any]:
+        if not self._whole or choice.record is None:
+            return {}
+        return {"record": {**choice.record, "id": choice.index}}
+
+
+class _Inbox:
+    """What threads put in, for one coroutine."""
+
+    def __init__(self) -> None:
+        self._loop, self._filled = asyncio.get_running_loop(), asyncio.Event()
+        self._items: deque[tuple[int, Any]] = deque()
+
+    def put(self, item: tuple[int, Any]) -> None:
+        """May be called in any thread."""
+        self._items.append(item)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody reads
+            self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def take(self, seconds: float) -> list[tuple[int, Any]]:
+        """All that is there; waits so long for something."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._filled.wait()
+        self._filled.clear()
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+
+def _request(asked: Asked, source: Any, k: int) -> Request:
+    return Request(
+        source,
+        asked.strategy,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=(asked.seed + k) % SEEDS,
+        max_tokens=asked.max_tokens,
+    )
+
+
+def _refusal(error: BaseException) -> BaseException:
+    """What a client is told of the engine's error; another error, which the server's log describes, as it is."""
+    if isinstance(error, Full):
+        message = "the queue is full; try again"
+        return Refused(429, message, code="queue_full", headers={"Retry-After": str(RETRY)})
+    if isinstance(error, UserError):
+        return Refused(400, str(error))
+    if out_of_memory(error):
+        return Refused(503, "too little memory for this request", code="out_of_memory")
+    return error
+
+
+def told(error: BaseException) -> Refused:
+    """What a client is told of any error."""
+    return error if isinstance(error, Refused) else mistake()

@@ -1,0 +1,304 @@
+"""The HTTP application: routes, keys, limits, and errors that are all JSON."""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import importlib.resources
+import json
+import logging
+import time
+import traceback
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from pipejax.config import STRATEGIES
+from pipejax.inference.engine import Engine
+from pipejax.inference.generator import Generator
+from pipejax.inference.serving import asked
+from pipejax.inference.serving.answering import Completion, told
+from pipejax.inference.serving.asked import Asked
+from pipejax.inference.serving.counters import CONTENT_TYPE, Counters
+from pipejax.inference.serving.refusals import Refused, unsuitable
+from pipejax.system.extras import extra
+
+with extra("serve", "pipejax serve"):
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
+DISCARDED = 16  # times the largest body, that is read and thrown away so that the client gets to read the refusal
+GONE = 499  # nobody sees it but the counters
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a request may take."""
+
+    body: int  # bytes
+    seconds: float  # until its last byte
+    answers: int  # of one request
+
+
+class Service:
+    """What all requests share."""
+
+    def __init__(
+        self, generator: Generator, engine: Engine, *, name: str, limits: Limits, keys: Sequence[str] = ()
+    ) -> None:
+        """Ready to answer.
+
+        Args:
+          generator: the engine's.
+          engine: answers.
+          name: of the model.
+          limits: of a request.
+          keys: one of which a client must know; none: nobody is asked.
+        """
+        self.generator, self.engine, self.name, self.limits = generator, engine, name, limits
+        self.keys = [key.encode() for key in keys]
+        self.counters = Counters()
+        self.active = 0  # requests for completions
+        self.draining = False
+        self.started = int(time.time())
+        watch = self.counters.watch
+        watch("active_requests", "Requests for completions that are under way", lambda: self.active)
+        watch("places", "Answers that can be written at once", lambda: engine.places)
+        watch("places_in_use", "Answers that are being written", lambda: engine.in_use)
+        watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
+        watch("draining", "1 once the server has been told to end", lambda: self.draining)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/completions."""
+        begun, status = time.perf_counter(), 200
+        self.active += 1
+        try:
+            if self.draining:
+                raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
+            body = await _body(Request(scope, receive), self.limits)
+            wanted = await asyncio.to_thread(self._read, body)
+            completion = Completion(wanted, self.generator, self.engine, self.counters, model=self.name)
+            try:
+                answer = _stream if wanted.stream else _whole
+                await answer(completion, scope, receive, send, ends=begun + self.limits.seconds)
+            finally:
+                completion.close()
+        except ClientDisconnect:
+            status = GONE
+        except Exception as error:
+            status = told(error).status
+            await refusal(error)(scope, receive, send)
+        finally:
+            self.active -= 1
+            self.counters.requests.labels(str(status)).inc()
+            self.counters.seconds.observe(time.perf_counter() - begun)
+
+    def _read(self, body: bytes) -> Asked:
+        return asked.read(asked.parse(body), self.generator, model=self.name, most=self.limits.answers)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models and /v1/models/NAME."""
+        config = self.generator.config
+        found = {
+            "id": self.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "pipejax",
+            "strategies": list(STRATEGIES),
+            "default_strategy": self.generator.default_strategy,
+            "delay": config.grid.delay,
+            "max_prompt_tokens": config.data.max_source,
+        }
+        name = request.path_params.get("name")
+        if name is None:
+            return _json({"object": "list", "data": [found]})
+        if name != self.name:
+            raise unsuitable("model", name, repr(self.name), status=404, code="model_not_found")
+        return _json(found)
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: whether to send requests here."""
+        return _json({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(self.counters.text(), media_type=CONTENT_TYPE)
+
+
+def make(service: Service) -> Starlette:
+    """The application: a service behind its routes, with errors as JSON."""
+    page = importlib.resources.files("pipejax.inference.serving").joinpath("page.html").read_bytes()
+    headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+
+    async def show(request: Request) -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            found = f"{request.method} {request.url.path}"
+            said = f"found {found[:80]}; expected one of {', '.join(ROUTES)}"
+            error = Refused(error.status_code, said, headers=error.headers)
+        return refusal(error)
+
+    routes = [
+        Route("/", show),
+        Route("/v1/completions", service, methods=["POST"]),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.models),
+        Route("/health", service.health),
+        Route("/metrics", service.metrics),
+    ]
+    handlers = {HTTPException: refuse, Refused: refuse, Exception: refuse}
+    return Starlette(routes=routes, middleware=[Middleware(_Door, keys=service.keys)], exception_handlers=handlers)
+
+
+ROUTES = ("POST /v1/completions", "GET /v1/models", "GET /health", "GET /metrics", "GET /")
+
+
+class _Door:
+    """Lets nobody without a key to what begins with /v1/, if there are keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"].startswith("/v1/") and self._keys:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            kind, _, key = given.partition(b" ")
+            known = [hmac.compare_digest(key.strip(), other) for other in self._keys]
+            if kind.lower() != b"bearer" or not any(known):
+                found = "another key" if given else "no key"
+                message = f"Authorization: found {found}; expected Bearer and a key of this server"
+                headers = {"WWW-Authenticate": "Bearer"}
+                app = refusal(Refused(401, message, code="invalid_api_key", headers=headers))
+        await app(scope, receive, send)
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    """The body, which is JSON by its header, read within the limits."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # what a page of another site may send without asking is none
+        raise Refused(415, f"Content-Type: found {kind[:80] or 'none'}; expected application/json")
+    if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise Refused(415, f"Content-Encoding: found {packed[:80]}; expected none")
+    message = f"body: found more than {limits.body} bytes; expected at most that many"
+    large = Refused(413, message, code="body_too_large", headers={"Connection": "close"})
+    declared = request.headers.get("content-length", "0")
+    too_large = len(declared) > 18 or int(declared) > limits.body
+    if too_large and "expect" in request.headers:  # the client waits for a word before it sends
+        raise large
+    parts, size = list[bytes](), 0
+    try:
+        async with asyncio.timeout(limits.seconds):
+            async for part in request.stream():
+                size += len(part)
+                too_large = too_large or size > limits.body
+                if size > DISCARDED * limits.body:
+                    break
+                parts = [] if too_large else [*parts, part]
+    except TimeoutError as error:
+        message = f"body: found no end after {limits.seconds:g} s; expected it sooner"
+        raise Refused(408, message, headers={"Connection": "close"}) from error
+    if too_large:
+        raise large
+    return b"".join(parts)
+
+
+async def _whole(completion: Completion, scope: Scope, receive: Receive, send: Send, *, ends: float) -> None:
+    """Answers when all is written."""
+
+    async def wait() -> None:
+        async for _ in completion.run(SILENCE):
+            pass
+
+    await _race(wait(), receive, ends)
+    await _json(completion.whole())(scope, receive, send)
+
+
+async def _stream(completion: Completion, scope: Scope, receive: Receive, send: Send, *, ends: float) -> None:
+    """Answers with server-sent events while it is written; an error is the last of them."""
+
+    async def say(*lines: str, more: bool = True) -> None:
+        body = "".join(f"{line}\n\n" for line in lines).encode("utf-8", "replace")
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def write() -> None:
+        async for added in completion.run(SILENCE):
+            if lines := [f"data: {_dump(chunk)}" for chunk in completion.chunks(added)]:
+                await say(*lines)
+            elif not added:
+                await say(": waiting")
+        last = [f"data: {_dump(completion.last_chunk())}"] if completion.asked.include_usage else []
+        await say(*last, "data: [DONE]", more=False)
+
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+    headers += [(b"x-accel-buffering", b"no")]  # proxies of this kind would collect the events
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    try:
+        await _race(write(), receive, ends)
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        completion.close("error")
+        with contextlib.suppress(TimeoutError):  # a client that reads nothing gets no error either
+            async with asyncio.timeout(5):
+                await say(f"data: {_dump(_noted(error).body())}", more=False)
+
+
+async def _race(work: Coroutine[Any, Any, None], receive: Receive, ends: float) -> None:
+    """Does the work, unless the client goes away or the time is over.
+
+    Raises:
+      ClientDisconnect: it went.
+      Refused: it is over.
+    """
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    begun = time.perf_counter()
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait(tasks, timeout=max(ends - begun, 0), return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks[1].done() and not tasks[1].cancelled():
+        raise ClientDisconnect
+    raise Refused(504, "the time for a request is over", code="timeout", headers={"x-should-retry": "false"})
+
+
+def _noted(error: Exception) -> Refused:
+    """What the client is told; of our own mistakes the log gets the traceback."""
+    if not isinstance(error, Refused):
+        logger.error("a request failed by a mistake of the server")
+        traceback.print_exception(error)
+    return told(error)
+
+
+def refusal(error: Exception) -> Response:
+    """The answer to what cannot be answered."""
+    refused = _noted(error)
+    return _json(refused.body(), refused.status, refused.headers)
+
+
+def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    body = _dump(content).encode("utf-8", "replace")
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _dump(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

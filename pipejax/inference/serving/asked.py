@@ -1,0 +1,225 @@
+"""The body of a request for completions, field by field: what may be asked, and what is refused with which words."""
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipejax.config import STRATEGIES
+from pipejax.data.encoding import cut_source
+from pipejax.inference.generator import Generator
+from pipejax.inference.serving.refusals import Refused, Shown, unsuitable
+from pipejax.inference.sources import Source
+from pipejax.system.errors import UserError
+
+FIELDS = (
+    *("prompt", "model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "logprobs", "stop", "stream"),
+    *("stream_options", "strategy", "rows", "truncate", "user"),
+)
+# Fields of OpenAI's that mean nothing here, and the values with which they change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "suffix": ("",),
+}
+SEEDS = 2**31
+STOPS, STOP_LENGTH = 4, 200  # texts, characters
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a request for completions asks for; the answer to prompt i with seed k is choice i * n + k."""
+
+    sources: tuple[Source, ...]  # token ids
+    cut_tokens: int  # of the prompts, that the model will not read
+    strategy: str
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    n: int
+    max_tokens: int | None
+    logprobs: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    rows: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What the model reads."""
+        return sum(len(source.content) for source in self.sources)
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+      Refused: it is none.
+    """
+    try:
+        found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        said = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be read"
+        where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Refused(400, f"body: found no JSON ({said}{where}); expected a JSON object in UTF-8") from error
+    if not isinstance(found, dict):
+        raise Refused(400, f"body: found {_kind(found)}; expected a JSON object")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int) -> Asked:
+    """What a body asks for.
+
+    Args:
+      body: the JSON object.
+      generator: that would answer.
+      model: its name.
+      most: answers that may be asked for at once.
+
+    Raises:
+      Refused: a field is unknown or unsuitable.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in NEUTRAL:
+            neutral = NEUTRAL[name]
+            if not any(type(value) in (type(other), float) and value == other for other in neutral):
+                raise unsuitable(name, value, f"{json.dumps(neutral[0])} or nothing, as it is not supported")
+        elif name not in FIELDS:
+            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(FIELDS)}")
+    wanted = given.get("model", model)
+    if wanted != model:
+        raise unsuitable("model", wanted, repr(model), status=404, code="model_not_found")
+    temperature = _number(given, "temperature", 0.0, least=0.0, most=2.0)
+    top_p = _number(given, "top_p", 1.0, least=0.0, most=1.0)
+    if top_p == 0:
+        raise unsuitable("top_p", given["top_p"], "a number above 0, at most 1")
+    n = _whole(given, "n", 1, least=1, most=most)
+    if n > 1 and temperature == 0:
+        raise unsuitable("n", n, "1 at temperature 0, where all answers are the same")
+    logprobs = _whole(given, "logprobs", -1, least=0, most=1) if "logprobs" in given else None
+    if logprobs and temperature > 0:
+        raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
+    strategy = given.get("strategy", generator.default_strategy)
+    if strategy not in STRATEGIES:
+        raise unsuitable("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
+    stream, rows = _flag(given, "stream"), _flag(given, "rows")
+    stop = _stop(given)
+    if stop and rows:
+        raise unsuitable("stop", given["stop"], "none with rows: a record is of a whole answer")
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
+    if options and not stream:
+        raise unsuitable("stream_options", options, "none without stream")
+    user = given.get("user", "")
+    if not isinstance(user, str):
+        raise unsuitable("user", user, "a text")
+    sources, cut = _sources(given, generator, most=most // n, truncate=_flag(given, "truncate"))
+    return Asked(
+        sources=sources,
+        cut_tokens=cut,
+        strategy=strategy,
+        temperature=temperature,
+        top_k=_whole(given, "top_k", 0, least=0, most=SEEDS - 1),
+        top_p=top_p,
+        seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=0, most=SEEDS - 1),
+        n=n,
+        max_tokens=_whole(given, "max_tokens", 0, least=1, most=2**20) if "max_tokens" in given else None,
+        logprobs=logprobs,
+        stop=stop,
+        stream=stream,
+        include_usage=_flag(options, "include_usage"),
+        rows=rows,
+    )
+
+
+def _sources(
+    given: Mapping[str, Any], generator: Generator, *, most: int, truncate: bool
+) -> tuple[tuple[Source, ...], int]:
+    """The prompts as token ids, and how many tokens of them were cut off."""
+    prompts = _prompts(given)
+    if len(prompts) > most:
+        raise unsuitable("prompt", Shown(f"{len(prompts)} prompts"), f"at most {most} with this n")
+    longest, cut, sources = generator.config.data.max_source, 0, []
+    for i, prompt in enumerate(prompts):
+        place = f"prompt {i}" if len(prompts) > 1 else "prompt"
+        try:
+            checked = generator.source(prompt, place, i)
+        except UserError as error:
+            raise Refused(400, str(error), field="prompt") from error
+        ids: Sequence[int] = [int(token) for token in checked.content] if not isinstance(prompt, str) else []
+        if isinstance(prompt, str):
+            assert generator.tokenizer is not None  # `source` saw to it
+            ids = [*generator.tokenizer.encode(prompt), generator.architecture.eos_token_id]
+        if len(ids) > longest and not truncate:
+            expected = f"at most {longest}, or truncate: true to have the rest cut off"
+            raise unsuitable(place, Shown(f"{len(ids)} tokens"), expected, code="context_length_exceeded")
+        kept = cut_source(ids, longest)
+        cut += len(ids) - len(kept)
+        sources.append(Source(i, kept))
+    return tuple(sources), cut
+
+
+def _prompts(given: Mapping[str, Any]) -> list[Any]:
+    """One for each source: a text or a list of ids."""
+    prompt = given.get("prompt")
+    expected = "a text, a list of texts, a list of token ids, or a list of such lists"
+    if prompt is None:
+        raise unsuitable("prompt", Shown("nothing"), expected)
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise unsuitable("prompt", prompt, expected)
+    if all(isinstance(one, int) for one in prompt):
+        return [prompt]
+    for kind in (str, list):
+        if all(isinstance(one, kind) for one in prompt):
+            return prompt
+    raise unsuitable("prompt", Shown("a list of several kinds"), expected)
+
+
+def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = given.get("stop", [])
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or len(texts) > STOPS:
+        raise unsuitable("stop", stop, f"a text or a list of at most {STOPS} texts")
+    for text in texts:
+        if not isinstance(text, str) or not 1 <= len(text) <= STOP_LENGTH:
+            raise unsuitable("stop", text, f"texts of 1 to {STOP_LENGTH} characters")
+    return tuple(texts)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise unsuitable(name, value, "true or false")
+    return bool(value)
+
+
+def _whole(given: Mapping[str, Any], name: str, default: int, *, least: int, most: int) -> int:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise unsuitable(name, value, f"a whole number from {least} to {most}")
+    return value
+
+
+def _number(given: Mapping[str, Any], name: str, default: float, *, least: float, most: float) -> float:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise unsuitable(name, value, f"a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "nothing")

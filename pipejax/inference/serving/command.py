@@ -1,0 +1,169 @@
+"""Answers requests over HTTP with a trained or converted checkpoint, as OpenAI's API of completions does.
+
+    pipejax serve --checkpoint runs/demo [--port 8000] [--api-key-file FILE] [--set ...]
+
+http://HOST:PORT/ is a page to try it. The first SIGTERM or Ctrl-C ends it in good order: what is under way is finished,
+and nothing new is begun. A second one ends it at once. API keys are in the file or in $PIPEJAX_API_KEY, one a line;
+without any, everybody who reaches the port may ask. There is no TLS: put a proxy before it.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
+
+if TYPE_CHECKING:
+    from pipejax.inference.serving.app import Service
+
+KEY = "PIPEJAX_API_KEY"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; what is answered and how is in the modules beside it."""
+    parser = cli.Parser(prog="pipejax serve", description=__doc__)
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=cli.whole(0, 65535), default=8000, metavar="N", help="0: a free one (default: %(default)s)"
+    )
+    parser.add_argument("--name", help="of the model, for clients (default: the name of DIR)")
+    parser.add_argument(
+        "--places",
+        type=cli.whole(1, 2**12),
+        default=8,
+        metavar="N",
+        help="answers written at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queue", type=cli.whole(0, 2**16), default=64, metavar="N", help="answers that wait (default: %(default)s)"
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", help=f"a key a line (default: ${KEY}, if it is set)")
+    parser.add_argument(
+        "--max-body",
+        type=cli.whole(1, 2**30),
+        default=2**20,
+        metavar="BYTES",
+        help="of a request (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=cli.whole(1, 86400),
+        default=300,
+        metavar="S",
+        help="seconds for a request (default: %(default)s)",
+    )
+    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+    parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
+    flags = parser.parse_args(argv)
+
+    with extra("serve", "pipejax serve"):
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+
+    keys = read_keys(flags.api_key_file)
+    listener = listen(flags.host, flags.port)
+    from pipejax.inference.engine import Engine
+    from pipejax.inference.generator import (
+        load,  # starts JAX: after the flags and the port are known to be good
+    )
+    from pipejax.inference.serving.app import Limits, Service
+
+    generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides)
+    engine = Engine(generator, places=flags.places, queue=flags.queue)
+    service = Service(
+        generator,
+        engine,
+        name=flags.name or Path(os.path.abspath(flags.checkpoint)).name,
+        limits=Limits(body=flags.max_body, seconds=flags.timeout, answers=flags.places + flags.queue),
+        keys=keys,
+    )
+    try:
+        run(service, listener)
+    finally:
+        engine.close(drain=False, seconds=5.0)
+    return 0
+
+
+def read_keys(path: str | None) -> list[str]:
+    """The keys that clients may use; none: nobody is asked for one.
+
+    Raises:
+      UserError: the file cannot be read, or it or the variable has no key.
+    """
+    place, text = f"${KEY}", os.environ.get(KEY)
+    if path is not None:
+        place = f"--api-key-file {path}"
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+            raise UserError(f"{place}: cannot be read ({reason})") from error
+    if text is None:
+        return []
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise UserError(f"{place}: found no key; expected one a line")
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at that address, which refuses connections until the server starts.
+
+    Raises:
+      UserError: the address is unknown, not here, or in use.
+    """
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {host}: found no such address; expected one of this machine") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"--host {host} --port {port}: cannot listen there ({error.strerror})") from error
+    return listener
+
+
+def run(service: "Service", listener: socket.socket) -> None:
+    """Serves until a signal asks for the end and all requests are answered."""
+    with extra("serve", "pipejax serve"):
+        import uvicorn
+    from pipejax.inference.serving.app import make
+
+    class Server(uvicorn.Server):
+        """The first signal drains: clients get a refusal instead of a connection that is refused."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """Runs between any two instructions of the main thread."""
+            if service.draining:
+                self.should_exit = self.force_exit = True
+            service.draining = True
+
+    host, port = listener.getsockname()[:2]
+    cli.note(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+    if not service.keys and host not in ("127.0.0.1", "::1"):
+        cli.note("warning: no API key is set: everybody who reaches this port may use it")
+    config = uvicorn.Config(make(service), log_config=None, access_log=False, lifespan="off", server_header=False)
+    server = Server(config)
+
+    async def serve() -> None:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not serving.done() and not (service.draining and not service.active):
+            await asyncio.sleep(0.1)
+        server.should_exit = True
+        await serving
+
+    asyncio.run(serve())
+    cli.note("stopped")

@@ -1,0 +1,57 @@
+"""What a server answers when it does not do what is asked: OpenAI's error object with the status that says who errs."""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(Exception):
+    """A request that gets an error instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Nothing of the machine may be in `message`: it goes to whoever asked.
+
+        Args:
+          status: of HTTP.
+          message: what was found and what was expected.
+          field: of the body, if one is wrong.
+          code: a word for programs.
+          headers: of the answer.
+        """
+        super().__init__(message)
+        self.status, self.message, self.field, self.code = status, message, field, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
+
+
+def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
+    """A field of the body holds something else than it must; `place` begins with its name."""
+    shown = found if isinstance(found, Shown) else _short.repr(found)
+    return Refused(status, f"{place}: found {shown}; expected {expected}", field=place.partition(" ")[0], code=code)
+
+
+_short = reprlib.Repr()  # of deep and long values the beginning
+_short.maxstring = _short.maxlong = _short.maxother = 60
+
+
+class Shown(str):
+    """Words about what was found, instead of the value itself."""
+
+
+def mistake() -> Refused:
+    """Status 500: the server's own fault, which its log describes."""
+    return Refused(500, "the server made a mistake, which its log describes", code="internal_error")

@@ -1,0 +1,175 @@
+"""From tokens to the pieces of text that a client gets: what each token adds, in which order, and up to where."""
+
+import dataclasses
+from collections import defaultdict, deque
+
+from pipejax.data.tokenizer import Tokenizer
+
+WINDOW = 64  # tokens that are decoded again to see what one more adds, at the most
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a token adds to the text; None: the rest of a row, which no single token wrote."""
+
+    row: int
+    token: int | None
+    text: str
+    log_prob: float = 0.0
+
+
+class Growing:
+    """The text of a row of tokens while it grows: the pieces are the row's text when it is complete."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer all pieces are empty."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # the last ones
+        self._said = ""  # of their text, what was given out
+
+    def add(self, token: int) -> str:
+        """What the token adds. Half a character waits for the other half."""
+        if self._tokenizer is None:
+            return ""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd") or not text.startswith(self._said):
+            return ""
+        added, self._said = text[len(self._said) :], text
+        if len(self._ids) >= WINDOW:
+            later = self._tokenizer.decode(self._ids[WINDOW // 2 :])
+            if later and text.endswith(later):
+                self._ids, self._said = self._ids[WINDOW // 2 :], later
+        return added
+
+    def rest(self) -> str:
+        """What still waits when the row ends."""
+        text = self._tokenizer.decode(self._ids) if self._tokenizer and self._ids else ""
+        added, self._said = text[len(self._said) :], text
+        return added
+
+
+class Writing:
+    """The text of one answer while it is written, as pieces to be sent.
+
+    Rows are written side by side. Clients put the pieces one after the other, so the first unfinished row comes at once
+    and later ones wait for it; `as_written` gives all pieces as they come.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        eos: int,
+        separator: str,
+        stop: tuple[str, ...] = (),
+        as_written: bool = False,
+    ) -> None:
+        """An answer of no rows yet.
+
+        Args:
+          tokenizer: of the model, if it has one.
+          eos: the token that ends a row; it has no piece.
+          separator: what is put between two rows.
+          stop: texts, at the first of which the answer is cut off.
+          as_written: for clients that put rows together themselves. Without separators, and not for `stop`.
+        """
+        self._eos, self._separator, self._as_written = eos, separator, as_written
+        self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
+        self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # of later rows
+        self._finished: set[int] = set()
+        self._row = 0  # the first that is not finished
+        self._last: int | None = None  # the row of the last text
+        self._cut = _Cut(stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was reached: nothing comes any more."""
+        return self._cut.reached
+
+    def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
+        """The pieces that can be sent once the token is written."""
+        if token == self._eos:
+            self._finish(row)
+        else:
+            self._waiting[row].append(Piece(row, token, self._rows[row].add(token), log_prob))
+        return self._release()
+
+    def end(self) -> list[Piece]:
+        """The pieces that are left when no token is written any more."""
+        last = max(self._rows, default=-1)
+        for row in range(last + 1):
+            self._finish(row)
+        return [*self._release(), *self._cut.rest()]
+
+    def _finish(self, row: int) -> None:
+        if row not in self._finished:
+            self._finished.add(row)
+            if row in self._rows and (rest := self._rows[row].rest()):
+                self._waiting[row].append(Piece(row, None, rest))
+
+    def _release(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._as_written:
+            for waiting in self._waiting.values():
+                pieces += waiting
+                waiting.clear()
+            return pieces
+        while True:
+            waiting = self._waiting[self._row]
+            while waiting:
+                pieces.append(self._parted(waiting.popleft()))
+            if self._row not in self._finished:
+                return self._cut.take(pieces)
+            del self._waiting[self._row]
+            self._row += 1
+
+    def _parted(self, piece: Piece) -> Piece:
+        """With the separator before it, if it is the first text of a later row. Rows without text are no rows."""
+        if not piece.text or piece.row == self._last:
+            return piece
+        is_first, self._last = self._last is None, piece.row
+        return piece if is_first else dataclasses.replace(piece, text=self._separator + piece.text)
+
+
+class _Cut:
+    """Holds back what may be the beginning of a stop text, and everything after one."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop, self._held, self.reached = stop, list[Piece](), False
+
+    def take(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces that can be sent."""
+        if not self._stop:
+            return pieces
+        if self.reached:
+            return []
+        self._held += pieces
+        text = "".join(piece.text for piece in self._held)
+        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.reached = bool(ends)
+        sure = min(ends) if ends else len(text) - max(_overlap(text, stop) for stop in self._stop)
+        return self._give(sure)
+
+    def rest(self) -> list[Piece]:
+        """What was held back and is no stop text after all."""
+        held, self._held = self._held, []
+        return [] if self.reached else held
+
+    def _give(self, length: int) -> list[Piece]:
+        """The held pieces within the first so many characters; if the text is cut there, the last in part."""
+        given = []
+        while self._held and len(self._held[0].text) <= length:
+            piece = self._held.pop(0)
+            if self.reached and not length and not piece.text:
+                break
+            length -= len(piece.text)
+            given.append(piece)
+        if self.reached and self._held and length:
+            given.append(dataclasses.replace(self._held[0], text=self._held[0].text[:length]))
+        return given
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text begin the stop text."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
