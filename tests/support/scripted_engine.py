@@ -1,0 +1,94 @@
+"""An engine without a model: it writes a request's own tokens back, as rows, at once or when a test lets it."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipejax.inference.engine import Event, Full, Request
+from pipejax.inference.generator import Generator, Record
+
+
+class ScriptedEngine:
+    """The rows of an answer are the prompt's tokens, three a row, plus the seed: no two requests get the same."""
+
+    def __init__(self, generator: Generator, *, places: int = 2, queue: int = 2) -> None:
+        self.generator, self.places, self._queue = generator, places, queue
+        self.requests: list[Request] = []
+        self.cancelled: list[Request] = []
+        self.under_way = 0
+        self.go_on = threading.Event()  # answers stop after their first token until this is set
+        self.go_on.set()
+        self.error: Exception | None = None  # raised instead of an answer's second token
+        self.rows: Any = self.own_tokens
+
+    @property
+    def in_use(self) -> int:
+        return min(self.under_way, self.places)
+
+    @property
+    def waiting(self) -> int:
+        return max(self.under_way - self.places, 0)
+
+    def submit(self, request: Request) -> "_Answer":
+        if self.under_way >= self.places + self._queue:
+            raise Full
+        self.requests.append(request)
+        self.under_way += 1
+        return _Answer(self, request)
+
+    def close(self, *, drain: bool, seconds: float) -> None:
+        """It has nothing to end."""
+
+    def own_tokens(self, request: Request) -> list[list[int]]:
+        ids = [int(i) for i in request.source.content if i != self.generator.architecture.eos_token_id]
+        rows = [ids[i : i + 3] for i in range(0, len(ids), 3)]
+        return [*rows, [10 + request.seed % 50]] if request.temperature else rows
+
+    def record(self, rows: Sequence[Sequence[int]]) -> Record:
+        tokenizer = self.generator.tokenizer
+        texts = None if tokenizer is None else [tokenizer.decode(row) for row in rows]
+        return {
+            "id": 0,
+            "text": None if texts is None else self.generator.config.data.separator.join(texts),
+            "rows": texts,
+            "row_ids": [list(row) for row in rows],
+            "steps": 9,
+            "calls": 9,
+            "truncated": None,
+        }
+
+
+class _Answer:
+    def __init__(self, engine: ScriptedEngine, request: Request) -> None:
+        self._engine, self._request = engine, request
+        self._ended = threading.Event()
+
+    def events(self) -> Iterator[Any]:
+        """As on a grid: token by token of all rows that have begun, a row a step later than the one above it."""
+        engine, rows = self._engine, self._engine.rows(self._request)
+        eos = engine.generator.architecture.eos_token_id
+        count = 0
+        for time in range(1, 2 * max(map(len, rows), default=0) + len(rows) + 2):
+            for i, row in enumerate(rows):
+                if self._ended.is_set():
+                    return
+                if 1 <= time - i <= len(row) + 1:
+                    yield Event(i, [*row, eos][time - i - 1], -0.25)
+                    count += 1
+                    if count == 1:
+                        while not engine.go_on.wait(0.01) and not self._ended.is_set():
+                            pass
+                        if engine.error is not None:
+                            raise engine.error
+        self._end()
+        yield engine.record(rows)
+
+    def cancel(self) -> None:
+        if not self._ended.is_set():
+            self._engine.cancelled.append(self._request)
+        self._end()
+
+    def _end(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._engine.under_way -= 1
