@@ -1,0 +1,501 @@
+"""The HTTP server above an engine without a model: what may be asked, what is answered, what is refused, and limits."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipejax.inference.generator import Generator
+from pipejax.inference.serving import asked, command
+from pipejax.inference.serving.written import Growing, Writing
+from pipejax.system.errors import UserError
+from support import oracle, tiny
+from support.scripted_engine import ScriptedEngine
+
+starlette = pytest.importorskip("starlette")
+from starlette.testclient import TestClient
+
+from pipejax.inference.serving import app
+
+TEXT = "deliver tiny lamps and new ropes past the river"
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def generator(tokenizer: Any) -> Generator:
+    params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
+    return Generator(tiny.change(tiny.RUN, data={"max_source": 24}), params, tokenizer)
+
+
+@pytest.fixture
+def engine(generator: Generator) -> ScriptedEngine:
+    return ScriptedEngine(generator)
+
+
+def service(engine: ScriptedEngine, *keys: str, body: int = 4000, seconds: float = 20.0) -> app.Service:
+    limits = app.Limits(body=body, seconds=seconds, answers=4)
+    return app.Service(engine.generator, engine, name="tiny", limits=limits, keys=keys)  # type: ignore[arg-type]
+
+
+def connect(asked_for: app.Service) -> TestClient:
+    return TestClient(app.make(asked_for), raise_server_exceptions=False)
+
+
+@pytest.fixture
+def client(engine: ScriptedEngine) -> TestClient:
+    return connect(service(engine))
+
+
+def chunks(reply: Any) -> list[dict[str, Any]]:
+    """What the events of a stream say; the last says that it is the last."""
+    events = [event for event in reply.text.split("\n\n") if event]
+    assert events[-1] == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+def error(reply: Any, status: int) -> dict[str, Any]:
+    """The error object of a reply with that status, which says nothing of the machine."""
+    assert reply.status_code == status, reply.text
+    found = reply.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    assert not re.search(r"Traceback|/\w+/\w+/|\.py", found["message"]) and "\n" not in found["message"]
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.005)
+
+
+# Answers.
+
+
+def test_a_completion(client: TestClient, generator: Generator) -> None:
+    assert generator.tokenizer is not None
+    reply = client.post(PATH, json={"model": "tiny", "prompt": TEXT}).json()
+    ids = generator.tokenizer.encode(TEXT)
+    expected = " ; ".join(generator.tokenizer.decode(ids[i : i + 3]) for i in range(0, len(ids), 3))
+    assert reply["object"] == "text_completion" and reply["model"] == "tiny"
+    assert reply["choices"] == [{"index": 0, "text": expected, "logprobs": None, "finish_reason": "stop"}]
+    count = len(ids)
+    assert reply["usage"] == {
+        "prompt_tokens": count + 1,
+        "completion_tokens": count,
+        "total_tokens": 2 * count + 1,
+    }
+
+
+def test_the_engine_gets_what_is_asked_for(client: TestClient, engine: ScriptedEngine) -> None:
+    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 7}
+    body = {"prompt": [[5, 6, 1], [7, 1]], "n": 2, "seed": 2**31 - 1, "strategy": "sequential", **settings}
+    reply = client.post(PATH, json=body).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert [(list(r.source.content), r.seed) for r in engine.requests] == [
+        ([5, 6, 1], 2**31 - 1),
+        ([5, 6, 1], 0),
+        ([7, 1], 2**31 - 1),
+        ([7, 1], 0),
+    ]
+    assert all({name: getattr(r, name) for name in settings} == settings for r in engine.requests)
+    assert {r.strategy for r in engine.requests} == {"sequential"}
+
+
+def test_defaults_are_those_of_an_offline_decode(client: TestClient, engine: ScriptedEngine) -> None:
+    client.post(PATH, json={"prompt": TEXT, "temperature": None, "stop": None, "echo": False, "best_of": 1})
+    (request,) = engine.requests
+    assert (request.temperature, request.top_k, request.top_p, request.max_tokens) == (0, 0, 1, None)
+    assert request.strategy == "pipelined"
+
+
+def test_rows_are_the_record(client: TestClient, engine: ScriptedEngine) -> None:
+    record = client.post(PATH, json={"prompt": TEXT, "rows": True}).json()["choices"][0]["record"]
+    expected = engine.record(engine.own_tokens(engine.requests[0]))
+    assert record == expected
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_stream_says_what_the_whole_answer_says(client: TestClient, rows: bool) -> None:
+    body = {"prompt": [TEXT, "green bread"], "rows": rows}
+    whole = client.post(PATH, json=body).json()
+    found = chunks(client.post(PATH, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
+    assert {chunk["object"] for chunk in found} == {"text_completion"} and len({c["id"] for c in found}) == 1
+    assert found[-1]["choices"] == [] and found[-1]["usage"] == whole["usage"]
+    choices = [chunk["choices"][0] for chunk in found[:-1]]
+    for i, expected in enumerate(whole["choices"]):
+        own = [choice for choice in choices if choice["index"] == i]
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]
+        *own, last = own
+        assert last.get("record") == expected.get("record")
+        assert sorted(choice["row"] for choice in own) != [] and all(choice["token"] != 1 for choice in own)
+        if rows:  # row by row they are the record's
+            texts = ["".join(c["text"] for c in own if c["row"] == row) for row in range(len(last["record"]["rows"]))]
+            assert texts == last["record"]["rows"]
+        else:
+            assert "".join(choice["text"] for choice in own) == expected["text"]
+
+
+def test_rows_come_as_they_are_written_or_one_after_the_other(client: TestClient) -> None:
+    body = {"prompt": TEXT, "stream": True}
+    orders = [
+        [chunk["choices"][0].get("row") for chunk in chunks(client.post(PATH, json=body | {"rows": rows}))][:-1]
+        for rows in (False, True)
+    ]
+    assert orders[0] == sorted(orders[0]) != orders[1]
+    assert sorted(orders[1]) == orders[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(client: TestClient, stream: bool) -> None:
+    body = {"prompt": TEXT, "logprobs": 1, "stream": stream}
+    reply = client.post(PATH, json=body)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in chunks(reply)][:-1]
+        text = "".join(choice["text"] for choice in choices)
+        parts = [choice["logprobs"] for choice in choices]
+        found = {name: sum((part[name] for part in parts), []) for name in parts[0]}
+    else:
+        (choice,) = reply.json()["choices"]
+        text, found = choice["text"], choice["logprobs"]
+    assert "".join(found["tokens"]) == text
+    assert [text[a : a + len(t)] for a, t in zip(found["text_offset"], found["tokens"], strict=True)] == found["tokens"]
+    assert set(found["token_logprobs"]) == {-0.25}
+    assert found["top_logprobs"] == [{token: -0.25} for token in found["tokens"]]
+
+
+@pytest.mark.parametrize("stop", [" ; ", "lamps", ["nowhere", "ps and"], "d"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_cuts_the_text(client: TestClient, stop: Any, stream: bool) -> None:
+    full = client.post(PATH, json={"prompt": TEXT}).json()["choices"][0]["text"]
+    expected = re.split("|".join(map(re.escape, [stop] if isinstance(stop, str) else stop)), full)[0]
+    reply = client.post(PATH, json={"prompt": TEXT, "stop": stop, "stream": stream})
+    choices = [chunk["choices"][0] for chunk in chunks(reply)] if stream else reply.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == expected != full
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_stop_frees_the_place(client: TestClient, engine: ScriptedEngine) -> None:
+    engine.go_on.clear()  # nothing comes after the first token
+    reply = client.post(PATH, json={"prompt": TEXT, "stop": TEXT[0]})
+    assert reply.json()["choices"][0]["text"] == "" and len(engine.cancelled) == 1
+
+
+def test_without_a_tokenizer_the_record_is_the_answer(generator: Generator) -> None:
+    engine = ScriptedEngine(Generator(generator.config, generator.programs._ready, None))
+    engine.generator.programs = generator.programs
+    (choice,) = connect(service(engine)).post(PATH, json={"prompt": [5, 6, 7, 8, 1]}).json()["choices"]
+    assert choice["text"] == "" and choice["record"]["row_ids"] == [[5, 6, 7], [8]]
+
+
+# Pieces of text.
+
+
+def test_pieces_of_a_row_are_its_text(tokenizer: Any) -> None:
+    """However long it is, and with tokens in it that are no text."""
+    ids = np.random.default_rng(0).integers(0, tokenizer.size, 400).tolist()
+    growing = Growing(tokenizer)
+    text = "".join([*map(growing.add, ids), growing.rest()])
+    assert text == tokenizer.decode(ids)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: Any) -> str:
+        return bytes(ids).decode("utf-8", "replace").strip()
+
+
+@pytest.mark.parametrize("text", ["naïve – 漢字 🙂 end", "漢", "a" + "🙂" * 90])
+def test_half_a_character_waits(text: str) -> None:
+    growing = Growing(Bytes())  # type: ignore[arg-type]
+    pieces = [growing.add(byte) for byte in text.encode()]
+    assert "".join([*pieces, growing.rest()]) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    broken = text.encode()[:-1]
+    growing = Growing(Bytes())  # type: ignore[arg-type]
+    assert "".join([*map(growing.add, broken), growing.rest()]) == broken.decode("utf-8", "replace")
+
+
+def write(rows: list[str], order: str, **settings: Any) -> str:
+    """The text when rows of letters are written in that order: "0" is the next letter of row 0, or its end."""
+    writing = Writing(Bytes(), eos=0, separator=" ; ", **settings)  # type: ignore[arg-type]
+    left = [[*row.encode(), 0] for row in rows]
+    said = ""
+    for row in map(int, order):
+        said += "".join(piece.text for piece in writing.add(row, left[row].pop(0), 0.0))
+    return said + "|" + "".join(piece.text for piece in writing.end())
+
+
+@pytest.mark.parametrize(
+    "rows, order, said",
+    [
+        (["ab", "cd"], "001011", "ab ; cd|"),
+        (["ab", "cd"], "1101001", "ab ; cd|"),
+        (["ab", "cd"], "01", "a|; c"),  # cut off
+        (["a", "", "b"], "0011222"[:6], "a|"),
+        (["a", " ", "b"], "0011" + "22", "a ; b|"),  # a row without text is none
+    ],
+)
+def test_rows_in_order(rows: list[str], order: str, said: str) -> None:
+    found = write(rows, order) if rows[1] else write(rows, "00122")
+    expected = {"a|; c": "a| ; c", "a|": "a ; b|"}.get(said, said)
+    assert found == expected
+
+
+def test_a_beginning_of_a_stop_text_waits() -> None:
+    assert write(["abcx"], "00000", stop=("bcd",)) == "abcx|"
+    assert write(["abc"], "000", stop=("bcd",)) == "a|bc"
+    assert write(["abcd"], "0000", stop=("bcd",)) == "a|"
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    "body, field, said",
+    [
+        (b"{", None, "body: found no JSON"),
+        (b"", None, "body: found no JSON"),
+        (b"\xff\xfe", None, "body: found no JSON"),
+        (b'{"prompt": "a", "seed": NaN}', None, "body: found no JSON"),
+        (b"[" * 3000, None, "body: found no JSON"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 3900 + b"}", "seed", "seed: found 999"),
+        (b"[1]", None, "body: found a list; expected a JSON object"),
+        ({}, "prompt", "prompt: found nothing; expected a text"),
+        ({"prompt": ""}, "prompt", "prompt: found an empty text"),
+        ({"prompt": []}, "prompt", "prompt: found []; expected"),
+        ({"prompt": [[]]}, "prompt", "prompt: found no ids"),
+        ({"prompt": ["a", " "]}, "prompt", "prompt 1: found an empty text"),
+        ({"prompt": ["a", 3]}, "prompt", "prompt: found a list of several kinds"),
+        ({"prompt": [3, 64]}, "prompt", "prompt: found id 64; expected 0 to 63"),
+        ({"prompt": [3, True]}, "prompt", "prompt: found True among the ids"),
+        ({"prompt": {"a": 1}}, "prompt", "prompt: found {'a': 1}; expected"),
+        ({"prompt": ["a"] * 5}, "prompt", "prompt: found 5 prompts; expected at most 4"),
+        ({"prompt": list(range(2, 40))}, "prompt", "prompt: found 38 tokens; expected at most 24, or truncate: true"),
+        ({"prompt": "a", "temperature": "1"}, "temperature", "temperature: found '1'; expected a number from 0 to 2"),
+        ({"prompt": "a", "temperature": 2.5}, "temperature", "temperature: found 2.5; expected"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature", "temperature: found inf; expected"),
+        ({"prompt": "a", "top_p": 0}, "top_p", "top_p: found 0; expected a number above 0"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found 0; expected a whole number from 1"),
+        ({"prompt": "a", "seed": 1.5}, "seed", "seed: found 1.5; expected a whole number"),
+        ({"prompt": "a", "n": 2}, "n", "n: found 2; expected 1 at temperature 0"),
+        ({"prompt": "a", "n": 5, "temperature": 1}, "n", "n: found 5; expected a whole number from 1 to 4"),
+        ({"prompt": "a", "logprobs": 5}, "logprobs", "logprobs: found 5; expected a whole number from 0 to 1"),
+        ({"prompt": "a", "logprobs": 1, "temperature": 1}, "logprobs", "logprobs: found 1; expected 0 above"),
+        ({"prompt": "a", "stream": 1}, "stream", "stream: found 1; expected true or false"),
+        ({"prompt": "a", "stream_options": {}, "stream": "no"}, "stream", "stream: found 'no'"),
+        ({"prompt": "a", "stop": ["a", ""]}, "stop", "stop: found ''; expected texts of 1 to"),
+        ({"prompt": "a", "stop": "a", "rows": True}, "stop", "stop: found 'a'; expected none with rows"),
+        ({"prompt": "a", "strategy": "best"}, "strategy", "strategy: found 'best'; expected one of"),
+        ({"prompt": "a", "echo": True}, "echo", "echo: found True; expected false or nothing"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: found 'b'; expected"),
+        ({"prompt": "a", "temprature": 1}, "temprature", "temprature: found an unknown field; expected one of prompt"),
+    ],
+)
+def test_a_bad_body_is_one_clear_error(client: TestClient, engine: ScriptedEngine, body: Any, field: Any, said: str):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    found = error(client.post(PATH, content=content, headers={"Content-Type": "application/json"}), 400)
+    assert found["message"].startswith(said), found["message"]
+    assert found["param"] == field and found["type"] == "invalid_request_error"
+    assert len(found["message"]) < 400 and not engine.requests
+
+
+def test_a_long_prompt_is_cut_only_if_asked(client: TestClient, engine: ScriptedEngine) -> None:
+    ids = [*range(2, 40), 1]
+    found = error(client.post(PATH, json={"prompt": ids}), 400)
+    assert found["code"] == "context_length_exceeded"
+    usage = client.post(PATH, json={"prompt": ids, "truncate": True}).json()["usage"]
+    assert list(engine.requests[0].source.content) == [*range(2, 25), 1]  # as decode cuts it
+    assert usage["prompt_tokens"] == 24 and usage["cut_tokens"] == 15
+
+
+@pytest.mark.parametrize(
+    "method, path, status, said",
+    [
+        ("GET", PATH, 405, f"found GET {PATH}; expected one of POST {PATH}"),
+        ("PUT", "/health", 405, "found PUT /health"),
+        ("POST", "/v1/chat/completions", 404, "found POST /v1/chat/completions; expected one of"),
+        ("GET", "/v1/models/other", 404, "model: found 'other'; expected 'tiny'"),
+        ("GET", "/../../etc/passwd", 404, "found GET "),
+    ],
+)
+def test_other_places(client: TestClient, method: str, path: str, status: int, said: str) -> None:
+    reply = client.request(method, path)
+    assert reply.status_code == status and reply.json()["error"]["message"].startswith(said)
+    assert (status == 405) == ("Allow" in reply.headers)
+
+
+def test_another_model(client: TestClient) -> None:
+    found = error(client.post(PATH, json={"prompt": "a", "model": "gpt"}), 404)
+    assert found["code"] == "model_not_found" and found["param"] == "model"
+
+
+def test_a_body_that_is_no_json_by_its_header(client: TestClient) -> None:
+    headers = {"Content-Type": "text/plain"}  # what a page of another site may send
+    found = error(client.post(PATH, content=b'{"prompt": "a"}', headers=headers), 415)
+    assert found["message"] == "Content-Type: found text/plain; expected application/json"
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_large_body(client: TestClient, engine: ScriptedEngine, is_declared: bool) -> None:
+    body = json.dumps({"prompt": "a" * 5000}).encode()
+    parts: Any = body if is_declared else iter([body[:3000], body[3000:]])
+    found = error(client.post(PATH, content=parts, headers={"Content-Type": "application/json"}), 413)
+    assert found["message"] == "body: found more than 4000 bytes; expected at most that many"
+    assert client.post(PATH, json={"prompt": "a"}).status_code == 200 and len(engine.requests) == 1
+
+
+def test_keys(engine: ScriptedEngine) -> None:
+    client = connect(service(engine, "one", "two"))
+    for given in (None, "Bearer three", "Bearer ", "Basic one", "one"):
+        headers = {} if given is None else {"Authorization": given}
+        for path in (PATH, "/v1/models", "/v1/nowhere"):
+            reply = client.post(path, json={"prompt": "a"}, headers=headers)
+            assert error(reply, 401)["code"] == "invalid_api_key" and "one" not in reply.text
+    for key in ("one", "two"):
+        assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert client.get("/health").status_code == client.get("/metrics").status_code == client.get("/").status_code == 200
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("text, keys", [("a\n\n b \n", ["a", "b"]), ("", None), (None, None), (b"\xff", None)])
+def test_the_file_of_keys(tmp_path: Any, text: Any, keys: Any) -> None:
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    if keys:
+        assert command.read_keys(str(path)) == keys
+        return
+    with pytest.raises(UserError, match="^--api-key-file .*keys: (found no key|cannot be read)"):
+        command.read_keys(str(path))
+
+
+def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(command.KEY, raising=False)
+    assert command.read_keys(None) == []
+    monkeypatch.setenv(command.KEY, "secret")
+    assert command.read_keys(None) == ["secret"]
+    monkeypatch.setenv(command.KEY, " ")
+    with pytest.raises(UserError, match="PIPEJAX_API_KEY: found no key"):
+        command.read_keys(None)
+
+
+# Load and faults.
+
+
+def test_a_full_queue(client: TestClient, engine: ScriptedEngine) -> None:
+    engine.go_on.clear()
+    replies: list[Any] = []
+
+    def post() -> None:
+        replies.append(client.post(PATH, json={"prompt": TEXT}))
+
+    threads = [threading.Thread(target=post) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: engine.under_way == 3)
+    reply = client.post(PATH, json={"prompt": ["a", "b"]})  # room for one of them, so for none
+    assert error(reply, 429)["code"] == "queue_full" and int(reply.headers["Retry-After"]) > 0
+    assert engine.under_way == 3 and client.get("/health").status_code == 200
+    assert "pipejax_queue_length 1.0" in client.get("/metrics").text
+    engine.go_on.set()
+    for thread in threads:
+        thread.join()
+    assert [reply.status_code for reply in replies] == [200] * 3 and engine.under_way == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_is_limited(engine: ScriptedEngine, stream: bool) -> None:
+    engine.go_on.clear()
+    reply = connect(service(engine, seconds=0.2)).post(PATH, json={"prompt": TEXT, "stream": stream})
+    if stream:
+        event = reply.text.split("\n\n")[-2]
+        found = json.loads(event.removeprefix("data: "))["error"]
+        assert reply.status_code == 200
+    else:
+        found = error(reply, 504)
+    assert found["code"] == "timeout" and found["type"] == "server_error"
+    assert engine.under_way == 0 and len(engine.cancelled) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "raised, status, code",
+    [
+        (RuntimeError("/secret/place.py is wrong"), 500, "internal_error"),
+        (UserError("temperature: found 1; expected 0 with beams"), 400, None),
+        (MemoryError(), 503, "out_of_memory"),
+    ],
+)
+def test_an_engine_that_fails(
+    client: TestClient, engine: ScriptedEngine, capfd: Any, raised: Exception, status: int, code: str, stream: bool
+) -> None:
+    engine.error = raised
+    reply = client.post(PATH, json={"prompt": TEXT, "stream": stream})
+    found = json.loads(reply.text.split("\n\n")[-2].removeprefix("data: "))["error"] if stream else error(reply, status)
+    assert found["code"] == code and "secret" not in reply.text
+    assert ("Traceback" in capfd.readouterr().err) == (status == 500)
+    engine.error = None
+    assert client.post(PATH, json={"prompt": TEXT}).status_code == 200  # it stays up
+    assert f'pipejax_requests_total{{status="{200 if stream else status}"}} ' in client.get("/metrics").text
+
+
+def test_draining(engine: ScriptedEngine) -> None:
+    own = service(engine)
+    client = connect(own)
+    own.draining = True
+    reply = client.post(PATH, json={"prompt": TEXT})
+    assert error(reply, 503)["code"] == "draining" and "Retry-After" in reply.headers
+    assert client.get("/health").status_code == 503 and not engine.requests
+
+
+# The rest.
+
+
+def test_models(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["tiny"]
+    assert client.get("/v1/models/tiny").json() == listed["data"][0]
+    assert listed["data"][0]["delay"] == 2 and listed["data"][0]["max_prompt_tokens"] == 24
+
+
+def test_metrics(client: TestClient) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    usage = client.post(PATH, json={"prompt": TEXT}).json()["usage"]
+    client.post(PATH, json={"prompt": ""})
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    assert found["pipejax_requests_total", "200"] == found["pipejax_requests_total", "400"] == 1
+    assert found["pipejax_prompt_tokens_total",] == usage["prompt_tokens"]
+    assert found["pipejax_generated_tokens_total",] == usage["completion_tokens"]
+    assert found["pipejax_answers_total", "stop"] == 1
+    assert found["pipejax_request_seconds_count",] == found["pipejax_first_token_seconds_count",] == 1
+    assert found["pipejax_places",] == 2 and found["pipejax_places_in_use",] == found["pipejax_queue_length",] == 0
+
+
+def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
+    reply = client.get("/")
+    assert reply.headers["Content-Type"].startswith("text/html")
+    assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
+    assert not re.search(r"https?://|src=|@import|url\(", reply.text)
+
+
+def test_every_field_is_described() -> None:
+    from pathlib import Path
+
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    assert not [field for field in (*asked.FIELDS, *asked.NEUTRAL) if f"`{field}`" not in page]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(engine: ScriptedEngine) -> Iterator[None]:
+    yield
+    engine.go_on.set()
+    wait_until(lambda: engine.under_way == 0)
