@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.config import T5Config
-from pipejax.decoding.core import Step
+from pipejax.decoding import Step
 from pipejax.inference import kernels
 from pipejax.inference.step_decoder import Cache, grown
 from pipejax.inference.weights import Matrix, Weights, joined, narrowed
@@ -71,7 +71,8 @@ class KernelDecoder:
         x = x * table.scale[step.tokens][:, None] if table.scale.size else x
         place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
         factor = c.d_model**-0.5 if c.scale_head else 1.0
-        given = [x, w.bias, step.mask, step.distance, step.start, place.astype(jnp.int32), memory.mask]
+        start = jnp.broadcast_to(step.start, len(memory.mask))
+        given = [x, w.bias, step.mask, step.distance, start, place.astype(jnp.int32), memory.mask]
         given += [w.norm * factor, *_flat(w.head)]
         aliases: dict[int, int] = {}  # the caches are written in place
         for i, layer in enumerate(w.layers):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
-from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch
+from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch, Wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.report import Report
 from pipejax.inference.weights import Layer, Weights
@@ -128,6 +128,7 @@ def decode_batch(
     memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
+    wishes: Wishes | None = None,
     *,
     sizes: Sizes,
     slots: int,
@@ -142,13 +143,14 @@ def decode_batch(
       memory: of the encoded sources.
       carry: what the stretch before left.
       source: for a strategy that drafts.
+      wishes: how tokens are chosen; None: greedily.
       sizes: that the decode goes through.
       slots: of the cache in this stretch.
       backend: computes the decoder's products.
     """
     decoder = backend.decoder(model, weights, memory)
-    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes)
-    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots)
+    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
+    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
 
 
 class Programs:
@@ -199,8 +201,17 @@ class Programs:
         batch_size: int,
         across: int,
         report: Report,
+        wishes: Wishes | None = None,
     ) -> Decoded:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
+
+        Args:
+          sources: ids of each.
+          strategy: decides what is fed.
+          batch_size: B.
+          across: E.
+          report: what it took.
+          wishes: how the tokens of the sources are chosen, in NumPy; None: greedily.
 
         Returns:
           NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
@@ -213,13 +224,15 @@ class Programs:
         ready = self._on(across)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
-        read: tuple[SourceIds, ...] = ()
+        read: SourceIds | None = None
         if isinstance(strategy, Drafted):
             more = ((0, 0), (0, 0), (0, shape[2] - source.shape[2]))
-            read = (SourceIds(np.pad(source, more), lengths),)
+            read = SourceIds(np.pad(source, more), lengths)
+        numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
+        wishes = jax.tree.map(lambda x: x[numbers], wishes)
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
-            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry, *read), shape, report)
+            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry, read, wishes), shape, report)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
@@ -234,11 +247,11 @@ class Programs:
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
         carry = None
-        read: tuple[SourceIds, ...] = ()
+        read: SourceIds | None = None
         if isinstance(strategy, Drafted):
-            read = (SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths),)
+            read = SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
         for slots in schedule(strategy, batch_size).slots:
-            arguments = ready.decoding, memory, carry, *read
+            arguments = ready.decoding, memory, carry, read, None
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
     def _on(self, across: int) -> Ready:
@@ -267,7 +280,7 @@ class Programs:
         report: Report,
     ) -> Any:
         """The compiled encoder, or decoder up to so many slots, for batches of that shape [E, B, L]."""
-        key = part, slots, shape
+        key = part, slots, shape, jax.tree.structure(arguments[4:])  # what is wished for
         if key not in self._compiled:
             jax.block_until_ready(arguments)  # what is still computed must not count as compilation
             begun = time.perf_counter()
