@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support import oracle
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pipejax import grid
@@ -15,6 +14,7 @@ from pipejax.decoding import Sampling, Step, Wishes, choice
 from pipejax.inference.generator import Generator
 from pipejax.model import t5
 from pipejax.system.errors import UserError
+from support import oracle
 
 TINY = T5Config(
     vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pipejax.config import T5Config
-from pipejax.decoding import Pipelined
-from pipejax.decoding import Step
+from pipejax.decoding import Pipelined, Step
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, Xla, fastest
 from pipejax.inference.step_decoder import Cache

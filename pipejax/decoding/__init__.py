@@ -18,6 +18,7 @@ from pipejax.decoding.core import (
     decode,
     refilled,
     run,
+    with_slots,
 )
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafted
@@ -52,6 +53,7 @@ __all__ = [
     "make",
     "refilled",
     "run",
+    "with_slots",
 ]
 
 
@@ -101,8 +103,8 @@ def check(name: str, decode: DecodeConfig, *, drafts: bool = False) -> None:
         raise UserError(f"decode.beams: found {decode.beams}; expected 1, since beam search is sequential, not {name}")
     if decode.samples > 1 and decode.temperature == 0:
         raise UserError(
-            f"decode.samples: found {decode.samples} with decode.temperature = 0; expected a temperature above 0, since "
-            "all of them would be the same"
+            f"decode.samples: found {decode.samples} with decode.temperature = 0; expected a temperature above 0, "
+            "since all of them would be the same"
         )
     for key, wanted in (("temperature", 0.0), ("scores", False), ("limit", "none")):
         if decode.beams > 1 and getattr(decode, key) != wanted:

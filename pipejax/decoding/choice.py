@@ -87,6 +87,11 @@ def _only(token: Array, logits: Array) -> Array:
 def _sampled(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
     """Logits [V, N] whose highest is a sample, where one is wished for; settings, row and time are those of the N."""
     warm = sampling.temperature > 0
+    return jax.lax.cond(warm.any(), _drawn, lambda x, *_: x, logits, sampling, row, time)
+
+
+def _drawn(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
+    warm = sampling.temperature > 0
     wide = (logits - logits.max(axis=0)) / jnp.where(warm, sampling.temperature, 1.0)
     is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
     weights = jax.lax.cond(is_limited.any(), _limited, lambda x, _: jnp.exp(x), wide, sampling)

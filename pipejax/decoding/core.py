@@ -149,8 +149,9 @@ class Stretch:
     """What a decode came to before its cache was full."""
 
     over: Array  # bool scalar, every example is done; else the cache is full
-    decoded: Decoded  # the result, if it is over
+    decoded: Decoded  # what is written; the result, if it is over
     carry: Carry
+    left: Array | None = None  # as in `Carry`
 
 
 def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:
@@ -228,9 +229,7 @@ def decode(
     """
     widths = [min(n, strategy.rows) for n in sizes.queries]
     limits = jnp.asarray([slots - w for w in widths], jnp.int32)  # a step writes `width` slots, its fillers included
-    more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
-    filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
-    carry = dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache), left=most)
+    carry = dataclasses.replace(with_slots(model, carry, slots), left=most)
 
     def going(carry: Carry) -> Array:
         fits = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
@@ -272,7 +271,15 @@ def decode(
 
     carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
-    return Stretch(strategy.done(carry.state).all(), decoded, dataclasses.replace(carry, left=None))
+    left, carry = carry.left, dataclasses.replace(carry, left=None)
+    return Stretch(strategy.done(carry.state).all(), decoded, carry, left)
+
+
+def with_slots(model: Model[Cache], carry: Carry, slots: int) -> Carry:
+    """The carry with so many slots, at least as many as it has."""
+    more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
+    filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
+    return dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
 
 
 def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes) -> Carry:
@@ -292,9 +299,18 @@ def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, 
 
     state, query = jax.tree.map(chosen, fresh, (strategy.stopped(carry.state, ends), carry.query))
     query = dataclasses.replace(query, live=query.live & ~(ends & ~begins)[:, None])
-    empty = dataclasses.replace(carry.filled, row=jnp.where(begins[:, None], NOWHERE, carry.filled.row))
-    used = jnp.where(begins, 0, carry.used)
-    return dataclasses.replace(carry, state=state, query=query, size=_size(query, sizes), used=used, filled=empty)
+    changes = begins | ends
+    filled = dataclasses.replace(carry.filled, row=jnp.where(changes[:, None], NOWHERE, carry.filled.row))
+    log_probs = carry.log_probs
+    return dataclasses.replace(
+        carry,
+        state=state,
+        query=query,
+        size=_size(query, sizes),
+        used=jnp.where(changes, 0, carry.used),
+        filled=filled,
+        log_probs=None if log_probs is None else jnp.where(changes[:, None, None], 0, log_probs),
+    )
 
 
 def _size(query: Query, sizes: Sizes) -> Array:

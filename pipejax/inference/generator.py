@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import jax
-import numpy as np
 
 from pipejax import checkpoint, decoding, grid
 from pipejax import config as config_lib
@@ -16,7 +15,7 @@ from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import TRUNCATIONS, Drafted, Drafter, Strategy
+from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Strategy
 from pipejax.inference import backends, programs, sources, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
@@ -178,7 +177,7 @@ class Generator:
         waiting, across = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
             across = across or min(len(devices), -(-len(chunk) // batch_size))
-            encoded = [self._encode(source, report) for source in chunk]
+            encoded = [self.ids_of(source, report) for source in chunk]
             order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
             records: dict[int, Record] = {}
             for first in range(0, len(order), across * batch_size):
@@ -198,13 +197,7 @@ class Generator:
                 )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
-                    rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]
-                    truncated = TRUNCATIONS[int(found.truncated[b])]
-                    counts = int(found.steps[b]), int(found.calls[b])
-                    scores = (
-                        None if found.log_probs is None else self._scores(found.log_probs[b], found.lengths[b], name)
-                    )
-                    records[i] = self._record(chunk[i], name, rows, counts, truncated, scores)
+                    records[i] = self.record(chunk[i], name, found, b)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
                     self._count(records[i], name, report)
@@ -222,7 +215,8 @@ class Generator:
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
         return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
 
-    def _encode(self, source: Source, report: Report) -> Sequence[int]:
+    def ids_of(self, source: Source, report: Report) -> Sequence[int]:
+        """Its token ids, as many as the encoder takes; the report counts those that were cut."""
         given = source.content
         if isinstance(given, str):
             assert self.tokenizer is not None  # `check` saw to it
@@ -243,52 +237,45 @@ class Generator:
             return []
         return self.tokenizer.encode(f"a{self.config.data.separator}a")
 
-    def _scores(self, log_probs: np.ndarray, lengths: np.ndarray, strategy: str) -> tuple[list[list[float]], float]:
-        """The log-probabilities of each row's tokens, from those [R, W] by row and time; and their sum with all eos."""
-        delay = self.config.grid.delay if strategy == "pipelined" else 1
-        first = [int(grid.start(i, delay)) for i in range(len(lengths))]
-        found = [row[t : t + n].tolist() for row, t, n in zip(log_probs, first, lengths, strict=True)]
-        whole = sum(float(row[t : t + n + 1].sum()) for row, t, n in zip(log_probs, first, lengths, strict=True))
-        return found, whole
+    def record(self, source: Source, strategy: str, found: Decoded, place: int, *, ends: bool = True) -> Record:
+        """What an example was decoded to.
 
-    def _record(
-        self,
-        source: Source,
-        strategy: str,
-        row_ids: list[list[int]],
-        counts: tuple[int, int],
-        truncated: str | None,
-        scores: tuple[list[list[float]], float] | None,
-    ) -> Record:
+        Args:
+          source: of the example.
+          strategy: that decoded it.
+          found: in NumPy, calls included.
+          place: of the example in the batch.
+          ends: whether `log_prob` counts what follows the last token of each row, its eos.
+        """
         separator = self.config.data.separator
-        log_probs = scores[0] if scores else [[0.0]] * len(row_ids)
+        rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
+        kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None
-        rows: list[str] | None = None
-        if strategy != "sequential":
-            log_probs = [said for said, row in zip(log_probs, row_ids, strict=True) if row]
-            row_ids = [row for row in row_ids if row]
+        said: list[str] | None = None
         if self.tokenizer is not None:
-            rows = [self.tokenizer.decode(row) for row in row_ids]
+            said = [self.tokenizer.decode(row) for _, row in kept]
             if strategy != "sequential":  # tokens may be no text, and a sequential text has no empty rows either
-                log_probs = [row for row, said in zip(log_probs, rows, strict=True) if said.strip()]
-                row_ids = [row for row, said in zip(row_ids, rows, strict=True) if said.strip()]
-                rows = [said for said in rows if said.strip()]
-            text = separator.join(rows)
-            if strategy == "sequential":
-                rows = split_rows(text, separator)
+                kept = [one for one, text in zip(kept, said, strict=True) if text.strip()]
+                said = [text for text in said if text.strip()]
+            text = separator.join(said)
+            said = split_rows(text, separator) if strategy == "sequential" else said
         record: Record = {
             "id": source.id,
             "text": text,
-            "rows": rows,
-            "row_ids": row_ids,
-            "steps": counts[0],
-            "calls": counts[1],
-            "truncated": truncated,
+            "rows": said,
+            "row_ids": [row for _, row in kept],
+            "steps": int(found.steps[place]),
+            "calls": int(found.calls[place]),
+            "truncated": TRUNCATIONS[int(found.truncated[place])],
         }
         if self.config.decode.samples > 1:
             record["sample"] = source.sample
-        if scores:
-            record["log_prob"], record["log_probs"] = scores[1], log_probs
+        if found.log_probs is not None:
+            delay = self.config.grid.delay if strategy == "pipelined" else 1
+            by_time, first = found.log_probs[place], [int(grid.start(i, delay)) for i in range(len(rows))]
+            record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
+            spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows)]
+            record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
         return record
 
     def _count(self, record: Record, strategy: str, report: Report) -> None:

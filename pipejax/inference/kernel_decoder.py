@@ -50,6 +50,21 @@ def lay_out_memory(memory: Memory, *, weights: str) -> Memory:
     return Memory(tuple(map(laid, memory.keys)), tuple(map(laid, memory.values)), memory.mask)
 
 
+def widened(memory: Memory, slots: int) -> Memory:
+    """The memory with so many slots, a multiple of 16; those added are masked."""
+
+    def longer(x: Array, axis: int) -> Array:
+        more = x.shape[axis] * slots // memory.mask.shape[1] - x.shape[axis]
+        return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+
+    more = slots - memory.mask.shape[1]
+    return Memory(
+        keys=tuple(longer(x, 2) for x in memory.keys),
+        values=tuple(longer(x, 3) for x in memory.values),
+        mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelDecoder:
     """A `decoding.Model`, as `step_decoder.StepDecoder`."""

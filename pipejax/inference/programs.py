@@ -165,7 +165,7 @@ class Programs:
     ) -> None:
         """Nothing compiles yet."""
         self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
-        self._backend = backend
+        self.backend = backend
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
@@ -181,8 +181,12 @@ class Programs:
             with precision(self.model.dtype):
                 return jax.block_until_ready(jitted(tree, **static))
 
-        self._ready = prepare(self.model, params, backend=self._backend, compute=compute)
+        self._ready = prepare(self.model, params, backend=self.backend, compute=compute)
         self._forget_copies()
+
+    def on_first(self) -> Ready:
+        """The weights on the first device."""
+        return self._on(1)
 
     def forget_params(self) -> None:
         """Gives their memory back, until `set_params`; what was compiled stays."""
@@ -285,11 +289,11 @@ class Programs:
             jax.block_until_ready(arguments)  # what is still computed must not count as compilation
             begun = time.perf_counter()
             across, batch, length = shape
-            function: Callable[..., Any] = partial(encode_batch, self.model, backend=self._backend)
+            function: Callable[..., Any] = partial(encode_batch, self.model, backend=self.backend)
             name, more = "encoder", ""
             if not isinstance(part, str):
                 sizes = schedule(part, batch)
-                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=self._backend)
+                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=self.backend)
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds
