@@ -13,6 +13,8 @@ import pytest
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving import asked, command
 from pipejax.inference.serving.written import Growing, Writing
+from pipejax.inference.sources import Source
+from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.scripted_engine import ScriptedEngine
@@ -29,7 +31,7 @@ PATH = "/v1/completions"
 @pytest.fixture(scope="module")
 def generator(tokenizer: Any) -> Generator:
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
-    return Generator(tiny.change(tiny.RUN, data={"max_source": 24}), params, tokenizer)
+    return Generator(tiny.change(tiny.RUN, data={"max_source": 24}, grid={"delay": 1}), params, tokenizer)
 
 
 @pytest.fixture
@@ -97,12 +99,9 @@ def test_the_engine_gets_what_is_asked_for(client: TestClient, engine: ScriptedE
     body = {"prompt": [[5, 6, 1], [7, 1]], "n": 2, "seed": 2**31 - 1, "strategy": "sequential", **settings}
     reply = client.post(PATH, json=body).json()
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
-    assert [(list(r.source.content), r.seed) for r in engine.requests] == [
-        ([5, 6, 1], 2**31 - 1),
-        ([5, 6, 1], 0),
-        ([7, 1], 2**31 - 1),
-        ([7, 1], 0),
-    ]
+    sources = [Source(i, ids, sample=k) for i, ids in enumerate(body["prompt"]) for k in (0, 1)]
+    assert [r.source for r in engine.requests] == sources
+    assert [r.seed for r in engine.requests] == [seed_of(source, 2**31 - 1) for source in sources]  # as decode draws
     assert all({name: getattr(r, name) for name in settings} == settings for r in engine.requests)
     assert {r.strategy for r in engine.requests} == {"sequential"}
 
@@ -115,9 +114,13 @@ def test_defaults_are_those_of_an_offline_decode(client: TestClient, engine: Scr
 
 
 def test_rows_are_the_record(client: TestClient, engine: ScriptedEngine) -> None:
-    record = client.post(PATH, json={"prompt": TEXT, "rows": True}).json()["choices"][0]["record"]
+    record = client.post(PATH, json={"prompt": TEXT, "rows": True, "logprobs": 0}).json()["choices"][0]["record"]
     expected = engine.record(engine.own_tokens(engine.requests[0]))
     assert record == expected
+    record = client.post(PATH, json={"prompt": TEXT, "rows": True}).json()["choices"][0]["record"]
+    assert expected.pop("log_prob") and expected.pop("log_probs") and record == expected
+    body = {"prompt": TEXT, "rows": True, "temperature": 1, "n": 2}
+    assert [c["record"]["sample"] for c in client.post(PATH, json=body).json()["choices"]] == [0, 1]
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -169,7 +172,7 @@ def test_log_probabilities(client: TestClient, stream: bool) -> None:
     assert found["top_logprobs"] == [{token: -0.25} for token in found["tokens"]]
 
 
-@pytest.mark.parametrize("stop", [" ; ", "lamps", ["nowhere", "ps and"], "d"])
+@pytest.mark.parametrize("stop", [" ; ", "lamps", ["nowhere", "ps ; n"], "d"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_cuts_the_text(client: TestClient, stop: Any, stream: bool) -> None:
     full = client.post(PATH, json={"prompt": TEXT}).json()["choices"][0]["text"]
@@ -187,8 +190,9 @@ def test_stop_frees_the_place(client: TestClient, engine: ScriptedEngine) -> Non
 
 
 def test_without_a_tokenizer_the_record_is_the_answer(generator: Generator) -> None:
-    engine = ScriptedEngine(Generator(generator.config, generator.programs._ready, None))
-    engine.generator.programs = generator.programs
+    engine = ScriptedEngine(
+        Generator(generator.config, oracle.random_params(tiny.MODEL, np.random.default_rng(7)), None)
+    )
     (choice,) = connect(service(engine)).post(PATH, json={"prompt": [5, 6, 7, 8, 1]}).json()["choices"]
     assert choice["text"] == "" and choice["record"]["row_ids"] == [[5, 6, 7], [8]]
 
@@ -222,36 +226,50 @@ def test_half_a_character_waits(text: str) -> None:
     assert "".join([*map(growing.add, broken), growing.rest()]) == broken.decode("utf-8", "replace")
 
 
-def write(rows: list[str], order: str, **settings: Any) -> str:
-    """The text when rows of letters are written in that order: "0" is the next letter of row 0, or its end."""
-    writing = Writing(Bytes(), eos=0, separator=" ; ", **settings)  # type: ignore[arg-type]
-    left = [[*row.encode(), 0] for row in rows]
-    said = ""
-    for row in map(int, order):
-        said += "".join(piece.text for piece in writing.add(row, left[row].pop(0), 0.0))
-    return said + "|" + "".join(piece.text for piece in writing.end())
+def write(rows: list[str], *, delay: int = 1, order: int = 99, **settings: Any) -> str:
+    """The text when rows of letters are written on the grid up to so many letters; "|" is where they end."""
+    writing = Writing(Bytes(), delay=delay, separator=" ; ", **settings)  # type: ignore[arg-type]
+    letters = sorted((i * delay + j, i, byte) for i, row in enumerate(rows) for j, byte in enumerate(row.encode()))
+    said = [writing.add(row, byte, 0.0) for _, row, byte in letters[:order]]
+    return "".join(piece.text for pieces in said for piece in pieces) + "|" + "".join(p.text for p in writing.end())
 
 
 @pytest.mark.parametrize(
-    "rows, order, said",
+    "rows, delay, said",
     [
-        (["ab", "cd"], "001011", "ab ; cd|"),
-        (["ab", "cd"], "1101001", "ab ; cd|"),
-        (["ab", "cd"], "01", "a|; c"),  # cut off
-        (["a", "", "b"], "0011222"[:6], "a|"),
-        (["a", " ", "b"], "0011" + "22", "a ; b|"),  # a row without text is none
+        (["abc", "de"], 1, "abc|; de"),  # who could know before the end that the first row has ended?
+        (["abc", "def"], 1, "abc ; def|"),
+        (["ab", "cdef", "gh"], 2, "ab ; cdef| ; gh"),
+        (["a", "", "bc"], 3, "a ; bc|"),  # a row without a token, and one without a letter: no rows of the text
+        (["ab", "  ", "cd"], 1, "ab ; cd|"),
+        (["", "ab"], 2, "ab|"),
+        ([], 1, "|"),
     ],
 )
-def test_rows_in_order(rows: list[str], order: str, said: str) -> None:
-    found = write(rows, order) if rows[1] else write(rows, "00122")
-    expected = {"a|; c": "a| ; c", "a|": "a ; b|"}.get(said, said)
-    assert found == expected
+def test_rows_in_order(rows: list[str], delay: int, said: str) -> None:
+    found = write(rows, delay=delay)
+    assert found.replace("|", "") == said.replace("|", "").replace("c;", "c ;")
+    assert found.startswith(said.partition("|")[0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_in_order_whatever_they_are(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = ["".join(rng.choice([*"abc é漢"], rng.integers(0, 9))) for _ in range(rng.integers(0, 9))]
+    expected = " ; ".join(row.strip() for row in rows if row.strip())
+    assert write(rows, delay=int(rng.integers(1, 5))).replace("|", "") == expected
+
+
+def test_a_row_comes_as_soon_as_the_one_above_has_ended() -> None:
+    assert write(["ab", "cdef"], delay=1, order=5) == "ab ; cde|"
+    assert write(["ab", "cdef"], delay=1, order=4) == "ab ; cd|"
+    assert write(["ab", "cdef"], delay=1, order=3) == "ab| ; c"  # the first could go on in this step
 
 
 def test_a_beginning_of_a_stop_text_waits() -> None:
-    assert write(["abcx"], "00000", stop=("bcd",)) == "abcx|"
-    assert write(["abc"], "000", stop=("bcd",)) == "a|bc"
-    assert write(["abcd"], "0000", stop=("bcd",)) == "a|"
+    assert write(["abcx"], stop=("bcd",)) == "abcx|"
+    assert write(["abc"], stop=("bcd",)) == "a|bc"
+    assert write(["abcd"], stop=("bcd",)) == "a|"
 
 
 # Refusals.
@@ -278,8 +296,8 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         ({"prompt": {"a": 1}}, "prompt", "prompt: found {'a': 1}; expected"),
         ({"prompt": ["a"] * 5}, "prompt", "prompt: found 5 prompts; expected at most 4"),
         ({"prompt": list(range(2, 40))}, "prompt", "prompt: found 38 tokens; expected at most 24, or truncate: true"),
-        ({"prompt": "a", "temperature": "1"}, "temperature", "temperature: found '1'; expected a number from 0 to 2"),
-        ({"prompt": "a", "temperature": 2.5}, "temperature", "temperature: found 2.5; expected"),
+        ({"prompt": "a", "temperature": "1"}, "temperature", "temperature: found '1'; expected a number from 0 to 100"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "temperature: found -1; expected"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature", "temperature: found inf; expected"),
         ({"prompt": "a", "top_p": 0}, "top_p", "top_p: found 0; expected a number above 0"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found 0; expected a whole number from 1"),
@@ -462,7 +480,7 @@ def test_models(client: TestClient) -> None:
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json() == listed["data"][0]
-    assert listed["data"][0]["delay"] == 2 and listed["data"][0]["max_prompt_tokens"] == 24
+    assert listed["data"][0]["delay"] == 1 and listed["data"][0]["max_prompt_tokens"] == 24
 
 
 def test_metrics(client: TestClient) -> None:

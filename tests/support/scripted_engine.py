@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipejax.inference.engine import Event, Full, Request
+from pipejax.inference.engine import Closed, Event, Full, Request
 from pipejax.inference.generator import Generator, Record
 
 
@@ -19,10 +19,9 @@ class ScriptedEngine:
         self.go_on = threading.Event()  # answers stop after their first token until this is set
         self.go_on.set()
         self.error: Exception | None = None  # raised instead of an answer's second token
-        self.rows: Any = self.own_tokens
 
     @property
-    def in_use(self) -> int:
+    def running(self) -> int:
         return min(self.under_way, self.places)
 
     @property
@@ -41,7 +40,7 @@ class ScriptedEngine:
 
     def own_tokens(self, request: Request) -> list[list[int]]:
         ids = [int(i) for i in request.source.content if i != self.generator.architecture.eos_token_id]
-        rows = [ids[i : i + 3] for i in range(0, len(ids), 3)]
+        rows = [ids[i : i + 3] for i in range(0, len(ids), 3)] if request.strategy == "pipelined" else [ids]
         return [*rows, [10 + request.seed % 50]] if request.temperature else rows
 
     def record(self, rows: Sequence[Sequence[int]]) -> Record:
@@ -55,6 +54,8 @@ class ScriptedEngine:
             "steps": 9,
             "calls": 9,
             "truncated": None,
+            "log_prob": -0.25 * sum(map(len, rows)),
+            "log_probs": [[-0.25] * len(row) for row in rows],
         }
 
 
@@ -64,16 +65,15 @@ class _Answer:
         self._ended = threading.Event()
 
     def events(self) -> Iterator[Any]:
-        """As on a grid: token by token of all rows that have begun, a row a step later than the one above it."""
-        engine, rows = self._engine, self._engine.rows(self._request)
-        eos = engine.generator.architecture.eos_token_id
-        count = 0
-        for time in range(1, 2 * max(map(len, rows), default=0) + len(rows) + 2):
+        """Step by step, and in a step row by row."""
+        engine, rows = self._engine, self._engine.own_tokens(self._request)
+        delay, count = engine.generator.config.grid.delay, 0
+        for time in range(delay * len(rows) + max(map(len, rows), default=0)):
             for i, row in enumerate(rows):
                 if self._ended.is_set():
-                    return
-                if 1 <= time - i <= len(row) + 1:
-                    yield Event(i, [*row, eos][time - i - 1], -0.25)
+                    raise Closed("the request was cancelled")
+                if 0 <= time - delay * i < len(row):
+                    yield Event(i, row[time - delay * i], -0.25)
                     count += 1
                     if count == 1:
                         while not engine.go_on.wait(0.01) and not self._ended.is_set():

@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pipejax.inference.engine import Answer, Engine, Event, Full, Request
+from pipejax.inference import wishes
+from pipejax.inference.engine import Answer, Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator, Record
-from pipejax.inference.serving.asked import SEEDS, Asked
+from pipejax.inference.serving.asked import Asked
 from pipejax.inference.serving.counters import Counters
 from pipejax.inference.serving.refusals import Refused, mistake
 from pipejax.inference.serving.written import Piece, Writing
+from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError, out_of_memory
 
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
@@ -52,7 +54,7 @@ class Completion:
           Refused: the queue is full, or the engine cannot do what is asked.
         """
         self.asked, self._counters, self._model = asked, counters, model
-        self._eos = generator.architecture.eos_token_id
+        self._scored = asked.logprobs is not None or generator.config.decode.scores
         self._whole = generator.tokenizer is None or asked.rows  # with the record
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         self._begun = time.perf_counter()
@@ -63,7 +65,7 @@ class Completion:
                 i,
                 Writing(
                     generator.tokenizer,
-                    eos=self._eos,
+                    delay=generator.config.grid.delay if asked.strategy == "pipelined" else 1,
                     separator=generator.config.data.separator,
                     stop=asked.stop,
                     as_written=asked.rows and asked.stream,
@@ -75,7 +77,7 @@ class Completion:
         try:
             for source in asked.sources:
                 for k in range(asked.n):
-                    self._answers.append(engine.submit(_request(asked, source, k)))
+                    self._answers.append(engine.submit(_request(asked, source._replace(sample=k))))
         except BaseException as error:
             self.close()
             raise _refusal(error) from error
@@ -102,7 +104,7 @@ class Completion:
                     raise _refusal(item) from item
                 pieces = added.setdefault(i, [])
                 if isinstance(item, Event):
-                    choice.tokens += item.token != self._eos
+                    choice.tokens += 1
                     pieces += choice.writing.add(*item)
                     if choice.writing.stopped:
                         self._answers[i].cancel()
@@ -212,7 +214,10 @@ class Completion:
     def _record(self, choice: Choice) -> dict[str, Any]:
         if not self._whole or choice.record is None:
             return {}
-        return {"record": {**choice.record, "id": choice.index}}
+        record: dict[str, Any] = {**choice.record}
+        if not self._scored:
+            record = {name: value for name, value in record.items() if name not in ("log_prob", "log_probs")}
+        return {"record": record | ({"sample": choice.index % self.asked.n} if self.asked.n > 1 else {})}
 
 
 class _Inbox:
@@ -232,19 +237,20 @@ class _Inbox:
         """All that is there; waits so long for something."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._filled.wait()
-        self._filled.clear()
+                while not self._items:
+                    self._filled.clear()
+                    await self._filled.wait()
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
-def _request(asked: Asked, source: Any, k: int) -> Request:
+def _request(asked: Asked, source: Source) -> Request:
     return Request(
         source,
         asked.strategy,
         temperature=asked.temperature,
         top_k=asked.top_k,
         top_p=asked.top_p,
-        seed=(asked.seed + k) % SEEDS,
+        seed=wishes.seed_of(source, asked.seed),  # as `decode` draws
         max_tokens=asked.max_tokens,
     )
 
@@ -254,6 +260,8 @@ def _refusal(error: BaseException) -> BaseException:
     if isinstance(error, Full):
         message = "the queue is full; try again"
         return Refused(429, message, code="queue_full", headers={"Retry-After": str(RETRY)})
+    if isinstance(error, Closed):
+        return Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
     if isinstance(error, UserError):
         return Refused(400, str(error))
     if out_of_memory(error):

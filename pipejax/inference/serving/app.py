@@ -71,8 +71,8 @@ class Service:
         self.started = int(time.time())
         watch = self.counters.watch
         watch("active_requests", "Requests for completions that are under way", lambda: self.active)
-        watch("places", "Answers that can be written at once", lambda: engine.places)
-        watch("places_in_use", "Answers that are being written", lambda: engine.in_use)
+        watch("places", "Answers of a strategy that can be written at once", lambda: engine.places)
+        watch("places_in_use", "Answers that are being written", lambda: engine.running)
         watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
         watch("draining", "1 once the server has been told to end", lambda: self.draining)
 
@@ -99,7 +99,8 @@ class Service:
         finally:
             self.active -= 1
             self.counters.requests.labels(str(status)).inc()
-            self.counters.seconds.observe(time.perf_counter() - begun)
+            if status == 200:
+                self.counters.seconds.observe(time.perf_counter() - begun)
 
     def _read(self, body: bytes) -> Asked:
         return asked.read(asked.parse(body), self.generator, model=self.name, most=self.limits.answers)

@@ -32,7 +32,7 @@ STOPS, STOP_LENGTH = 4, 200  # texts, characters
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request for completions asks for; the answer to prompt i with seed k is choice i * n + k."""
+    """What a request for completions asks for; sample k of prompt i is choice i * n + k."""
 
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # of the prompts, that the model will not read
@@ -99,8 +99,9 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
     wanted = given.get("model", model)
     if wanted != model:
         raise unsuitable("model", wanted, repr(model), status=404, code="model_not_found")
-    temperature = _number(given, "temperature", 0.0, least=0.0, most=2.0)
-    top_p = _number(given, "top_p", 1.0, least=0.0, most=1.0)
+    decode = generator.config.decode
+    temperature = _number(given, "temperature", decode.temperature, least=0.0, most=100.0)
+    top_p = _number(given, "top_p", decode.top_p, least=0.0, most=1.0)
     if top_p == 0:
         raise unsuitable("top_p", given["top_p"], "a number above 0, at most 1")
     n = _whole(given, "n", 1, least=1, most=most)
@@ -130,7 +131,7 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
         cut_tokens=cut,
         strategy=strategy,
         temperature=temperature,
-        top_k=_whole(given, "top_k", 0, least=0, most=SEEDS - 1),
+        top_k=_whole(given, "top_k", decode.top_k, least=0, most=SEEDS - 1),
         top_p=top_p,
         seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=0, most=SEEDS - 1),
         n=n,

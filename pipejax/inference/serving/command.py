@@ -20,6 +20,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 
 if TYPE_CHECKING:
+    from pipejax.inference.engine import Engine
     from pipejax.inference.serving.app import Service
 
 KEY = "PIPEJAX_API_KEY"
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         type=cli.whole(1, 2**12),
         default=8,
         metavar="N",
-        help="answers written at once (default: %(default)s)",
+        help="answers of a strategy written at once (default: %(default)s)",
     )
     parser.add_argument(
         "--queue", type=cli.whole(0, 2**16), default=64, metavar="N", help="answers that wait (default: %(default)s)"
@@ -60,6 +61,13 @@ def main(argv: Sequence[str]) -> int:
         default=300,
         metavar="S",
         help="seconds for a request (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=cli.whole(0, 2**16),
+        default=64,
+        metavar="N",
+        help="compile for prompts of up to N tokens before the port opens (default: %(default)s)",
     )
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
@@ -88,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
         keys=keys,
     )
     try:
+        warm_up(engine, min(flags.warm_up, generator.config.data.max_source))
         run(service, listener)
     finally:
         engine.close(drain=False, seconds=5.0)
@@ -134,6 +143,19 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise UserError(f"--host {host} --port {port}: cannot listen there ({error.strerror})") from error
     return listener
+
+
+def warm_up(engine: "Engine", length: int) -> None:
+    """Has the engine compile what prompts of up to so many tokens need with the default strategy."""
+    from pipejax.data.padding import bucket
+    from pipejax.inference.engine import Request
+    from pipejax.inference.sources import Source
+
+    generator = engine.generator
+    for size in sorted({min(bucket(n), length) for n in range(1, length + 1)}):
+        source = Source("", [generator.architecture.eos_token_id] * size)
+        for _ in engine.submit(Request(source, generator.default_strategy, max_tokens=1)).events():
+            pass
 
 
 def run(service: "Service", listener: socket.socket) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import defaultdict, deque
 
+from pipejax import grid
 from pipejax.data.tokenizer import Tokenizer
 
 WINDOW = 64  # tokens that are decoded again to see what one more adds, at the most
@@ -60,7 +61,7 @@ class Writing:
         self,
         tokenizer: Tokenizer | None,
         *,
-        eos: int,
+        delay: int,
         separator: str,
         stop: tuple[str, ...] = (),
         as_written: bool = False,
@@ -69,16 +70,16 @@ class Writing:
 
         Args:
           tokenizer: of the model, if it has one.
-          eos: the token that ends a row; it has no piece.
+          delay: time-steps between the starts of two rows.
           separator: what is put between two rows.
           stop: texts, at the first of which the answer is cut off.
           as_written: for clients that put rows together themselves. Without separators, and not for `stop`.
         """
-        self._eos, self._separator, self._as_written = eos, separator, as_written
+        self._delay, self._separator, self._as_written = delay, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
         self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # of later rows
-        self._finished: set[int] = set()
-        self._row = 0  # the first that is not finished
+        self._due: dict[int, int] = {}  # of rows that are not finished, the time of the next token
+        self._row = self._latest = 0  # the first that is not finished, and the last that has begun
         self._last: int | None = None  # the row of the last text
         self._cut = _Cut(stop)
 
@@ -88,25 +89,28 @@ class Writing:
         return self._cut.reached
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
-        """The pieces that can be sent once the token is written."""
-        if token == self._eos:
-            self._finish(row)
-        else:
-            self._waiting[row].append(Piece(row, token, self._rows[row].add(token), log_prob))
+        """The pieces that can be sent once the token is written.
+
+        Tokens come step by step, and in a step row by row. So a row that got none when it was its turn has ended.
+        """
+        time = self._due.pop(row, grid.start(row, self._delay))
+        for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
+            self._finish(other)
+        self._due[row] = time + 1
+        self._latest = max(self._latest, row)
+        self._waiting[row].append(Piece(row, token, self._rows[row].add(token), log_prob))
         return self._release()
 
     def end(self) -> list[Piece]:
         """The pieces that are left when no token is written any more."""
-        last = max(self._rows, default=-1)
-        for row in range(last + 1):
+        for row in [*self._due]:
             self._finish(row)
         return [*self._release(), *self._cut.rest()]
 
     def _finish(self, row: int) -> None:
-        if row not in self._finished:
-            self._finished.add(row)
-            if row in self._rows and (rest := self._rows[row].rest()):
-                self._waiting[row].append(Piece(row, None, rest))
+        del self._due[row]
+        if rest := self._rows[row].rest():
+            self._waiting[row].append(Piece(row, None, rest))
 
     def _release(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -119,7 +123,7 @@ class Writing:
             waiting = self._waiting[self._row]
             while waiting:
                 pieces.append(self._parted(waiting.popleft()))
-            if self._row not in self._finished:
+            if self._row in self._due or self._row >= self._latest:
                 return self._cut.take(pieces)
             del self._waiting[self._row]
             self._row += 1
