@@ -9,20 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from pipejax.inference.generator import Generator
-from pipejax.inference.serving import asked, command
+from pipejax.inference.serving import app, asked, command
 from pipejax.inference.serving.written import Growing, Writing
 from pipejax.inference.sources import Source
 from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.scripted_engine import ScriptedEngine
-
-starlette = pytest.importorskip("starlette")
-from starlette.testclient import TestClient
-
-from pipejax.inference.serving import app
 
 TEXT = "deliver tiny lamps and new ropes past the river"
 PATH = "/v1/completions"
@@ -162,7 +158,7 @@ def test_log_probabilities(client: TestClient, stream: bool) -> None:
         choices = [chunk["choices"][0] for chunk in chunks(reply)][:-1]
         text = "".join(choice["text"] for choice in choices)
         parts = [choice["logprobs"] for choice in choices]
-        found = {name: sum((part[name] for part in parts), []) for name in parts[0]}
+        found = {name: [value for part in parts for value in part[name]] for name in parts[0]}
     else:
         (choice,) = reply.json()["choices"]
         text, found = choice["text"], choice["logprobs"]
@@ -390,7 +386,7 @@ def test_the_file_of_keys(tmp_path: Any, text: Any, keys: Any) -> None:
     if keys:
         assert command.read_keys(str(path)) == keys
         return
-    with pytest.raises(UserError, match="^--api-key-file .*keys: (found no key|cannot be read)"):
+    with pytest.raises(UserError, match=r"^--api-key-file .*keys: (found no key|cannot be read)"):
         command.read_keys(str(path))
 
 

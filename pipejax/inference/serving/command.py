@@ -174,15 +174,18 @@ def run(service: "Service", listener: socket.socket) -> None:
             service.draining = True
 
     host, port = listener.getsockname()[:2]
-    cli.note(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
     if not service.keys and host not in ("127.0.0.1", "::1"):
         cli.note("warning: no API key is set: everybody who reaches this port may use it")
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     config = uvicorn.Config(make(service), log_config=None, access_log=False, lifespan="off", server_header=False)
     server = Server(config)
 
     async def serve() -> None:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not serving.done() and not (service.draining and not service.active):
+        while not (serving.done() or server.started):
+            await asyncio.sleep(0.01)
+        cli.note(f"serving {service.name} at {where}")
+        while not serving.done() and (service.active or not service.draining):
             await asyncio.sleep(0.1)
         server.should_exit = True
         await serving
