@@ -92,10 +92,11 @@ def test_a_completion(client: TestClient, generator: Generator) -> None:
 
 def test_the_engine_gets_what_is_asked_for(client: TestClient, engine: ScriptedEngine) -> None:
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 7}
-    body = {"prompt": [[5, 6, 1], [7, 1]], "n": 2, "seed": 2**31 - 1, "strategy": "sequential", **settings}
+    prompts = [[5, 6, 1], [7, 1]]
+    body = {"prompt": prompts, "n": 2, "seed": 2**31 - 1, "strategy": "sequential", **settings}
     reply = client.post(PATH, json=body).json()
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
-    sources = [Source(i, ids, sample=k) for i, ids in enumerate(body["prompt"]) for k in (0, 1)]
+    sources = [Source(i, ids, sample=k) for i, ids in enumerate(prompts) for k in (0, 1)]
     assert [r.source for r in engine.requests] == sources
     assert [r.seed for r in engine.requests] == [seed_of(source, 2**31 - 1) for source in sources]  # as decode draws
     assert all({name: getattr(r, name) for name in settings} == settings for r in engine.requests)
