@@ -114,7 +114,7 @@ def test_a_failure_is_told_and_the_engine_goes_on(generator, monkeypatch):
     given = texts(2)
     engine = Engine(generator, places=2, queue=5)
     with monkeypatch.context() as patch:
-        patch.setattr("pipejax.inference.running_batch.RunningBatch.advance", lambda self, steps: 1 / 0)
+        patch.setattr("pipejax.inference.running_batch.RunningBatch.advance", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(engine.submit(request(0, given[0])).events())
     assert_same(list(engine.submit(request(0, given[0])).events())[-1], generator.decode([given[0]])[0])
