@@ -7,6 +7,9 @@ same whatever else is in the batch, and the same with drafts, which are then acc
 Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -22,10 +25,10 @@ BLOCK = 256  # tokens whose weights are added up together
 class Sampling:
     """From which distribution tokens are drawn, for each example."""
 
-    temperature: Array  # f32 [B], what logits are divided by; 0: the most likely token is taken
-    top_k: Array  # i32 [B], of so many most likely tokens; 0: of all
-    top_p: Array  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
-    seed: Array  # u32 [B]
+    temperature: Any  # f32 [B], what logits are divided by; 0: the most likely token is taken
+    top_k: Any  # i32 [B], of so many most likely tokens; 0: of all
+    top_p: Any  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
+    seed: Any  # u32 [B]
 
 
 @flax.struct.dataclass
@@ -33,8 +36,8 @@ class Wishes:
     """How the answers of a batch are chosen."""
 
     sampling: Sampling | None = None  # None: greedily
-    forced: Array | None = None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
-    allowed: Array | None = None  # bool [B, V], the tokens that may be chosen; None: all
+    forced: Any = None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
+    allowed: Any = None  # bool [B, V], the tokens that may be chosen; None: all
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept
 
 
@@ -87,7 +90,8 @@ def _only(token: Array, logits: Array) -> Array:
 def _sampled(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
     """Logits [V, N] whose highest is a sample, where one is wished for; settings, row and time are those of the N."""
     warm = sampling.temperature > 0
-    return jax.lax.cond(warm.any(), _drawn, lambda x, *_: x, logits, sampling, row, time)
+    found: Array = jax.lax.cond(warm.any(), _drawn, lambda x, *_: x, logits, sampling, row, time)
+    return found
 
 
 def _drawn(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
@@ -110,14 +114,15 @@ def _limited(logits: Array, sampling: Sampling) -> Array:
     weights = jnp.exp(logits)
     order = jax.lax.bitcast_convert_type(weights, jnp.int32)
 
-    def least(enough) -> Array:  # type: ignore[no-untyped-def]
+    def least(enough: Callable[[Array], Array]) -> Array:
         """The highest order [N] from which on up the tokens are enough, bit by bit."""
 
         def add(number: Array, order: Array) -> Array:
             higher = order | (1 << (30 - number))
             return jnp.where(enough(higher), higher, order)
 
-        return jax.lax.fori_loop(0, 31, add, jnp.zeros(logits.shape[1], jnp.int32))
+        found: Array = jax.lax.fori_loop(0, 31, add, jnp.zeros(logits.shape[1], jnp.int32))
+        return found
 
     k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[0])
     weights = jnp.where(order >= least(lambda x: (order >= x).sum(axis=0) >= k), weights, 0)

@@ -315,4 +315,5 @@ def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, 
 
 def _size(query: Query, sizes: Sizes) -> Array:
     total = query.live.sum()
-    return sum((total > n).astype(jnp.int32) for n in sizes.queries[:-1]) + jnp.int32(0)
+    size: Array = sum((total > n).astype(jnp.int32) for n in sizes.queries[:-1]) + jnp.int32(0)
+    return size
