@@ -21,7 +21,7 @@ from support import oracle, tiny
 
 ROOT = Path(__file__).parents[1]
 # What no library of the core imports either, so that it can be taken away.
-ABSENT = ("tensorflow_datasets", "importlib_resources", "grain", "nltk", "rouge_score", "sentencex")
+ABSENT = ("tensorflow_datasets", "importlib_resources", "grain", "nltk", "rouge_score", "sentencex", "starlette", "uvicorn")
 BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"  # None: its import fails
 
 
@@ -62,6 +62,7 @@ def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypa
         ("data stats msqa --data-dir .", "data.task=msqa: found no tensorflow_datasets; expected"),
         ("data stats jsonl --set data.train=text.jsonl --set data.rows=sentences", "sentences: found no sentencex"),
         ("train --config {root}/configs/demo.py --workdir run", "training: found no grain; expected what the extra"),
+        ("serve --checkpoint x", "pipejax serve: found no starlette; expected what the extra pipejax[serve] installs"),
         ("teach --checkpoint x --input in.jsonl --workdir run", "training: found no grain; expected what the extra"),
     ],
 )

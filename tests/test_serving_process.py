@@ -97,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> 
 
 @pytest.fixture(scope="module")
 def server(trained: Path) -> Iterator[Server]:
-    with serve(trained, "--places", "4", "--queue", "60", "--max-body", "20000") as started:
+    with serve(trained, "--places", "4", "--queue", "60", "--max-body", "20000", "--warm-up", "16") as started:
         yield started
 
 

@@ -57,6 +57,7 @@ NON_EDGES = (
     ("system.cli", "jax"),
     ("metrics*", "jax"),
     ("data*", "jax"),
+    ("inference.[!s]*", "pipejax.inference.serving"),
 )
 
 # Libraries that may have to be replaced one day, or that are slow to import, and the modules that know them.
@@ -71,6 +72,9 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "grain": ("data.*", "training.command"),
     "nltk": ("metrics.*",),
     "rouge_score": ("metrics.rouge",),
+    "starlette": ("inference.serving.*",),
+    "uvicorn": ("inference.serving.command",),
+    "prometheus_client": ("inference.serving.*",),
     "tensorflow": (),
     "torch": (),
 }

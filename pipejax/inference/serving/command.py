@@ -132,10 +132,11 @@ def listen(host: str, port: int) -> socket.socket:
       UserError: the address is unknown, not here, or in use.
     """
     try:
-        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host}: found no such address; expected one of this machine") from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Of a socket that names its protocol asyncio sends what is written at once, and 40 ms later of another one.
+    listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
