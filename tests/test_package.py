@@ -21,7 +21,16 @@ from support import oracle, tiny
 
 ROOT = Path(__file__).parents[1]
 # What no library of the core imports either, so that it can be taken away.
-ABSENT = ("tensorflow_datasets", "importlib_resources", "grain", "nltk", "rouge_score", "sentencex", "starlette", "uvicorn")
+ABSENT = (
+    "tensorflow_datasets",
+    "importlib_resources",
+    "grain",
+    "nltk",
+    "rouge_score",
+    "sentencex",
+    "starlette",
+    "uvicorn",
+)
 BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"  # None: its import fails
 
 

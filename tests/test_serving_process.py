@@ -134,6 +134,15 @@ def test_answers_are_the_records_of_decode(server: Server, expected: dict[str, l
         list(pool.map(ask, range(48)))
 
 
+def test_samples_are_those_of_decode(server: Server, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")
+    settings = ("decode.temperature=1", "decode.seed=3", "decode.samples=2")
+    wanted = pipejax.load(trained, overrides=settings).decode(TEXTS[:2])
+    found = server.complete(prompt=TEXTS[:2], temperature=1, seed=3, n=2)
+    assert [choice["text"] for choice in found["choices"]] == [record["text"] for record in wanted]
+    assert len({record["text"] for record in wanted}) == 4
+
+
 def test_the_client_of_openai(server: Server, expected: dict[str, list[Any]]) -> None:
     openai = pytest.importorskip("openai")
     base = f"http://127.0.0.1:{server.port}/v1"
