@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("train a T5, or go on with a run", "pipejax.training.command"),
     "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.training.teach_command"),
     "decode": ("decode a file of sources", "pipejax.inference.command"),
+    "bulk": ("decode many files by several processes", "pipejax.inference.bulk_command"),
     "evaluate": ("decode a split of a task and score it", "pipejax.inference.evaluation"),
     "convert": ("weights from and to Hugging Face", "pipejax.convert.__main__"),
     "plan": ("what a training will need of each device's memory", "pipejax.training.plan"),

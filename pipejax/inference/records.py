@@ -75,10 +75,7 @@ def decode_file(
       UserError: a line that is not a source (the message names file and line), or an output that is of other work.
     """
     name = strategy or generator.default_strategy
-    trained = generator.config.train.objective
-    if name != trained and not (trained == "none" and name == "sequential"):
-        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
-        logger.warning(f"these weights were {what}; {name} decoding runs, but its output means little")
+    warn_of(generator.config.train.objective, name)
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     if source == STANDARD:
@@ -136,6 +133,13 @@ def decode_file(
     for line in report.lines(name):
         logger.info(f"{name}: {line}")
     return report
+
+
+def warn_of(trained: str, strategy: str) -> None:
+    """Logs a warning if weights that were trained for the objective `trained` are decoded with another strategy."""
+    if strategy != trained and not (trained == "none" and strategy == "sequential"):
+        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
+        logger.warning(f"these weights were {what}; {strategy} decoding runs, but its output means little")
 
 
 class Kept(NamedTuple):
@@ -231,6 +235,11 @@ def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]
         yield generator.source(value, place, place.rpartition(":")[2])
 
 
+def as_line(record: Record) -> str:
+    """A record as a line of what is written."""
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
 def _open(target: str, kept: int) -> BinaryIO:
     """The output, to be written after so many bytes of it."""
     try:
@@ -242,7 +251,7 @@ def _open(target: str, kept: int) -> BinaryIO:
 
 
 def _write(out: BinaryIO, record: Record, target: str) -> None:
-    line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    line = as_line(record).encode()
     try:
         written = out.write(line)
         while written is not None and written < len(line):  # an unbuffered file may take a part
