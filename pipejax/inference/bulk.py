@@ -177,8 +177,8 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
         if len(done) < len(wanted):
             raise UserError(f"{output.path}: stopped by the file {output.shards.directory}/.stop; expected none")
         total = sum(shard["records"] for shard in done.values())
-        rate = (total - before) / (time.monotonic() - begun)
-        logger.info(f"{output.path}: {total} records in {len(done)} shards; {rate:.2f} records/s")
+        rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
+        logger.info(f"{output.path}: {total} records in {len(done)} shards{rate}")
 
 
 def _read(files: Sequence[str], block: int) -> tuple[list[dict[str, Any]], list[list[Block]]]:

@@ -3,7 +3,7 @@
     pipejax bulk --checkpoint runs/demo --input 'articles/*.jsonl' --output decoded [--workers 2] [--set ...]
 
 Input files are JSON lines, which may be packed with gzip, or Parquet, as `pipejax decode` reads them. Each block of
-lines becomes a file below OUTPUT/shards: the records that `pipejax decode` would write for these lines. The same command
+lines becomes a file below OUTPUT/shards: the records that `pipejax decode` would write for them. The same command
 again decodes what is not written yet. OUTPUT/manifest.json says what is there. Needs the library Ray, which the extra
 pipejax[ray] installs.
 """

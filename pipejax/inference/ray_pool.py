@@ -35,22 +35,33 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL)  # its log files keep all
     address = address or os.environ.get("RAY_ADDRESS")
-    here = {
-        "num_cpus": max(os.cpu_count() or 1, workers or 1),
-        "object_store_memory": STORE,
-        "include_dashboard": False,
-    }
+    cores = max(os.cpu_count() or 1, workers or 1)
+    here = {"num_cpus": cores, "object_store_memory": STORE, "include_dashboard": False}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL} | ({} if address else here)
     try:
-        ray.init(address or "local", log_to_driver=False, logging_level=logging.CRITICAL, **({} if address else here))
+        with _silent():
+            ray.init(address or "local", **options)
         yield RayPool(ray, workers)
     except ConnectionError as error:
         raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
     except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
-        raise UserError(
-            f"Ray gave up ({first_line(error)}); what is written stays, the same command goes on"
-        ) from error
+        said = first_line(error)
+        raise UserError(f"Ray gave up ({said}); what is written stays, and the same command goes on") from error
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """A block in which nothing reaches standard error: Ray's C++ says there that it was told to be quiet."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class RayPool:
