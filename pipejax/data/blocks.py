@@ -1,7 +1,8 @@
 """Cuts files of JSON lines or Parquet into blocks of lines, and reads a block without what comes before it."""
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -11,6 +12,7 @@ from pipejax.data.lines import Placed, bounded, open_file, read_objects, unpacke
 from pipejax.system.errors import UserError
 
 EXPECTED = "JSON lines or Parquet"
+DIGITS = 12  # of a block's digest, hexadecimal: enough to tell apart what people change
 
 
 class Block(NamedTuple):
@@ -20,6 +22,7 @@ class Block(NamedTuple):
     first: int  # line, from 1
     lines: int
     offset: int  # bytes before the first line, unpacked; 0 in a Parquet file
+    digest: str  # of the lines; of a Parquet file: of all of it
 
 
 def cut(path: str, size: int) -> list[Block]:
@@ -28,21 +31,27 @@ def cut(path: str, size: int) -> list[Block]:
     Raises:
       UserError: the file cannot be read, is damaged, or has a line that is too long.
     """
-    total, offsets = 0, list[int]()
     if is_parquet(path):
-        total = count_parquet(Path(path))
-        offsets = [0] * -(-total // size)
-    else:
-        offset = 0
-        with open_file(path, EXPECTED) as file, unpacked(file, path) as content:
-            for line in bounded(content, path):
-                if total % size == 0:
-                    offsets.append(offset)
-                total, offset = total + 1, offset + len(line)
-    starts = range(0, total, size)
-    return [
-        Block(path, start + 1, min(size, total - start), offset) for start, offset in zip(starts, offsets, strict=True)
-    ]
+        total, digest = count_parquet(Path(path)), digest_of(Path(path))
+        starts = range(0, total, size)
+        return [Block(path, start + 1, min(size, total - start), 0, digest[:DIGITS]) for start in starts]
+    blocks, first, offset = [], 1, 0
+    with open_file(path, EXPECTED) as file, unpacked(file, path) as content:
+        lines = bounded(content, path)
+        while part := list(islice(lines, size)):
+            blocks.append(Block(path, first, len(part), offset, _digest(part)))
+            first, offset = first + len(part), offset + sum(map(len, part))
+    return blocks
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(lines: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(lines)).hexdigest()[:DIGITS]
 
 
 class Reader:
@@ -57,7 +66,7 @@ class Reader:
         """Yields ("FILE:LINE", object) for each line that is not blank.
 
         Raises:
-          UserError: a line is no JSON object, or the file has become shorter.
+          UserError: a line is no JSON object, or the lines are not those that were cut.
         """
         if is_parquet(block.path):
             for place, value in read_parquet(self.root / block.path, block.first, block.lines):
@@ -71,9 +80,6 @@ class Reader:
             self._path = block.path
         self._file.seek(block.offset)
         lines = list(islice(bounded(self._file, block.path), block.lines))
-        if len(lines) < block.lines:
-            raise UserError(
-                f"{block.path}: found {block.first - 1 + len(lines)} lines; expected at least "
-                f"{block.first - 1 + block.lines}, as when the work began"
-            )
+        if _digest(lines) != block.digest:
+            raise UserError(f"{block.path}:{block.first}: found other lines than at first; expected them unchanged")
         yield from read_objects(lines, block.path, block.first)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipejax.data.blocks import EXPECTED, Block, Reader, cut
+from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.inference import records
 from pipejax.inference.generator import Generator, load
 from pipejax.inference.report import Report
-from pipejax.inference.shards import Output, Shard, Shards, digest, names
+from pipejax.inference.shards import Output, Shard, Shards, names
 from pipejax.system.cli import REFUSALS
 from pipejax.system.errors import UserError, first_line, out_of_memory
 from pipejax.system.progress import Progress
@@ -163,7 +163,7 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
     plan = {"settings": work.settings, "block": block, "inputs": inputs}
     with output:
         known = output.take_up(plan)
-        done = output.written(list(wanted), known)
+        done = output.written(wanted, known)
         if done:
             logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written already")
         begun, before = time.monotonic(), sum(shard["records"] for shard in done.values())
@@ -189,7 +189,7 @@ def _read(files: Sequence[str], block: int) -> tuple[list[dict[str, Any]], list[
             blocks.append(cut(path, block))
             lines = sum(part.lines for part in blocks[-1])
             size = Path(path).stat().st_size
-            inputs.append({"path": path, "lines": lines, "bytes": size, "sha256": digest(Path(path))})
+            inputs.append({"path": path, "lines": lines, "bytes": size, "sha256": digest_of(Path(path))})
             progress.add(1)
     return inputs, blocks
 

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,19 +23,17 @@ ATTEMPTS = 10  # processes that may die over one block
 Shard = dict[str, Any]  # "shard": its path, "records", "bytes", "sha256"
 
 
-def digest(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
-    """The blocks of each input file under the names of their shards, which sort as the lines do."""
+    """The blocks of each input file by the names of their shards, which sort as the lines do.
+
+    A name has the number and the name of the file, the first and the last line, and a digest of the lines.
+    """
     found = {}
     for number, blocks in enumerate(files):
         for block in blocks:
             stem = re.sub(r"[^A-Za-z0-9_-]", "_", Path(block.path).name)[:80]
-            found[f"{number:06}-{stem}-{block.first:010}-{block.first + block.lines - 1:010}.jsonl"] = block
+            lines = f"{block.first:010}-{block.first + block.lines - 1:010}"
+            found[f"{number:06}-{stem}-{lines}-{block.digest}.jsonl"] = block
     return found
 
 
@@ -167,29 +165,34 @@ class Output:
         content = {"format": FORMAT, "complete": complete, **work, "shards": list(shards)}
         write_text(self.manifest, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
-    def written(self, wanted: Sequence[str], known: Sequence[Shard]) -> dict[str, Shard]:
+    def written(self, wanted: Collection[str], known: Sequence[Shard]) -> dict[str, Shard]:
         """The shards that are there, of those wanted; all are read.
 
         Raises:
-          UserError: one is not what the manifest says of it.
+          UserError: one is of lines that are not there any more, or is not what the manifest says of it.
         """
         noted = {shard["shard"]: shard for shard in known}
-        found = {name: shard for name in wanted if (shard := self.shards.look(name))}
-        for name, shard in found.items():
-            if noted.get(shard["shard"], shard) != shard:
+        found = dict[str, Shard]()
+        for path in sorted(self.shards.directory.glob("[!.]*")):
+            if path.name not in wanted:
                 raise UserError(
-                    f"{self.shards.directory / name}: found another content than {MANIFEST} says; expected it "
-                    "unchanged (a shard that is removed is decoded again)"
+                    f"{path}: found a shard of lines that the input does not have at this place; expected the input as "
+                    "it was (lines without a shard may change)"
                 )
+            shard = self.shards.look(path.name)
+            if shard and noted.get(shard["shard"], shard) != shard:
+                raise UserError(
+                    f"{path}: found another content than {MANIFEST} says; expected it unchanged (a shard that is "
+                    "removed is decoded again)"
+                )
+            if shard:
+                found[path.name] = shard
         return found
 
 
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same when work goes on, by name; files may lie elsewhere by now."""
+    """What must be the same when work goes on, by name; files may lie elsewhere by now, and shards say of which lines."""
     flat = {"--block": work["block"], "the number of inputs": len(work["inputs"])}
     for key, value in work["settings"].items():
         flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-    for number, given in enumerate(work["inputs"], start=1):
-        name = Path(given["path"]).name
-        flat[f"input {number}"] = f"{name} ({given['bytes']} bytes, sha256 {given['sha256']})"
-    return flat
+    return flat | {f"input {i}": Path(given["path"]).name for i, given in enumerate(work["inputs"], start=1)}
