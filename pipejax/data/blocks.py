@@ -62,6 +62,10 @@ class Reader:
         self.root, self._path, self._stack = root, "", contextlib.ExitStack()
         self._file: BinaryIO
 
+    def __del__(self) -> None:
+        """Closes the file that is still open."""
+        self._stack.close()
+
     def read(self, block: Block) -> Iterator[Placed]:
         """Yields ("FILE:LINE", object) for each line that is not blank.
 

@@ -191,7 +191,7 @@ class Output:
 
 
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same when work goes on, by name; files may lie elsewhere by now, and shards say of which lines."""
+    """What must be the same when work goes on, by name. Files may lie elsewhere; shards tell of which lines they are."""
     flat = {"--block": work["block"], "the number of inputs": len(work["inputs"])}
     for key, value in work["settings"].items():
         flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
