@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=cli.whole(1), default=3, metavar="N", help="of the speed")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     flags = parser.parse_args(argv)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for all processes that are started
+    # For all processes that are started. Ray's workers would have a niceness of 15, which other work would tell.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "RAY_worker_niceness": "0"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, flags.lines, random.Random(flags.seed))
@@ -54,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def prepare(folder: Path, lines: int, rng: random.Random) -> None:
     """A checkpoint, and lines of 1 to 20 words in four files."""
     import jax
+    import numpy as np
 
     from pipejax import checkpoint
     from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
@@ -70,7 +72,8 @@ def prepare(folder: Path, lines: int, rng: random.Random) -> None:
         decode=DecodeConfig(max_length=16),
     )
     demo.build_tokenizer(folder / "tokenizer")
-    params = init_params(model, jax.random.key(0))
+    noise = np.random.default_rng(0)  # T5's own random weights say nearly the same to all
+    params = jax.tree.map(lambda x: x + 0.5 * noise.normal(size=x.shape), init_params(model, jax.random.key(0)))
     checkpoint.save_params(folder / "checkpoint", config, params, tokenizer_source=folder / "tokenizer")
     notes = [example.source.split() for example in demo.examples("test")[:50]]
     for part in range(4):
@@ -90,7 +93,7 @@ def kills(folder: Path, flags: Any) -> dict[str, Any]:
     victims = ["worker"] * flags.workers_killed + ["leader"] * flags.leaders_killed
     rng.shuffle(victims)
     kept: dict[str, tuple[int, int]] = {}
-    rewritten, slowest = 0, 0.0
+    rewritten, orphans = 0, list[int]()
     leader = start(folder, output, flags)
     for number, victim in enumerate(victims):
         due = shards * (number + rng.random()) / len(victims) * 0.9
@@ -98,17 +101,15 @@ def kills(folder: Path, flags: Any) -> dict[str, Any]:
         if victim == "worker":
             os.kill(rng.choice(running), signal.SIGKILL)
             continue
-        below = descendants(leader.pid)
+        orphans += descendants(leader.pid)
         leader.kill()
-        leader.wait()
-        begun = time.monotonic()
-        while any(map(alive, below)) and time.monotonic() < begun + PATIENCE:
-            time.sleep(0.05)
-        slowest = max(slowest, time.monotonic() - begun)
+        leader.wait()  # the next one starts while the workers of this one may still be writing
         rewritten += sum(written(output).get(name) != facts for name, facts in kept.items())
         kept = written(output)
         leader = start(folder, output, flags)
-    code = leader.wait()
+    code, begun = leader.wait(), time.monotonic()
+    while any(map(alive, orphans)) and time.monotonic() < begun + PATIENCE:
+        time.sleep(0.1)
     rewritten += sum(written(output).get(name) != facts for name, facts in kept.items())
     content = b"".join(path.read_bytes() for path in sorted(output.glob("shards/*.jsonl")))
     expected = b"".join(decoded(folder, part) for part in range(4))
@@ -122,10 +123,11 @@ def kills(folder: Path, flags: Any) -> dict[str, Any]:
         "shards": len(written(output)),
         "written again": rewritten,
         "complete": json.loads((output / "manifest.json").read_text())["complete"],
-        "seconds until a killed leader's processes ended, at most": round(slowest, 1),
+        "processes of killed leaders that live": sum(map(alive, orphans)),
         "exit code": code,
     }
     wanted = {"each once": True, "bytes of pipejax decode": True, "written again": 0, "complete": True, "exit code": 0}
+    wanted["processes of killed leaders that live"] = 0
     return found | {"ok": found | wanted == found}
 
 

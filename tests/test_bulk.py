@@ -21,7 +21,7 @@ from pipejax import checkpoint
 from pipejax.data import demo
 from pipejax.data.blocks import Block, Reader, cut
 from pipejax.data.formats import read_records
-from pipejax.inference import bulk, bulk_command, records, shards
+from pipejax.inference import bulk, bulk_command, generator, records, shards
 from pipejax.inference.generator import Generator, load
 from pipejax.inference.shards import Output, Shards
 from pipejax.system.errors import UserError
@@ -49,6 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bulk, "load", load_once)
+        patch.setattr(generator, "load", load_once)
         yield path
 
 
@@ -90,7 +91,7 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def decoded(trained: Path, source: str) -> bytes:
     """What pipejax decode writes."""
     records.decode_file(
-        bulk.load(str(trained), best=False, overrides=()), source, "expected", strategy=None, batch_size=None
+        generator.load(str(trained), best=False, overrides=()), source, "expected", strategy=None, batch_size=None
     )
     return Path("expected").read_bytes()
 
@@ -200,7 +201,7 @@ def test_a_bad_line_stops_after_the_blocks_in_work(run: Run, trained: Path) -> N
 
 
 def test_a_block_that_kills_its_process_is_given_up(tmp_path: Path) -> None:
-    found = Shards(tmp_path)
+    found = Shards(tmp_path, "")
     found.directory.mkdir()
     for _ in range(shards.ATTEMPTS):
         found.begin("x.jsonl")

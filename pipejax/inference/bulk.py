@@ -36,6 +36,7 @@ class Work:
     overrides: tuple[str, ...] = ()
     strategy: str | None = None  # None: as the checkpoint was trained
     settings: Mapping[str, Any] | None = None  # what the records depend on; None: not known yet
+    run: str = ""  # as `Shards` wants it
 
 
 class Pool(Protocol):
@@ -91,7 +92,7 @@ class Worker:
 
     def __init__(self, work: Work) -> None:
         """Loads nothing yet."""
-        self.work, self.shards, self.reader = work, Shards(Path(work.output)), Reader(Path(work.root))
+        self.work, self.shards, self.reader = work, Shards(Path(work.output), work.run), Reader(Path(work.root))
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
       UserError: a line is no source (the other blocks in work are written), or the output is of other work.
     """
     described = checked(pool.ask(work))
-    work = dataclasses.replace(work, settings=described["settings"])
+    work = dataclasses.replace(work, settings=described["settings"], run=output.run)
     records.warn_of(described["trained"], described["settings"]["strategy"])
     inputs, blocks = _read(files, block)
     wanted = names(blocks)
@@ -175,7 +176,9 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
                 logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command goes on")
         checked(problem)
         if len(done) < len(wanted):
-            raise UserError(f"{output.path}: stopped by the file {output.shards.directory}/.stop; expected none")
+            raise UserError(
+                f"{output.path}: stopped by a worker that died before it said why; the same command goes on"
+            )
         total = sum(shard["records"] for shard in done.values())
         rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
         logger.info(f"{output.path}: {total} records in {len(done)} shards{rate}")

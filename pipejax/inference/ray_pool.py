@@ -4,6 +4,8 @@ import contextlib
 import json
 import logging
 import os
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,7 +43,12 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
     try:
         with _silent():
             ray.init(address or "local", **options)
-        yield RayPool(ray, workers)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray's own says 1
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+        ):  # of dead workers it tells at length
+            yield RayPool(ray, workers)
     except ConnectionError as error:
         raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
     except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:

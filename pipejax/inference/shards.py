@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import re
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -40,10 +41,10 @@ def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
 class Shards:
     """Shards in an output directory, for the processes that write them."""
 
-    def __init__(self, output: Path) -> None:
-        """Makes nothing."""
+    def __init__(self, output: Path, run: str) -> None:
+        """Makes nothing. `run`: a name that is new each time that the work is taken up."""
         self.directory = output / "shards"
-        self._stop = self.directory / ".stop"
+        self._stop = self.directory / f".stop-{run}"  # a killed leader's workers must not stop those of the next one
 
     def stop(self) -> None:
         """Has all processes begin no further block."""
@@ -94,7 +95,8 @@ class Output:
         Raises:
           UserError: `path` is a file, or a directory with other things in it.
         """
-        self.path, self.shards = path, Shards(path)
+        self.path, self.run = path, uuid.uuid4().hex
+        self.shards = Shards(path, self.run)
         self.manifest = path / MANIFEST
         if path.exists() and not path.is_dir():
             raise UserError(f"--output {path}: found a file; expected a directory")
@@ -191,7 +193,7 @@ class Output:
 
 
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same when work goes on, by name. Files may lie elsewhere; shards tell of which lines they are."""
+    """What must stay the same, by name: not where the files lie, nor their lines, of which the shards' names tell."""
     flat = {"--block": work["block"], "the number of inputs": len(work["inputs"])}
     for key, value in work["settings"].items():
         flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
