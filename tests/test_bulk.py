@@ -211,6 +211,13 @@ def test_a_block_that_kills_its_process_is_given_up(tmp_path: Path) -> None:
     found.begin("x.jsonl")
 
 
+def test_a_worker_that_outlives_its_leader_does_not_stop_the_next(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    of_first, also_of_first, of_second = (Shards(tmp_path, run) for run in ("1", "1", "2"))
+    of_first.stop()
+    assert also_of_first.stopped and not of_second.stopped
+
+
 # Refusals: one line, and nothing is changed.
 
 

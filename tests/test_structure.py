@@ -73,6 +73,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "rouge_score": ("metrics.rouge",),
     "tensorflow": (),
     "torch": (),
+    "ray": ("inference.ray_pool",),
 }
 
 
