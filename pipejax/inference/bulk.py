@@ -171,6 +171,9 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
         try:
             problem = _decode(work, wanted, done, pool)
         finally:
+            for name in wanted.keys() - done.keys():  # what workers have written and not said yet
+                if shard := output.shards.look(name):
+                    done[name] = shard
             output.note(plan, [done[name] for name in wanted if name in done], complete=len(done) == len(wanted))
             if len(done) < len(wanted):
                 logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command goes on")

@@ -44,10 +44,7 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
         with _silent():
             ray.init(address or "local", **options)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray's own says 1
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-        ):  # of dead workers it tells at length
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # Ray prints who died
             yield RayPool(ray, workers)
     except ConnectionError as error:
         raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
