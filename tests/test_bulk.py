@@ -88,11 +88,10 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return start
 
 
-def decoded(trained: Path, source: str) -> bytes:
+def decoded(trained: Path, source: str, *overrides: str) -> bytes:
     """What pipejax decode writes."""
-    records.decode_file(
-        generator.load(str(trained), best=False, overrides=()), source, "expected", strategy=None, batch_size=None
-    )
+    opened = generator.load(str(trained), best=False, overrides=overrides)
+    records.decode_file(opened, source, "expected", strategy=None, batch_size=None)
     return Path("expected").read_bytes()
 
 
@@ -157,6 +156,16 @@ def test_shards_are_what_decode_writes(run: Run, trained: Path) -> None:
     assert [shard["records"] for shard in found["shards"]] == [5, 6, 6, 3, 6, 6, 6, 2, 5]
     for shard in found["shards"]:
         assert shards._said(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes()) == shard
+
+
+@pytest.mark.slow
+def test_several_answers_of_each_line(run: Run, trained: Path) -> None:
+    """They are drawn by id and number, so blocks do not count."""
+    Path("a.jsonl").write_text(lines_of(VALUES[:5]))
+    overrides = ("decode.samples=2", "decode.temperature=1")
+    run("a.jsonl", block=3, overrides=overrides)
+    assert content() == decoded(trained, "a.jsonl", *overrides)
+    assert [shard["records"] for shard in manifest()["shards"]] == [6, 4]
 
 
 def test_what_is_written_is_not_decoded_again(run: Run, trained: Path, said: list[str]) -> None:

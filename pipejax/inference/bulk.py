@@ -117,9 +117,10 @@ class Worker:
             if (settings := _settings(self.work, generator)) != self.work.settings:
                 raise UserError(f"a worker: found the settings {settings}; expected {self.work.settings}, as at first")
             self.generator = generator
-        sources = list(records.read_sources(self.generator, self.reader.read(block)))
-        size = self.generator.config.decode.batch_size
-        decoded = self.generator.stream(sources, strategy=self.work.strategy, batch_size=size, report=Report())
+        strategy, size = self.work.strategy, self.generator.config.decode.batch_size
+        read = list(records.read_sources(self.generator, self.reader.read(block)))
+        sources = list(self.generator.samples_of(read, strategy))
+        decoded = self.generator.stream(sources, strategy=strategy, batch_size=size, report=Report())
         return self.shards.write(name, "".join(map(records.as_line, decoded)))
 
 
