@@ -17,7 +17,7 @@ from pipejax.system.extras import extra
 DEVICES = ("GPU", "TPU")  # as Ray calls them
 TASKS = 2000  # a task has a block or a few: Ray spends some milliseconds on each
 STORE = 100 * 2**20  # bytes of Ray's object store, in which nothing large ever is
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS": "0"}
 
 
 @contextlib.contextmanager
@@ -40,19 +40,19 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
     cores = max(os.cpu_count() or 1, workers or 1)
     here = {"num_cpus": cores, "object_store_memory": STORE, "include_dashboard": False}
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL} | ({} if address else here)
-    try:
-        with _silent():
-            ray.init(address or "local", **options)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray's own says 1
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # Ray prints who died
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # Ray prints at length who died
+        try:
+            with _silent():
+                ray.init(address or "local", **options)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray's own says 1
             yield RayPool(ray, workers)
-    except ConnectionError as error:
-        raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
-    except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
-        said = first_line(error)
-        raise UserError(f"Ray gave up ({said}); what is written stays, and the same command goes on") from error
-    finally:
-        ray.shutdown()
+        except ConnectionError as error:
+            raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
+        except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
+            said = first_line(error)
+            raise UserError(f"Ray gave up ({said}); what is written stays, and the same command goes on") from error
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
