@@ -151,7 +151,7 @@ def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> Non
         (["--source", "1"], "argument --source: found 1; expected at least 2"),
         (
             ["--set", "data.task=demo"],
-            "--set data.task=demo: cannot change in an export; expected a key of grid or dec",
+            "--set data.task=demo: cannot change in an export; expected a key of grid",
         ),
         (["--set", "grid.delay=0"], "grid.delay: found 0; expected at least 1"),
         (["--strategy", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),

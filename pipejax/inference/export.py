@@ -1,8 +1,8 @@
-"""Writes a checkpoint's decoding as files that JAX alone runs: a program for each strategy and platform, and the weights.
+"""Writes a checkpoint's decoding as files that JAX alone runs: programs, and the weights.
 
-A program holds the encoder and the whole decoding loop, in XLA's products. The weights are its arguments and lie beside
-it, once for all programs. As constants they would be in each of them, and a program of T5-Large would not fit into the
-2 GB that a FlatBuffers file holds.
+Each strategy has a program a platform: the encoder and the whole decoding loop, in XLA's products. The weights are its
+arguments and lie beside it, once for all programs. As constants they would be in each of them, and a program of
+T5-Large would not fit into the 2 GB that a FlatBuffers file holds.
 
 Shapes: B batch, L source length.
 """

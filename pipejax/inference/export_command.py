@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         "--source",
         type=cli.whole(2, 2**20),
         metavar="N",
-        help="tokens of a source at the most; default: data.max_source",
+        help="tokens of a source; default: data.max_source",
     )
     parser.add_argument(
         "--platforms", type=platforms, default=("cpu",), metavar="LIST", help="of cpu,cuda,tpu; default: cpu"
