@@ -30,6 +30,7 @@ from pipejax.config import Config
 from pipejax.decoding import TRUNCATIONS, Carry, Decoded, Drafted, SourceIds, Strategy
 from pipejax.inference import programs
 from pipejax.inference.backends import Xla
+from pipejax.inference.programs import Ready
 from pipejax.inference.records import warn_of_objective
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.sharding import path_of
@@ -92,13 +93,16 @@ def export(
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
     chosen = {file: _strategy(config, *of) for file, of in made.items()}
     model, ready = _prepared(config, restored.items["params"], platforms)
-    stored, places = _stored(ready)
+    stored, unpacked = _stored(ready)
+    weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
+    arguments = weights, jax.ShapeDtypeStruct((batch, length), np.int32), jax.ShapeDtypeStruct((batch,), np.int32)
     with new_directory(out) as partial_out:
         described = {}
         for file, (name, platform) in made.items():
             logger.info(f"tracing the {name} program for {platform}")
-            function = partial(_decode, model, chosen[file], places, jax.tree.structure(ready), platform)
-            exported = _exported(function, stored, batch, length, platform, model.dtype)
+            program = jax.jit(partial(_decode, model, chosen[file], platform, unpacked))
+            with precision(model.dtype):
+                exported = jax_export.export(program, platforms=[platform])(*arguments)
             (partial_out / file).write_bytes(exported.serialize())
             outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
             described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
@@ -118,7 +122,7 @@ def _strategy(config: Config, name: str, platform: str) -> Strategy:
     return programs.for_drafts(made, platform) if isinstance(made, Drafted) else made
 
 
-def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5, programs.Ready]:
+def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5, Ready]:
     """The T5 and its weights as XLA reads them, in one dtype for all platforms."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
@@ -132,22 +136,28 @@ def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5
     return model, programs.prepare(model, params, backend=Xla(config.decode.weights), compute=compute)
 
 
-def _stored(ready: programs.Ready) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
-    """The arrays by name, each once, and of each leaf its array's place among them.
+def _stored(ready: Ready) -> tuple[dict[str, np.ndarray], Callable[[Sequence[Any]], Ready]]:
+    """The arrays by name, each once, and what makes them from a list of these arrays again.
 
     The embedding table is in the encoder and in the decoder, and often the head as well.
     """
     stored: dict[str, np.ndarray] = {}
     known: dict[tuple[Any, ...], int] = {}
     places = []
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(ready)[0]:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(ready)
+    for keys, leaf in leaves:
         array = np.asarray(leaf)
         what = array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest()
         if what not in known:
             known[what] = len(stored)
             stored[path_of(keys)] = array
         places.append(known[what])
-    return stored, tuple(places)
+
+    def unpacked(arrays: Sequence[Any]) -> Ready:
+        found: Ready = jax.tree.unflatten(structure, [arrays[place] for place in places])
+        return found
+
+    return stored, unpacked
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
@@ -155,38 +165,27 @@ def _plain(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == jax.numpy.bfloat16 else array
 
 
-def _exported(
-    function: Callable[..., Any], stored: dict[str, np.ndarray], batch: int, length: int, platform: str, dtype: Any
-) -> Any:
-    weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
-    source, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((batch, length), (batch,)))
-    with precision(dtype):
-        return jax_export.export(jax.jit(function), platforms=[platform])(weights, source, lengths)
-
-
 def _decode(
     model: T5,
     strategy: Strategy,
-    places: Sequence[int],
-    structure: Any,
     platform: str,
+    unpacked: Callable[[Sequence[Any]], Ready],
     weights: Sequence[jax.Array],
     source: jax.Array,
     length: jax.Array,
 ) -> dict[str, jax.Array]:
-    """The program: the last three arguments are its own, the others are static.
+    """A program, whose arguments are the last three; the others are static.
 
     Args:
       model: the T5.
       strategy: decides what is fed.
-      places: of each leaf of `Ready`, its array among the weights.
-      structure: of `Ready`.
-      platform: that it will run on.
+      platform: where it will run, which decides the sizes that it goes through.
+      unpacked: makes `Ready` of the weights.
       weights: the arrays of the file.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
     """
-    ready: programs.Ready = jax.tree.unflatten(structure, [weights[i] for i in places])
+    ready = unpacked(weights)
     memory = programs.encode_batch(model, ready.encoding, source, length)
     sizes = programs.schedule(strategy, len(source), platform)
     read = None
