@@ -14,6 +14,7 @@ from jax import export as jax_export
 
 import pipejax
 from pipejax import checkpoint
+from pipejax.inference import export as exporting
 from pipejax.inference import programs
 from pipejax.inference.export_command import main
 from pipejax.system.errors import UserError
@@ -168,6 +169,23 @@ def test_a_refusal_is_one_line_and_leaves_nothing(trained: Path, tmp_path: Path,
         main(["--checkpoint", str(trained), str(tmp_path / "out"), *flags])
     assert line in str(refused.value) and "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_setting_that_no_program_follows_is_refused(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "FOLLOWED", ("max_length",))
+    with pytest.raises(UserError, match=r"^decode\.beams: found 2; expected 1, all that an export knows$"):
+        run(trained, tmp_path / "out", settings=["decode.beams=2"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_flatbuffers_a_line_names_the_extra(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(UserError, match=r"^export: found no flatbuffers; expected what the extra pipejax\[export\]"):
+        run(trained, tmp_path / "out")
 
 
 def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:

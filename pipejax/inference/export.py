@@ -42,6 +42,11 @@ from pipejax.system.files import new_directory
 logger = logging.getLogger(__name__)
 
 KEYS = ("grid", "decode")  # sections that `--set` may change
+# What a program follows of `decode`; the other keys must have their defaults.
+FOLLOWED = (
+    *("max_length", "beams", "length_penalty", "draft", "draft_tokens"),
+    *("batch_size", "dtype", "weights"),
+)
 WEIGHTS, DESCRIPTION = "weights.npz", "export.json"
 COMPATIBILITY = {  # of the JAX that loads a program, compared with the one that exported it
     "newer_at_most": "6 months",
@@ -85,6 +90,10 @@ def export(
         import flatbuffers  # noqa: F401  JAX writes its programs with it
     restored = checkpoint.open_run(directory, best=best)
     config = config_lib.override(restored.config, overrides)
+    for field in dataclasses.fields(config.decode):
+        found = getattr(config.decode, field.name)
+        if field.name not in FOLLOWED and found != field.default:
+            raise UserError(f"decode.{field.name}: found {found}; expected {field.default}, all that an export knows")
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     objective = config.train.objective
     names = tuple(dict.fromkeys(strategies)) or ("sequential" if objective == "none" else objective,)
