@@ -4,7 +4,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,10 @@ def expected(trained: Path, strategy: str, given: list[list[int]], settings: Seq
     return [([row for row in r["row_ids"] if row], r["steps"], r["truncated"]) for r in records]
 
 
+def following(printed: Iterator[Any], part: list[list[int]]) -> Any:
+    return next(printed)
+
+
 def test_both_strategies_without_the_libraries(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, given = tmp_path / "out", sources(8)
     with monkeypatch.context() as patch:
@@ -97,8 +102,8 @@ def test_both_strategies_without_the_libraries(trained: Path, tmp_path: Path, mo
             check=False,
         )
         assert ended.returncode == 0, ended.stderr
-        lines = iter(ended.stdout.splitlines())
-        found = answers(lambda part, lines=lines: json.loads(next(lines)), out, given)
+        printed = map(json.loads, ended.stdout.splitlines())
+        found = answers(partial(following, printed), out, given)
         wanted = expected(trained, strategy, given)
         assert found == wanted
         assert len({sum(map(len, rows)) for rows, _, _ in wanted}) > 2, "answers of a few lengths"

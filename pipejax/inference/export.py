@@ -9,6 +9,7 @@ Shapes: B batch, L source length.
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import logging
 import shutil
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax import export as jax_export
 
@@ -115,7 +115,8 @@ def export(
             (partial_out / file).write_bytes(exported.serialize())
             outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
             described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
-        np.savez(partial_out / WEIGHTS, **{name: _plain(x) for name, x in stored.items()})
+        arrays: dict[str, Any] = {name: _plain(x) for name, x in stored.items()}
+        np.savez(partial_out / WEIGHTS, allow_pickle=False, **arrays)
         facts = _description(config, restored, model, batch, length) | {"programs": described}
         (partial_out / DESCRIPTION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         if tokenizer := restored.tokenizer_files():
@@ -218,7 +219,7 @@ def _description(config: Config, restored: Restored, model: T5, batch: int, leng
     architecture = model.config
     return {
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "loadable_by_a_jax": COMPATIBILITY,
         "checkpoint": {"name": config.name, "step": restored.step, "params_fp": digest(restored.arrays["params"])},
         "weights": WEIGHTS,
