@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pipejax.config import T5Config
-from pipejax.decoding import Pipelined
-from pipejax.decoding.core import Step
+from pipejax.decoding import Pipelined, Step
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, Xla, fastest
 from pipejax.inference.step_decoder import Cache
@@ -92,12 +91,13 @@ def in_rows(panels):
 def a_step(rng, *, batch, places, live, queries, slots, start, vocabulary):
     """A step whose examples ask so many queries each, and which of its columns are real."""
     mask = rng.random((batch, places, slots)) < 0.6
-    mask[:, :, start:] = False
+    first = np.maximum(start - 3 * np.arange(batch), 0)
     number, columns = np.zeros((batch, places), np.int32), []
     for b, count in enumerate(live):
+        mask[b, :, first[b] :] = False
         for q in range(count):
-            mask[b, q, start : start + q + 1] = rng.random(q + 1) < 0.5
-            mask[b, q, start + q] = True
+            mask[b, q, first[b] : first[b] + q + 1] = rng.random(q + 1) < 0.5
+            mask[b, q, first[b] + q] = True
             number[b, q] = len(columns)
             columns.append(b * places + q)
         mask[b, count:] = False
@@ -105,7 +105,8 @@ def a_step(rng, *, batch, places, live, queries, slots, start, vocabulary):
     tokens, distance = rng.integers(0, vocabulary, queries), rng.integers(0, 40, (batch, places, slots))
     several = (None, None) if batch == 1 else (jnp.asarray(number), jnp.asarray(place))
     step = (jnp.asarray(tokens, jnp.int32), *several, jnp.asarray(mask), jnp.asarray(distance, jnp.int32))
-    return Step(*step, jnp.int32(start)), len(columns)
+    nowhere = jnp.zeros((batch, places), jnp.int32)
+    return Step(*step, nowhere, nowhere, jnp.asarray(first, jnp.int32)), len(columns)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -141,7 +142,7 @@ def test_a_step_equals_xlas(level, shape, weights, live, places, slots):
         for mine, other in zip(x, y, strict=True):
             mine, other = (np.moveaxis(np.asarray(v), axis, -1).reshape(batch, -1, slots) for v in (mine, other))
             for e, count in enumerate(live):
-                part = slice(None, start + count)
+                part = slice(None, int(step.start[e]) + count)
                 np.testing.assert_allclose(mine[e, :, part], other[e, :, part], atol=3e-3 * np.abs(other).max())
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
+from pipejax.inference import streaming
 from pipejax.inference.generator import WINDOW, Generator, Record
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -70,13 +71,15 @@ def decode_file(
     strategy: str | None,
     batch_size: int | None,
     resume: bool = False,
+    live: bool = False,
     continued_by: str = "--resume",
 ) -> Report:
     """Decodes a file of records into JSON lines, in order.
 
     A file is checked whole before anything compiles; standard input line by line, each answered as soon as its batch is
     full. Records are written as they come, whole lines at a time, so an interrupted run leaves a valid file; `resume`
-    goes on after the records that are there, and `continued_by` says to people what will.
+    goes on after the records that are there, and `continued_by` says to people what will. With `live`, rows are shown
+    on standard error as they are written, one source after the other.
 
     Raises:
       UserError: a line that is not a source (the message names file and line), or an output that is of other work.
@@ -86,8 +89,8 @@ def decode_file(
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     if source == STANDARD:
-        sources, window = read_sources(generator, read_objects(sys.stdin.buffer, "standard input")), 1
-        size = batch_size or 1
+        read = read_sources(generator, read_objects(sys.stdin.buffer, "standard input"))
+        sources, window, size = generator.samples_of(read, name), 1, batch_size or 1
     else:
         checked = list(read_sources(generator, read_records(source)))
         if not checked:
@@ -97,7 +100,9 @@ def decode_file(
             logger.warning(
                 f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines"
             )
-        total, window = len(checked), WINDOW
+        window = WINDOW
+        checked = list(generator.samples_of(checked, name))
+        total = len(checked)
         size = min(batch_size or generator.config.decode.batch_size, total)
         if target != STANDARD and not (Path(target).exists() and not Path(target).is_file()):
             unfinished = Unfinished(target, settings_of(generator, name, checked))
@@ -106,14 +111,18 @@ def decode_file(
     report, resumable = Report(), False
     if kept.records == total:
         logger.info(f"{target}: holds the records of all {total} lines already")
-    progress = Progress("decoding", total and total - kept.records, unit="example")
+    progress = Progress("decoding", total and total - kept.records, unit="example", shown=not live)
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
-        try:
-            for record in generator.stream(
+        if live:
+            records = streaming.shown(generator, sources, name, report)
+        else:
+            records = generator.stream(
                 sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
-            ):
+            )
+        try:
+            for record in records:
                 if out is None:  # only now: bad input must not cost anyone an older result
                     resumable = kept.records > 0  # then the note is there, and stays whatever happens
                     begins = unfinished if not resumable else None
