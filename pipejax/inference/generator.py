@@ -1,5 +1,6 @@
 """The Python API for decoding: from texts and records to records."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,12 +16,12 @@ from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Strategy
+from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Pipelined, Sequential, Strategy
 from pipejax.inference import backends, programs, sources, streaming, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.inference.running_batch import RunningBatch
+from pipejax.inference.running_batch import Choice, RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.model.precision import compute_dtype
@@ -130,8 +131,28 @@ class Generator:
         Raises:
           UserError: as `decode`; and for beams, drafts, limits and prefixes, which a stream does not have.
         """
-        source = self.source(given, "the source", 0)
-        yield from streaming.stream(self, source, strategy or self.default_strategy, self._streams)
+        yield from self.stream_source(self.source(given, "the source", 0), strategy or self.default_strategy)
+
+    def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
+        """As `stream_rows`, of a checked source."""
+        config, made = self.config.decode, self.make_strategy(strategy)
+        if not isinstance(made, Pipelined | Sequential) or config.limit != "none":
+            key = "draft" if isinstance(made, Drafted) else "limit" if config.limit != "none" else "beams"
+            raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
+        if source.prefixes or source.max_rows is not None:
+            raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
+        if strategy not in self._streams:
+            self._streams[strategy] = RunningBatch(self.programs, made, 1)
+        seed = wishes.seed_of(source, config.seed)
+        choice = Choice(config.temperature, config.top_k, config.top_p, seed)
+        decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
+        for event in streaming.events(self._streams[strategy], self.ids_of(source), choice, decode):
+            if isinstance(event, RowEvent):
+                yield event
+            else:
+                scores = event.log_probs if config.scores else None
+                found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
+                yield self.record(source, strategy, found, 0)
 
     def warm_up(
         self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None

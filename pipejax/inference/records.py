@@ -6,18 +6,19 @@ import json
 import logging
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
-from pipejax.inference import streaming
 from pipejax.inference.generator import WINDOW, Generator, Record
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
+from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.model.precision import compute_dtype
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
@@ -116,7 +117,7 @@ def decode_file(
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
         if live:
-            records = streaming.shown(generator, sources, name, report)
+            records = _shown(generator, sources, name, report)
         else:
             records = generator.stream(
                 sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
@@ -242,6 +243,19 @@ def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]
     """Sources that the generator can decode, from ("FILE:LINE", object); a line without an id has its number."""
     for place, value in lines:
         yield generator.source(value, place, place.rpartition(":")[2])
+
+
+def _shown(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
+    """Decodes one source after the other, shows its rows as they are written, and yields its record."""
+    for source in sources:
+        begun, screen = time.perf_counter(), Screen(f"{source.id}:")
+        for event in generator.stream_source(source, strategy):
+            if isinstance(event, RowEvent):
+                screen.show(event)
+            else:
+                report.seconds += time.perf_counter() - begun
+                generator.count(event, strategy, report)
+                yield event
 
 
 def _open(target: str, kept: int) -> BinaryIO:
