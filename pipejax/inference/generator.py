@@ -144,7 +144,7 @@ class Generator:
         if strategy not in self._streams:
             self._streams[strategy] = RunningBatch(self.programs, made, 1)
         seed = wishes.seed_of(source, config.seed)
-        choice = Choice(config.temperature, config.top_k, config.top_p, seed)
+        choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
         for event in streaming.events(self._streams[strategy], self.ids_of(source), choice, decode):
             if isinstance(event, RowEvent):
