@@ -18,7 +18,7 @@ COMMANDS = {
     "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.training.teach_command"),
     "decode": ("decode a file of sources", "pipejax.inference.command"),
     "evaluate": ("decode a split of a task and score it", "pipejax.inference.evaluation"),
-    "convert": ("weights from and to Hugging Face", "pipejax.convert.__main__"),
+    "convert": ("weights from and to Hugging Face, and to fewer bytes", "pipejax.convert.__main__"),
     "plan": ("what a training will need of each device's memory", "pipejax.training.plan"),
     "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
