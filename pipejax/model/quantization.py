@@ -3,8 +3,8 @@
 Only weights are rounded: norms, biases, activations and sums are those of the computation. An int8 matrix has its scale
 beside it: "query/kernel" [in, out] and "query/scale" [out], "shared/embedding" [V, D] and "shared/scale" [V].
 
-A scale has 17 significant bits, so whole number times scale is exact in float32. Hence `whole` gives back weights that
-`hold` rounds to the same numbers and scales again, and a checkpoint with int8 weights decodes as its original does in int8.
+A scale has 17 significant bits, so whole number times scale is exact in float32. Hence `hold` rounds what `whole` gives
+back to the same numbers and scales again, and a checkpoint with int8 weights decodes as its original does in int8.
 """
 
 from collections.abc import Mapping
