@@ -6,7 +6,6 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -23,7 +22,7 @@ from pipejax.inference.generator import load
 from pipejax.model import lora, parameters, quantization, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop
-from support import oracle
+from support import oracle, quantised
 from support.tiny import RUN_ON_ONE, change
 
 MODEL = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
@@ -46,19 +45,6 @@ def random_params(model):
     query["kernel"] = query["kernel"] * np.logspace(-6, 2, query["kernel"].shape[1], dtype=np.float32)
     query["kernel"][:, 3] = 0
     return params
-
-
-def rounded(path, x, weights):
-    """What a float32 parameter becomes: exact float64, by NumPy."""
-    is_matrix = path.endswith(("/kernel", "/embedding")) and "relative_bias" not in path
-    if not is_matrix:
-        return x.astype(np.float64)
-    if weights == "bfloat16":
-        return x.astype(ml_dtypes.bfloat16).astype(np.float64)
-    most = np.abs(x).max(axis=1 if path.endswith("embedding") else 0, keepdims=True).astype(np.float64)
-    mantissa, exponent = np.frexp(np.float32(most * np.float32(1 / 127)))
-    scale = np.ldexp(np.round(mantissa.astype(np.float64) * 2**17) / 2**17, exponent)
-    return np.round(x / np.where(scale == 0, 1, scale)) * scale
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +107,16 @@ def test_what_is_saved(weights, original, smaller, tmp_path):
         {quantization.scale_path(path) for path in matrices} if weights == "int8" else set()
     )
     found = flatten_dict(restored.items["params"], sep="/")
+    wanted = flatten_dict(quantised.rounded(random_params(MODEL), weights), sep="/")
     assert found.keys() == params.keys()
-    for path, x in params.items():
+    for path, x in wanted.items():
         assert found[path].dtype == np.float32
-        np.testing.assert_array_equal(found[path], rounded(path, x, weights), err_msg=path)
+        np.testing.assert_array_equal(found[path], x, err_msg=path)
     convert(["to-hf", str(smaller[weights]), str(tmp_path / "hf")])
     tensors = load_file(tmp_path / "hf/model.safetensors")
     for path, (name, _) in parameters.mapping(MODEL).items():
         tensor = tensors[name].T if path.endswith("kernel") else tensors[name]
-        np.testing.assert_array_equal(tensor, rounded(path, params[path], weights), err_msg=name)
+        np.testing.assert_array_equal(tensor, wanted[path], err_msg=name)
 
 
 def test_twice_is_as_good_as_once(smaller, tmp_path):
@@ -150,8 +137,8 @@ def test_low_rank_factors_are_merged_before(tmp_path):
     checkpoint.save_params(tmp_path / "run", CONFIG, params)
     convert(["quantize", str(tmp_path / "run"), str(tmp_path / "out")])
     found = flatten_dict(checkpoint.open_run(tmp_path / "out").items["params"], sep="/")
-    for path, x in flatten_dict(lora.merge_factors(params), sep="/").items():
-        np.testing.assert_array_equal(found[path], rounded(path, np.asarray(x), "int8"), err_msg=path)
+    for path, x in flatten_dict(quantised.rounded(lora.merge_factors(params), "int8"), sep="/").items():
+        np.testing.assert_array_equal(found[path], x, err_msg=path)
 
 
 # Refusals.
