@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,12 @@ HERE = [level.name for level in kernels.LEVELS if level.needs <= processor.featu
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """The kernels that this module compiles are in a cache of its own."""
-    return tmp_path_factory.mktemp("cache")
+def cache(request, tmp_path_factory):
+    """The kernels that this module compiles: in a cache of the suite's own, from one of its runs to the next."""
+    kept = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
+    directory = kept.mkdir("kernels") if kept else tmp_path_factory.mktemp("cache")
+    directory.chmod(0o700)  # what lies in there is executed
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +231,7 @@ def test_each_level(name, cache, monkeypatch):
 @pytest.mark.parametrize("trouble", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(level, weights, trouble):
     """In its column alone."""
-    model, (own, _), _ = made("small", weights, level)
+    model, own, _, _ = made("small", weights, level)
     params = jax.tree.map(jnp.asarray, oracle.random_params(model.config, np.random.default_rng(5)))
     norm = params["decoder"]["layers_0"]["self_attention"]["norm"]
     table = params["shared"]["embedding"]
@@ -296,8 +300,42 @@ def test_decodes_are_those_without_it(kernel, cache, monkeypatch, changes):
 def test_it_is_compiled_once(kernel, cache, monkeypatch, said):
     monkeypatch.setenv(compile_cache.VARIABLE, str(cache))
     monkeypatch.setattr(kernels, "_tried", {})
-    assert kernels.use() == kernel and not said
-    assert len(list(cache.glob(f"t5-{kernel.name}-*.so"))) == 1
+    before = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+    assert before and kernels.use() == kernel and not said
+    assert {file: file.stat().st_mtime_ns for file in cache.iterdir()} == before
+
+
+def test_a_shipped_kernel_needs_neither_compiler_nor_cache(kernel, cache, tmp_path, monkeypatch, said):
+    compiled = max(cache.glob(f"t5-{kernel.name}-*.so"), key=lambda file: file.stat().st_atime_ns)
+    level = kernel._replace(name="shipped")  # a name can be given once
+    monkeypatch.setattr(kernels, "LEVELS", (level,))
+    monkeypatch.setattr(kernels, "SHIPPED", tmp_path)
+    monkeypatch.setattr(kernels, "_tried", {})
+    monkeypatch.setenv("CXX", "/bin/false")  # the suite has no cache by itself
+    shutil.copyfile(compiled, kernels.shipped(level))
+    kernels.shipped(level).chmod(0o666)  # installers keep files as open as the package's code
+    assert kernels.use() == level and not said
+
+
+def test_a_shipped_kernel_of_other_sources_or_systems_is_left_alone(tmp_path, monkeypatch, said):
+    level = kernels.LEVELS[-1]
+    monkeypatch.setattr(kernels, "LEVELS", (level,))
+    monkeypatch.setattr(kernels, "SHIPPED", tmp_path)
+    monkeypatch.setattr(kernels, "_registered", set())
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "/bin/false")
+    library = kernels.shipped(level)
+    library.write_text("for another system")
+    monkeypatch.setattr(kernels, "_tried", {})
+    assert not kernels.use()
+    assert str(library) in said[0] and "cannot be used here" in said[0] and "without its own kernel" in said[-1]
+    assert library.read_text() == "for another system"
+    said.clear()
+    source = tmp_path / "t5.cc"
+    source.write_text("other sources")
+    monkeypatch.setattr(kernels, "SOURCES", [source])
+    monkeypatch.setattr(kernels, "_tried", {})
+    assert not kernels.use() and str(library) not in "\n".join(said)
 
 
 def test_a_level_that_is_none_is_refused(monkeypatch):
@@ -318,16 +356,17 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "_tried", {})
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o700)
+    monkeypatch.setenv(compile_cache.VARIABLE, str(directory))
     before = os.umask(0)
     try:
-        assert kernels._first(directory, [*kernels.LEVELS[-1:]])
+        assert kernels._first_compiled([*kernels.LEVELS[-1:]])
     finally:
         os.umask(before)
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
-    assert kernels._first(directory, [*kernels.LEVELS[-1:]]) and runs.read_text() == "x\n"  # it is taken as it is
+    assert kernels._first_compiled([*kernels.LEVELS[-1:]]) and runs.read_text() == "x\n"  # it is taken as it is
     library.chmod(0o777)
-    assert kernels._first(directory, [*kernels.LEVELS[-1:]]) and runs.read_text() == "x\nx\n"
+    assert kernels._first_compiled([*kernels.LEVELS[-1:]]) and runs.read_text() == "x\nx\n"
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
 
