@@ -13,7 +13,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo test test-all check docs docs-run package venv venv-bench venv-docs venv-programs venv-run clean
+.PHONY: help demo test test-all test-long check docs docs-run package venv venv-bench venv-docs venv-programs venv-run clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
@@ -22,10 +22,13 @@ demo: venv-run  ## train a small model on the CPU and decode with it
 	@$(RUN) -m experiments.demo $(ARGS)
 
 test: venv  ## the quick tests, on two cores; make test ARGS="-k grid" for a part of them
-	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not long" $(ARGS)
 
 test-all: venv  ## the whole suite, on two cores
-	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+
+test-long: venv  ## what the suite tests, in more settings
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 check: venv  ## lint, format and types: ruff, mypy and shellcheck
 	@$(RUN) -m ruff check .

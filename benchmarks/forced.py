@@ -66,9 +66,9 @@ class Forced:
     def advance(self, state: State, next_tokens: Array) -> State:
         """Puts eos where a row is to end, and another token where the model would end it."""
         if isinstance(self.inner, Pipelined):
-            position = state.inner.time - jnp.arange(self.rows) * self.inner.delay
+            position = state.inner.time[:, None] - jnp.arange(self.rows) * self.inner.delay
         else:
-            position = state.inner.step
+            position = state.inner.length[:, None]
         other = jnp.where(next_tokens == self.inner.eos, self.inner.eos + 1, next_tokens)
         forced = jnp.where(position >= state.lengths, self.inner.eos, other)
         return State(self.inner.advance(state.inner, forced), state.lengths)

@@ -84,28 +84,28 @@ def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> Non
     assert np.isfinite(found).all()
 
 
-@pytest.mark.parametrize("queries, start", [(1, 0), (1, 130), (6, 0), (6, 63), (20, 64), (33, 100)])
-def test_attention_to_a_cache_equals_numpys(queries: int, start: int) -> None:
+@pytest.mark.parametrize("queries, start", [(1, [0]), (1, [130, 2]), (6, [0]), (6, [63]), (20, [0, 64]), (33, [100])])
+def test_attention_to_a_cache_equals_numpys(queries: int, start: list[int]) -> None:
     """Garbage lies in slots that are still empty; the new keys and values land there, and nothing else changes."""
     batch, heads, width, slots = 2, 3, 16, 140
     projected = normal(1, 3 * heads * width, batch * queries)
-    keys, values = 1e4 * normal(2, batch * heads, width, slots), 1e4 * normal(3, batch * heads, slots, width)
-    keys[..., :start], values[:, :start] = normal(4, *keys.shape)[..., :start], normal(5, *values.shape)[:, :start]
+    keys, values = normal(4, batch, heads, width, slots), normal(5, batch, heads, slots, width)
     seen = np.random.default_rng(6).random((batch, queries, slots)) < 0.6
-    seen[..., start + queries :] = False
-    seen[:, np.arange(queries), start + np.arange(queries)] = True  # itself
-    bias = np.where(seen[:, None], normal(7, batch, heads, queries, slots), MASKED).astype(np.float32)
-    given = *(jnp.asarray(x) for x in (projected, keys, values, bias)), jnp.int32(start)
-    found, new_keys, new_values = decoder(heads, width, batch)._attend_cache(*given)
-
     query, key, value = projected.reshape(3, heads, width, batch, queries)
-    new = np.s_[start : start + queries]
-    keys[..., new] = key.transpose(2, 0, 1, 3).reshape(batch * heads, width, queries)
-    values[:, new] = value.transpose(2, 0, 3, 1).reshape(batch * heads, queries, width)
-    np.testing.assert_array_equal(new_keys, keys)
-    np.testing.assert_array_equal(new_values, values)
-    keys, values = (x.reshape(batch, heads, *x.shape[1:]).astype(np.float64) for x in (keys, values))
-    scores = np.einsum("hkbq,bhkc->bhqc", query, keys) + bias
+    for b, first in enumerate(np.broadcast_to(start, batch)):
+        keys[b, ..., first:], values[b, :, first:] = 1e4 * keys[b, ..., first:], 1e4 * values[b, :, first:]
+        seen[b, :, first + queries :] = False
+        seen[b, np.arange(queries), first + np.arange(queries)] = True  # itself
+    before = [x.reshape(batch * heads, *x.shape[2:]).copy() for x in (keys, values)]
+    for b, first in enumerate(np.broadcast_to(start, batch)):
+        keys[b, ..., first : first + queries] = key[:, :, b]
+        values[b, :, first : first + queries] = value[:, :, b].swapaxes(1, 2)
+    bias = np.where(seen[:, None], normal(7, batch, heads, queries, slots), MASKED).astype(np.float32)
+    given = *(jnp.asarray(x) for x in (projected, *before, bias)), jnp.asarray(start)
+    found, new_keys, new_values = decoder(heads, width, batch)._attend_cache(*given)
+    np.testing.assert_array_equal(new_keys.reshape(keys.shape), keys)
+    np.testing.assert_array_equal(new_values.reshape(values.shape), values)
+    scores = np.einsum("hkbq,bhkc->bhqc", query, keys.astype(np.float64)) + bias
     expected = np.einsum("bhqc,bhck->hkbq", softmax(scores), values).reshape(found.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     others = decoder(heads, width, batch, kind=StepDecoder)._attend_cache(*given)
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_xlas() -> None:
     found = decoder(2, 8, 1, memory)._attend_memory(0, jnp.ones((16, 3)))
     np.testing.assert_allclose(found, np.repeat(values.mean(2).reshape(16, 1), 3, axis=1), rtol=1e-3, atol=1e-4)
     cache = jnp.zeros((2, 16, 70)), jnp.zeros((2, 70, 16))
-    found, *_ = decoder(2, 16, 1)._attend_cache(jnp.ones((96, 65)), *cache, jnp.zeros((1, 2, 65, 70)), jnp.int32(0))
+    found, *_ = decoder(2, 16, 1)._attend_cache(jnp.ones((96, 65)), *cache, jnp.zeros((1, 2, 65, 70)), jnp.asarray([0]))
     np.testing.assert_allclose(found, 65 / 70 * jnp.exp(16) / (65 / 70 * jnp.exp(16) + 5 / 70), rtol=1e-4)
     own, none = decoder(2, 16, 1), jnp.zeros(0)
     for shape in ((24, 32), (32, 40)):
@@ -129,13 +129,12 @@ def test_what_does_not_fit_is_xlas() -> None:
     assert not own._multiplies(Matrix(jnp.zeros((32, 32), jnp.bfloat16), none))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, batch, feed_forward, tied",
     [
-        (Sequential(max_length=40), 1, "relu", True),
-        (Pipelined(delay=1, time_max=23, sub_max=6), 3, "gated-gelu", False),
-        (Beam(20, 3), 2, "relu", True),
+        pytest.param(Sequential(max_length=40), 1, "relu", True, marks=pytest.mark.slow),
+        pytest.param(Pipelined(delay=1, time_max=23, sub_max=6), 3, "gated-gelu", False, marks=pytest.mark.slow),
+        pytest.param(Beam(20, 3), 2, "relu", True, marks=pytest.mark.long),
     ],
     ids=str,
 )

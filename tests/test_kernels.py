@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from pipejax.config import T5Config
-from pipejax.decoding import Pipelined
-from pipejax.decoding.core import Step
+from pipejax.decoding import Pipelined, Step
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, fastest
 from pipejax.inference.weights import narrowed
@@ -105,19 +104,16 @@ class Asked:
     def __init__(self, rng, calls, vocabulary):
         """Each call: how many each example asks."""
         self.calls, self.batch = calls, len(calls[0])
-        self.starts = np.cumsum([0, *(max(live) for live in calls)])  # a call's first slot
         counts = np.sum(calls, axis=0)
         self.tokens = [rng.integers(0, vocabulary, n) for n in counts]
         self.visible = [np.tril(rng.random((n, n)) < 0.6) | np.eye(n, dtype=bool) for n in counts]
         self.distance = [rng.integers(0, 40, (n, n)) for n in counts]
-        self.slots = int(self.starts[-1]) + 3
+        self.slots = sum(max(live) for live in calls) + 3  # a call writes one a place, from where its example is
 
     def of(self, b, call):
-        """Which of an example's tokens a call asks, and the slots of all up to then."""
-        before = [live[b] for live in self.calls[:call]]
-        counts = zip(self.starts, [*before, self.calls[call][b]], strict=False)
-        slots = [start + q for start, n in counts for q in range(n)]
-        return range(sum(before), len(slots)), slots
+        """Which of an example's tokens a call asks; they go to slots of these numbers."""
+        before = sum(live[b] for live in self.calls[:call])
+        return range(before, before + self.calls[call][b])
 
     def step(self, call, fillers):
         """As the decoder gets it; the last queries are fillers."""
@@ -125,18 +121,19 @@ class Asked:
         mask, distance = np.zeros((2, self.batch, places, self.slots), np.int32)
         number, columns, tokens = np.zeros((self.batch, places), np.int32), [], []
         for b in range(self.batch):
-            queries, slots = self.of(b, call)
+            queries = self.of(b, call)
             for q, query in enumerate(queries):
-                mask[b, q, slots] = self.visible[b][query, : len(slots)]
-                distance[b, q, slots] = self.distance[b][query, : len(slots)]
+                mask[b, q, : queries.stop] = self.visible[b][query, : queries.stop]
+                distance[b, q, : queries.stop] = self.distance[b][query, : queries.stop]
                 number[b, q] = len(columns)
                 columns.append(b * places + q)
                 tokens.append(self.tokens[b][query])
         if self.batch > 1:
             columns, tokens = columns + [self.batch * places] * fillers, tokens + [1] * fillers
         several = (None, None) if self.batch == 1 else (jnp.asarray(number), jnp.asarray(columns, jnp.int32))
-        arrays = jnp.asarray(mask, bool), jnp.asarray(distance)
-        return Step(jnp.asarray(tokens, jnp.int32), *several, *arrays, jnp.int32(self.starts[call]))
+        nowhere, start = jnp.zeros((self.batch, places), jnp.int32), [self.of(b, call).start for b in range(self.batch)]
+        seen = jnp.asarray(mask, bool), jnp.asarray(distance), nowhere, nowhere
+        return Step(jnp.asarray(tokens, jnp.int32), *several, *seen, jnp.asarray(start, jnp.int32))
 
 
 def check_calls(level, shape, weights, calls):
@@ -170,7 +167,7 @@ def check_calls(level, shape, weights, calls):
         for b in range(batch)
     ]
     for call, logits in enumerate(found):
-        now = np.concatenate([wanted[b][asked.of(b, call)[0]] for b in range(batch)]).T
+        now = np.concatenate([wanted[b][asked.of(b, call)] for b in range(batch)]).T
         assert logits.shape == (c.vocab_size, now.shape[1] + (2 * call if batch > 1 else 0))
         np.testing.assert_allclose(logits[:, : now.shape[1]], now, atol=LOGITS[weights] * np.abs(now).max(), rtol=0)
 

@@ -11,7 +11,7 @@ import pytest
 from pipejax import grid
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Sequential, Sizes
-from pipejax.decoding.core import NOWHERE, Filled, Query, gather
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather
 from pipejax.inference import programs
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.model import t5
@@ -96,12 +96,15 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
         if used + width > filled.row.shape[1]:
             filled = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 16)), constant_values=NOWHERE), filled)
             cache = decoder.cache(filled.row.shape[1], cache)
-        step, number, filled = gathered(query, filled, used)
+        step, number, filled = gathered(query, filled, jnp.asarray([used]))
         logits, cache = ask(step, cache)
         used, calls = used + int(query.live.sum(axis=1).max()), calls + 1
         assert query.live.any()
-        now, answers = int(state.time), np.ones((batch, 6), np.int32)
+        answers = np.ones((batch, 6), np.int32)
         for b, rows in enumerate(all_rows):
+            if state.done[b]:
+                continue
+            now = int(state.time[b])
             for row, tokens in enumerate([*rows, []]):
                 position = now - row * delay
                 if 0 <= position <= len(tokens):
@@ -126,7 +129,7 @@ def test_pack_puts_each_live_query_in_one_place():
         jnp.pad(jnp.asarray([[0, 2], [0, 1], [1, NOWHERE]]), ((0, 0), (0, 8)), constant_values=NOWHERE),
         jnp.full((3, 10), 6),
     )
-    step, number, filled = gather(query, before, jnp.int32(4), 5, 3)
+    step, number, filled = gather(query, before, jnp.asarray([4]), 5, 3)
     assert step.tokens[:4].tolist() == [10, 12, 13, 19]
     assert [number[0, 0], number[0, 2], number[0, 3], number[2, 1]] == [0, 1, 2, 3]
     assert step.query_at_place.tolist() == [[0, 1, 2], [5, 5, 5], [3, 5, 5]]
@@ -159,7 +162,7 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
     )
     nothing = [NOWHERE] * 4
     before = Filled(jnp.asarray([[1, 0, 0, *nothing, 9]] * 2), jnp.asarray([[1, 0, 1, *nothing, 9]] * 2))
-    step, _, filled = gather(query, before, jnp.int32(4), 4, 2)
+    step, _, filled = gather(query, before, jnp.asarray([4]), 4, 2)
     assert filled.row[0].tolist() == [1, 0, 0, NOWHERE, 0, 2, NOWHERE, 9]
     assert step.mask[0].astype(int).tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 0, 0]]
     assert step.distance[0, :, [0, 1, 2, 4, 5]].T.tolist() == [[1, 2, 1, 0, 0]] * 2

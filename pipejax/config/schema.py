@@ -16,6 +16,7 @@ REMATS = ("none", "dots", "layers")
 FREEZES = ("none", "encoder")
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
+LIMITS = ("none", "source")  # on the tokens that may be written
 ROWS = ("list", "delimiter", "sentences")
 METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
@@ -121,6 +122,13 @@ class DecodeConfig:
     max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
     beams: int = setting(1, least=1)  # of the sequential decoder: 1 is greedy, more is beam search
     length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**this
+    temperature: float = setting(0.0, least=0.0, most=100.0)  # 0: the most likely token; else tokens are drawn
+    top_k: int = setting(0, least=0)  # of so many most likely tokens; 0: of all
+    top_p: float = setting(1.0, above=0.0, most=1.0)  # of the fewest that have this probability together
+    seed: int = setting(0, least=0, most=2**31 - 1)  # of what is drawn
+    samples: int = setting(1, least=1, most=2**16)  # answers of each source; more than 1 need a temperature
+    scores: bool = setting(False)  # records hold the log-probability of each token
+    limit: str = setting("none", choices=LIMITS)  # "source": only tokens of the source are written
     draft: str = setting("none", choices=DRAFTS)  # who guesses tokens ahead, for fewer decoder calls: docs/drafting.md
     draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
     batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device

@@ -3,23 +3,26 @@
 from pipejax.config import STRATEGIES, DecodeConfig, GridConfig
 from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
+from pipejax.decoding.choice import Sampling, Wishes
 from pipejax.decoding.core import (
     TRUNCATIONS,
     Carry,
     Decoded,
     Model,
-    Query,
+    Refillable,
     Sizes,
     SourceIds,
-    Step,
     Strategy,
     Stretch,
     begin,
     decode,
+    refilled,
     run,
+    with_slots,
 )
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafted
+from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.system.errors import UserError
@@ -35,17 +38,22 @@ __all__ = [
     "Model",
     "Pipelined",
     "Query",
+    "Refillable",
+    "Sampling",
     "Sequential",
     "Sizes",
     "SourceIds",
     "Step",
     "Strategy",
     "Stretch",
+    "Wishes",
     "begin",
     "check",
     "decode",
     "make",
+    "refilled",
     "run",
+    "with_slots",
 ]
 
 
@@ -88,11 +96,22 @@ def make(
 
 
 def check(name: str, decode: DecodeConfig, *, drafts: bool = False) -> None:
-    """Raises a UserError if no strategy has that name, or it has no use for the beams or drafts that are asked for."""
+    """Raises a UserError if no strategy has that name, or it has no use for what else is asked for."""
     if name not in STRATEGIES:
         raise UserError(f"strategy: found {name!r}; expected one of {', '.join(STRATEGIES)}")
     if decode.beams > 1 and name != "sequential":
         raise UserError(f"decode.beams: found {decode.beams}; expected 1, since beam search is sequential, not {name}")
+    if decode.samples > 1 and decode.temperature == 0:
+        raise UserError(
+            f"decode.samples: found {decode.samples} with decode.temperature = 0; expected a temperature above 0, "
+            "since all of them would be the same"
+        )
+    for key, wanted in (("temperature", 0.0), ("scores", False), ("limit", "none")):
+        if decode.beams > 1 and getattr(decode, key) != wanted:
+            raise UserError(
+                f"decode.{key}: found {getattr(decode, key)} with decode.beams = {decode.beams}; expected {wanted}, "
+                "since it is for decoding without beams"
+            )
     if decode.beams > 1 and (drafts or decode.draft != "none"):
         found = "a drafter" if drafts else decode.draft
         raise UserError(

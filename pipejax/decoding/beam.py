@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
+from pipejax.decoding.gathering import Query
 
 
 @flax.struct.dataclass

@@ -23,13 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import grid
+from pipejax.decoding import choice
+from pipejax.decoding.choice import Wishes
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, gather, taken, without
 
 Array = jax.Array
 Cache = TypeVar("Cache")
 
 TRUNCATIONS = (None, "time_max", "sub_max", "max_length")  # what the codes in Decoded.truncated stand for
-NOWHERE = 2**30  # the row of an empty slot and of a filler query: later than every real row, so none sees it
 
 
 @flax.struct.dataclass
@@ -41,32 +42,6 @@ class SourceIds:
 
 
 @flax.struct.dataclass
-class Query:
-    """What one step may ask."""
-
-    tokens: Array  # i32 [B, S]
-    row: Array  # i32 [B|1, S], coordinates on the grid
-    time: Array  # i32 [B|1, S]
-    live: Array  # bool [B, S], True: this one is fed; at least one is until every example is done
-    lineage: Array | None = None  # i32 [B, S, T], the one row that it sees at each time; None: what the grid says
-
-
-@flax.struct.dataclass
-class Step:
-    """What the model is asked: N live queries, gathered; the last may be fillers, which stand for no query.
-
-    Where every example has all its Q places among the N, the two index arrays are None.
-    """
-
-    tokens: Array  # i32 [N]
-    query_at_place: Array | None  # i32 [B, Q], index among the N of the query at each place of an example; N: none
-    place_of_query: Array | None  # i32 [N], index of each query's place among all B * Q; B * Q: it is a filler
-    mask: Array  # bool [B, Q, C], True: the query sees that slot, its own included
-    distance: Array  # i32 [B, Q, C]
-    start: Array  # i32 scalar: keys of place q go to slot start + q
-
-
-@flax.struct.dataclass
 class Decoded:
     """The result of a strategy: rows of tokens without bos and eos."""
 
@@ -75,6 +50,7 @@ class Decoded:
     steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
     calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
+    log_probs: Any = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
 
 
 class Strategy(Protocol):
@@ -113,6 +89,13 @@ class Strategy(Protocol):
         """i32 [B], decoder calls that an example takes by itself, in NumPy."""
 
 
+class Refillable(Strategy, Protocol):
+    """A strategy each of whose examples has a state of its own: all arrays of its state have a first axis of B."""
+
+    def stopped(self, state: Any, which: Array) -> Any:
+        """The state with the examples bool [B] done."""
+
+
 class Model(Protocol[Cache]):
     """The decoder of a batch, as the loop sees it."""
 
@@ -148,23 +131,17 @@ class Sizes:
 
 
 @flax.struct.dataclass
-class Filled:
-    """Coordinates of the slots of the cache."""
-
-    row: Array  # i32 [B, C], NOWHERE where nothing was fed
-    time: Array  # i32 [B, C]
-
-
-@flax.struct.dataclass
 class Carry:
     """What goes from step to step."""
 
     state: Any
     query: Query  # of the next step
     size: Array  # i32 scalar, index into `Sizes.queries`, the least that holds it
-    used: Array  # i32 scalar, slots that are taken, by any example
+    used: Array  # i32 [B|1], slots that are taken, by each example or by any
     filled: Filled
     cache: Any
+    log_probs: Array | None = None  # as in `Decoded`
+    left: Array | None = None  # i32 scalar, steps until it pauses; None: it does not
 
 
 @flax.struct.dataclass
@@ -172,8 +149,9 @@ class Stretch:
     """What a decode came to before its cache was full."""
 
     over: Array  # bool scalar, every example is done; else the cache is full
-    decoded: Decoded  # the result, if it is over
+    decoded: Decoded  # what is written; the result, if it is over
     carry: Carry
+    left: Array | None = None  # as in `Carry`
 
 
 def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:
@@ -194,22 +172,68 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
     return found
 
 
-def begin(strategy: Strategy, model: Model[Cache], state: Any, sizes: Sizes) -> Carry:
-    """What the first step needs, from `strategy.init(batch)`, with no slot yet."""
-    zero, none = jnp.int32(0), jnp.zeros((strategy.done(state).shape[0], 0), jnp.int32)
-    return _open_step(strategy, sizes, state, zero, Filled(none, none), model.cache(0, None))
+def begin(
+    strategy: Strategy,
+    model: Model[Cache],
+    state: Any,
+    sizes: Sizes,
+    *,
+    wishes: Wishes | None = None,
+    apart: bool = False,
+) -> Carry:
+    """What the first step needs, with no slot yet; traced.
+
+    Args:
+      strategy: decides what is fed.
+      model: the decoder of the batch.
+      state: `strategy.init(batch)`.
+      sizes: that the decode goes through.
+      wishes: as in `decode`.
+      apart: each example takes slots on its own, so that others can take its place (`refilled`). A step then writes
+        each example's keys to another place, which not every device does as fast.
+    """
+    batch, tokens = strategy.done(state).shape[0], jax.eval_shape(strategy.result, state).tokens.shape
+    none = jnp.zeros((batch, 0), jnp.int32)
+    state, query = strategy.query(state)
+    return Carry(
+        state=state,
+        query=query,
+        size=_size(query, sizes),
+        used=jnp.zeros(batch if apart else 1, jnp.int32),
+        filled=Filled(none, none),
+        cache=model.cache(0, None),
+        log_probs=jnp.zeros(tokens) if wishes and wishes.scores else None,
+    )
 
 
-def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, sizes: Sizes, slots: int) -> Stretch:
-    """Goes on until every example is done, or a cache of that many slots is full; traced."""
+def decode(
+    strategy: Strategy,
+    model: Model[Cache],
+    carry: Carry,
+    *,
+    sizes: Sizes,
+    slots: int,
+    wishes: Wishes | None = None,
+    most: Array | None = None,
+) -> Stretch:
+    """Goes on until every example is done, or a cache of that many slots is full; traced.
+
+    Args:
+      strategy: decides what is fed.
+      model: the decoder of the batch.
+      carry: from `begin`, or what was left before.
+      sizes: that the decode goes through.
+      slots: of the cache, at least as many as before.
+      wishes: how answers are chosen; None: as the strategy does.
+      most: i32 scalar, steps after which it pauses; None: it does not.
+    """
     widths = [min(n, strategy.rows) for n in sizes.queries]
     limits = jnp.asarray([slots - w for w in widths], jnp.int32)  # a step writes `width` slots, its fillers included
-    more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
-    filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
-    carry = dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
+    carry = dataclasses.replace(with_slots(model, carry, slots), left=most)
 
     def going(carry: Carry) -> Array:
-        return ~strategy.done(carry.state).all() & (carry.used <= limits[carry.size])
+        fits = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
+        return fits if carry.left is None else fits & (carry.left > 0)
 
     def fits(size: int, carry: Carry) -> Array:
         return going(carry) & (carry.size == size)
@@ -218,14 +242,27 @@ def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, sizes: Size
         queries = sizes.queries[size]
         asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
         logits, cache = model(asked, carry.cache)
-        answers = jax.tree.map(lambda x: x[jnp.minimum(number_of, queries - 1)], strategy.choose(logits))
-        used = carry.used + carry.query.live.sum(axis=1).max()
-        state = strategy.advance(carry.state, answers)
-        kept = strategy.kept(state)
+        chosen = strategy.choose(logits if wishes is None else choice.shaped(logits, asked, wishes))
+        number_of = jnp.minimum(number_of, queries - 1)
+        state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
+        live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
+        more = live.sum(axis=1) if kept is None else taken(live, kept)
         if kept is not None:
-            filled = without(carry.query.live & ~kept, carry.query.live, filled, carry.used)
-            used = carry.used + taken(carry.query.live, kept)
-        return _open_step(strategy, sizes, state, used, filled, cache)
+            filled = without(live & ~kept, live, filled, carry.used)
+        if log_probs is not None:
+            found, counts = choice.log_probs_of(logits, chosen)[number_of], live if kept is None else live & kept
+            log_probs = choice.noted(log_probs, found, carry.query, counts)
+        state, query = strategy.query(state)
+        return Carry(
+            state=state,
+            query=query,
+            size=_size(query, sizes),
+            used=carry.used + (more if len(carry.used) == len(more) else more.max()),
+            filled=filled,
+            cache=cache,
+            log_probs=log_probs,
+            left=None if carry.left is None else carry.left - 1,
+        )
 
     def sweep(carry: Carry) -> Carry:
         for i in range(len(widths)):
@@ -233,75 +270,49 @@ def decode(strategy: Strategy, model: Model[Cache], carry: Carry, *, sizes: Size
         return carry
 
     carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)
-    return Stretch(strategy.done(carry.state).all(), strategy.result(carry.state), carry)
+    decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
+    left, carry = carry.left, dataclasses.replace(carry, left=None)
+    return Stretch(strategy.done(carry.state).all(), decoded, carry, left)
 
 
-def _open_step(strategy: Strategy, sizes: Sizes, state: Any, used: Array, filled: Filled, cache: Any) -> Carry:
-    state, query = strategy.query(state)
-    total = query.live.sum()
-    size = sum((total > n).astype(jnp.int32) for n in sizes.queries[:-1]) + jnp.int32(0)
-    return Carry(state, query, size, used, filled, cache)
+def with_slots(model: Model[Cache], carry: Carry, slots: int) -> Carry:
+    """The carry with so many slots, at least as many as it has."""
+    more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
+    filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
+    return dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
 
 
-def first_argmax(logits: Array) -> Array:
-    """Greedy choice i32 [N] from logits [V, N]; the lowest id wins a tie."""
-    # Else XLA may compute them once for the maximum and once to compare, rounded otherwise: none would be equal.
-    logits = jax.lax.optimization_barrier(logits)
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
+def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes) -> Carry:
+    """The carry, of a batch whose examples take slots apart, with other examples in it.
 
-
-def taken(live: Array, kept: Array) -> Array:
-    """i32 scalar, slots of a step up to the last that is kept; those after it are free for the next step."""
-    return jnp.where(live & kept, jnp.cumsum(live, axis=1), 0).max()
-
-
-def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates, where nobody sees the rejected ones [B, S] of the live queries that were fed from `start` on."""
-    slot = jnp.where(rejected, start + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
-    example = jnp.arange(live.shape[0])[:, None]
-    return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
-
-
-def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
-    """Gathers the live queries of a batch into N = `queries`, at most Q = `width` an example.
-
-    Returns:
-      what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
+    Args:
+      strategy: of the batch.
+      carry: between two calls of `decode`.
+      begins: bool [B], places at which an example begins.
+      ends: bool [B], places whose examples are given up.
+      sizes: that the decode goes through.
     """
-    batch, rows = query.live.shape
-    coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))
-    live = query.live.astype(jnp.int32)
-    place = jnp.cumsum(live, axis=1) - 1  # of a live query within its example
+    fresh = strategy.query(strategy.init(len(begins)))
 
-    def at_places(x: Array, otherwise: int) -> Array:
-        """[B, S] -> [B, Q]: what is live, moved together."""
-        hit = query.live[:, :, None] & (place[:, :, None] == jnp.arange(width))
-        return jnp.where(hit.any(axis=1), jnp.where(hit, x[:, :, None], 0).sum(axis=1), otherwise)
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
-    row, time = (at_places(x, NOWHERE) for x in coordinates)
-    filled = Filled(
-        jax.lax.dynamic_update_slice_in_dim(filled.row, row, start, axis=1),
-        jax.lax.dynamic_update_slice_in_dim(filled.time, time, start, axis=1),
+    state, query = jax.tree.map(chosen, fresh, (strategy.stopped(carry.state, ends), carry.query))
+    query = dataclasses.replace(query, live=query.live & ~(ends & ~begins)[:, None])
+    changes = begins | ends
+    filled = dataclasses.replace(carry.filled, row=jnp.where(changes[:, None], NOWHERE, carry.filled.row))
+    log_probs = carry.log_probs
+    return dataclasses.replace(
+        carry,
+        state=state,
+        query=query,
+        size=_size(query, sizes),
+        used=jnp.where(changes, 0, carry.used),
+        filled=filled,
+        log_probs=None if log_probs is None else jnp.where(changes[:, None, None], 0, log_probs),
     )
-    here = row[:, :, None], time[:, :, None], filled.row[:, None], filled.time[:, None]
-    if query.lineage is None:
-        # Fillers stand at NOWHERE as well, and would see the empty slots.
-        mask, distance = grid.visible(*here) & (filled.row < NOWHERE)[:, None], grid.distance(*here)
-    else:  # whatever rows it runs through, a line is as long as it took
-        line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
-        seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
-        mask, distance = seen == filled.row[:, None], grid.distance(0, here[1], 0, here[3])
-    tokens = at_places(query.tokens, 0)
-    if queries == batch * width:
-        number = place + width * jnp.arange(batch)[:, None]
-        return Step(tokens.reshape(-1), None, None, mask, distance, start), number, filled
 
-    before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # live queries of earlier examples
-    number = before + place  # [B, S], of a live query among all
-    query_at_place = at_places(number, queries)
-    numbers = jnp.arange(queries)
-    example = (before[:, 0] <= numbers[:, None]).sum(axis=1) - 1
-    place_of_query = jnp.where(numbers < live.sum(), example * width + numbers - before[:, 0][example], batch * width)
-    gathered = jnp.append(tokens.reshape(-1), 0)[place_of_query]
-    return Step(gathered, query_at_place, place_of_query, mask, distance, start), number, filled
+
+def _size(query: Query, sizes: Sizes) -> Array:
+    total = query.live.sum()
+    return sum((total > n).astype(jnp.int32) for n in sizes.queries[:-1]) + jnp.int32(0)

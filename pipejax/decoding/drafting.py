@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds, first_argmax, taken
+from pipejax.decoding.choice import first_argmax
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.drafters.interface import Drafter, Written
+from pipejax.decoding.gathering import Query, taken
 from pipejax.decoding.pipelined import NEVER, Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.grid import start
@@ -212,7 +214,7 @@ class Drafted:
             started=state.started + (begins & ~started).sum(axis=1),
             step=state.step + 1,
             kept=kept,
-            used=state.used + taken(_flat(live), _flat(kept)),
+            used=state.used + taken(_flat(live), _flat(kept)).max(),
             guesses=jnp.take_along_axis(answers.swapaxes(1, 2), beyond, axis=2),
             guessed=jnp.where(asks, jnp.maximum(live.sum(axis=1) - gain, 0), 0),
             **self._learned(state, live.sum(axis=1) - 1, run, counts),

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import grid
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds, first_argmax
+from pipejax.decoding.choice import first_argmax
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
+from pipejax.decoding.gathering import Query
 
 NEVER = 2**30  # the end of a row that has not ended: later than any time
 
@@ -16,7 +18,7 @@ NEVER = 2**30  # the end of a row that has not ended: later than any time
 class State:
     """After `time` time-steps (t of Algorithm 1)."""
 
-    time: Array  # i32 scalar
+    time: Array  # i32 [B]
     tokens: Array  # i32 [B, S, T + 1], generated ones by row and absolute time
     last: Array  # i32 [B, S], the newest token of each row
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
@@ -58,7 +60,7 @@ class Pipelined:
         """An empty grid."""
         none = jnp.zeros((batch, self.rows), jnp.int32)
         return State(
-            time=jnp.int32(0),
+            time=none[:, 0],
             tokens=jnp.zeros((batch, self.rows, self.time_max + 1), jnp.int32),
             last=none,
             started=none[:, 0],
@@ -85,7 +87,7 @@ class Pipelined:
         highest = jnp.where(is_open, rows, -1).max(axis=1)
         ended = (state.end != NEVER) & ~state.retired & (rows < highest[:, None])
         fed = jnp.where(born, self.bos, jnp.where(ended, self.eos, state.last))
-        time = jnp.where(ended, state.end, state.time)
+        time = jnp.where(ended, state.end, state.time[:, None])
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
         return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
 
@@ -96,23 +98,24 @@ class Pipelined:
     def advance(self, state: State, next_tokens: Array) -> State:
         """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13).
 
-        Time-steps in which no row of any example is open count and need no decoder: time goes to the next start.
+        Time-steps in which no row is open count and need no decoder: time goes to the next start.
         """
-        rows, time = jnp.arange(self.rows), state.time + 1
+        rows, time = jnp.arange(self.rows), jnp.where(state.done, state.time, state.time + 1)
         exists = rows < state.started[:, None]
         open_before = self._open(state.started, state.end, state.done)
         ends = open_before & (next_tokens == self.eos)
-        end = jnp.where(ends, time, state.end)
-        empty_seen = state.empty_seen | (ends & (time == grid.start(rows, self.delay) + 1)).any(axis=1)
+        end = jnp.where(ends, time[:, None], state.end)
+        empty_seen = state.empty_seen | (ends & (time[:, None] == grid.start(rows, self.delay) + 1)).any(axis=1)
         over = (~exists | (end != NEVER)).all(axis=1)
         if not self.literal:
             over &= empty_seen | (state.started == self.sub_max)
         done = state.done | over
-        idle = ~self._open(state.started, end, done).any() & ~done.all()
+        idle = ~self._open(state.started, end, done).any(axis=1) & ~done
         now = jnp.where(idle, jnp.minimum(grid.next_start(time, self.delay), self.time_max), time)
+        fresh = open_before[:, :, None] & (jnp.arange(self.time_max + 1) == time[:, None, None])
         return State(
             time=now,
-            tokens=state.tokens.at[:, :, time].set(jnp.where(open_before, next_tokens, 0)),
+            tokens=jnp.where(fresh, next_tokens[:, :, None], state.tokens),
             last=next_tokens,
             started=state.started,
             end=end,
@@ -125,6 +128,10 @@ class Pipelined:
     def _open(self, started: Array, end: Array, done: Array) -> Array:
         """bool [B, S], True at rows that have started and not ended, of examples that are not done."""
         return (jnp.arange(self.rows) < started[:, None]) & (end == NEVER) & ~done[:, None]
+
+    def stopped(self, state: State, which: Array) -> State:
+        """See `Refillable`."""
+        return dataclasses.replace(state, done=state.done | which)
 
     def kept(self, state: State) -> None:
         """All."""

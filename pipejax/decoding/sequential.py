@@ -6,18 +6,20 @@ import flax.struct
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, Query, SourceIds, first_argmax
+from pipejax.decoding.choice import first_argmax
+from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
+from pipejax.decoding.gathering import Query
 
 
 @flax.struct.dataclass
 class State:
-    """After t steps."""
+    """What is written."""
 
-    step: Array  # i32 scalar, t
-    tokens: Array  # i32 [B, max_length + 1], bos first
+    tokens: Array  # i32 [B, max_length]
     last: Array  # i32 [B], the newest token
     length: Array  # i32 [B], tokens generated, eos included
     ended: Array  # bool [B], eos was generated
+    given_up: Array  # bool [B]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +43,13 @@ class Sequential:
     def init(self, batch: int, source: SourceIds | None = None) -> State:
         """bos alone."""
         first = jnp.full(batch, self.bos, jnp.int32)
-        tokens = jnp.zeros((batch, self.max_length + 1), jnp.int32).at[:, 0].set(first)
-        zeros = jnp.zeros(batch, jnp.int32)
-        return State(step=jnp.int32(0), tokens=tokens, last=first, length=zeros, ended=zeros > 0)
+        tokens, zeros = jnp.zeros((batch, self.max_length), jnp.int32), jnp.zeros(batch, jnp.int32)
+        return State(tokens=tokens, last=first, length=zeros, ended=zeros > 0, given_up=zeros > 0)
 
     def query(self, state: State) -> tuple[State, Query]:
         """The last token sees all before it."""
         row = jnp.zeros((1, 1), jnp.int32)
-        return state, Query(tokens=state.last[:, None], row=row, time=row + state.step, live=~self.done(state)[:, None])
+        return state, Query(state.last[:, None], row, time=state.length[:, None], live=~self.done(state)[:, None])
 
     def choose(self, logits: Array) -> Array:
         """Greedily: i32 [N]."""
@@ -56,27 +57,32 @@ class Sequential:
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Appends where no eos came yet."""
-        going, step, found = ~self.done(state), state.step + 1, next_tokens[:, 0]
+        going, found = ~self.done(state), next_tokens[:, :1]
+        here = going[:, None] & (jnp.arange(self.max_length) == state.length[:, None])
         return State(
-            step=step,
-            tokens=state.tokens.at[:, step].set(found),
-            last=found,
-            length=jnp.where(going, step, state.length),
-            ended=state.ended | (going & (found == self.eos)),
+            tokens=jnp.where(here, found, state.tokens),
+            last=found[:, 0],
+            length=state.length + going,
+            ended=state.ended | (going & (found[:, 0] == self.eos)),
+            given_up=state.given_up,
         )
+
+    def stopped(self, state: State, which: Array) -> State:
+        """See `Refillable`."""
+        return dataclasses.replace(state, given_up=state.given_up | which)
 
     def kept(self, state: State) -> None:
         """All."""
 
     def done(self, state: State) -> Array:
         """eos, or no room left."""
-        return state.ended | (state.length >= self.max_length)
+        return state.ended | state.given_up | (state.length >= self.max_length)
 
     def result(self, state: State) -> Decoded:
         """One row."""
         code = jnp.where(state.ended, TRUNCATIONS.index(None), TRUNCATIONS.index("max_length"))
         return Decoded(
-            tokens=state.tokens[:, None, 1:],
+            tokens=state.tokens[:, None],
             lengths=(state.length - state.ended)[:, None],
             steps=state.length,
             truncated=code.astype(jnp.int32),

@@ -48,6 +48,10 @@ class Backend(Protocol):
         """The memory of sources i32 [B, L], of which i32 [B] tokens are real, of `memory_length(L)`."""
         ...
 
+    def widened(self, memory: Memory, slots: int) -> Memory:
+        """The memory with so many slots, at least as many as it has; those added are masked."""
+        ...
+
     def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
         """The decoder of a batch."""
         ...
@@ -84,7 +88,11 @@ class Xla:
         """See `Backend`."""
         mask = jnp.arange(source.shape[1]) < length[:, None]
         memory: Any = model.apply({"params": encoder}, source, mask, method="encode")
-        more = memory_length(source.shape[1]) - source.shape[1]
+        return Xla.widened(self, memory, memory_length(source.shape[1]))
+
+    def widened(self, memory: Memory, slots: int) -> Memory:
+        """See `Backend`."""
+        more = slots - memory.mask.shape[1]
         return Memory(
             keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
             values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
@@ -161,6 +169,10 @@ class OwnKernel(Xla):
         if not self.encodes:
             return kernel_decoder.lay_out_memory(super().encode(model, encoder, source, length), weights=self.weights)
         return kernel_decoder.encode(model.config, encoder, source, length, slots=slots, level=self.level)
+
+    def widened(self, memory: Memory, slots: int) -> Memory:
+        """See `Backend`."""
+        return kernel_decoder.widened(memory, slots)
 
     def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
         """See `Backend`."""

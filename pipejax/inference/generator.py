@@ -15,8 +15,8 @@ from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import TRUNCATIONS, Drafted, Drafter, Strategy
-from pipejax.inference import backends, programs, sources
+from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Strategy
+from pipejax.inference import backends, programs, sources, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
@@ -36,6 +36,9 @@ class Record(TypedDict):
     steps: int  # of Algorithm 1
     calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
     truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
+    sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
+    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
+    log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
     seconds: NotRequired[float]  # by `evaluation`, at batch size 1
 
 
@@ -104,7 +107,8 @@ class Generator:
         """
         if isinstance(given, str | bytes | Mapping) or hasattr(given, "columns"):
             raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
-        checked = [self.source(value, f"source {i}", i) for i, value in enumerate(given)]
+        read = (self.source(value, f"source {i}", i) for i, value in enumerate(given))
+        checked = list(self.samples_of(read, strategy))
         size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
         return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report(), drafter=drafter))
 
@@ -135,6 +139,21 @@ class Generator:
         has_tokenizer = self.tokenizer is not None
         return sources.check(source, place, vocabulary=self.architecture.vocab_size, has_tokenizer=has_tokenizer)
 
+    def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
+        """Yields each source as often as `decode.samples` says.
+
+        Raises:
+          UserError: the strategy cannot do what a source asks for.
+        """
+        for source in given:
+            if (strategy or self.default_strategy) == "sequential":
+                if len(source.prefixes) > 1 or source.max_rows is not None:
+                    what = "max_rows" if source.max_rows is not None else "several row_prefixes"
+                    raise UserError(f"source {source.id}: found {what} with sequential decoding; expected pipelined")
+                if self.config.decode.beams > 1 and source.prefixes:
+                    raise UserError(f"source {source.id}: found row_prefixes with beams; expected decode.beams = 1")
+            yield from (source._replace(sample=k) for k in range(self.config.decode.samples))
+
     def stream(
         self,
         given: Iterable[Source],
@@ -151,26 +170,34 @@ class Generator:
         Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
         """
         name = strategy or self.default_strategy
-        chosen = self.make_strategy(name, drafter)
+        chosen, separator = self.make_strategy(name, drafter), self._separator(name)
         devices, wanted = self.programs.devices, batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
         waiting, across = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
             across = across or min(len(devices), -(-len(chunk) // batch_size))
-            encoded = [self._encode(source, report) for source in chunk]
+            encoded = [self.ids_of(source, report) for source in chunk]
             order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
             records: dict[int, Record] = {}
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                found = self.programs.decode(ids, chosen, batch_size=batch_size, across=across, report=report)
+                wished = wishes.of_batch(
+                    [chunk[i] for i in part],
+                    ids,
+                    self.config.decode,
+                    chosen,
+                    prefixes=[self._prefixes(chunk[i]) for i in part],
+                    separator=separator,
+                    vocabulary=self.architecture.vocab_size,
+                )
+                found = self.programs.decode(
+                    ids, chosen, batch_size=batch_size, across=across, report=report, wishes=wished
+                )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
-                    rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]
-                    truncated = TRUNCATIONS[int(found.truncated[b])]
-                    counts = int(found.steps[b]), int(found.calls[b])
-                    records[i] = self._record(chunk[i].id, name, rows, counts, truncated)
+                    records[i] = self.record(chunk[i], name, found, b)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
                     self._count(records[i], name, report)
@@ -188,7 +215,8 @@ class Generator:
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
         return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
 
-    def _encode(self, source: Source, report: Report) -> Sequence[int]:
+    def ids_of(self, source: Source, report: Report) -> Sequence[int]:
+        """Its token ids, as many as the encoder takes; the report counts those that were cut."""
         given = source.content
         if isinstance(given, str):
             assert self.tokenizer is not None  # `check` saw to it
@@ -199,31 +227,56 @@ class Generator:
         report.cut_sources += len(cut) < len(content)
         return cut
 
-    def _record(
-        self, name: str | int, strategy: str, row_ids: list[list[int]], counts: tuple[int, int], truncated: str | None
-    ) -> Record:
+    def _prefixes(self, source: Source) -> list[Sequence[int]]:
+        """The ids with which its rows begin."""
+        return [self.tokenizer.encode(x) if isinstance(x, str) and self.tokenizer else x for x in source.prefixes]
+
+    def _separator(self, strategy: str) -> list[int]:
+        """The ids that part the rows of a sequential answer."""
+        if strategy != "sequential" or self.tokenizer is None:
+            return []
+        return self.tokenizer.encode(f"a{self.config.data.separator}a")
+
+    def record(self, source: Source, strategy: str, found: Decoded, place: int, *, ends: bool = True) -> Record:
+        """What an example was decoded to.
+
+        Args:
+          source: of the example.
+          strategy: that decoded it.
+          found: in NumPy, calls included.
+          place: of the example in the batch.
+          ends: whether `log_prob` counts what follows the last token of each row, its eos.
+        """
         separator = self.config.data.separator
+        rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
+        kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None
-        rows: list[str] | None = None
-        if strategy != "sequential":
-            row_ids = [row for row in row_ids if row]
+        said: list[str] | None = None
         if self.tokenizer is not None:
-            rows = [self.tokenizer.decode(row) for row in row_ids]
+            said = [self.tokenizer.decode(row) for _, row in kept]
             if strategy != "sequential":  # tokens may be no text, and a sequential text has no empty rows either
-                row_ids = [row for row, said in zip(row_ids, rows, strict=True) if said.strip()]
-                rows = [said for said in rows if said.strip()]
-            text = separator.join(rows)
-            if strategy == "sequential":
-                rows = split_rows(text, separator)
-        return {
-            "id": name,
+                kept = [one for one, text in zip(kept, said, strict=True) if text.strip()]
+                said = [text for text in said if text.strip()]
+            text = separator.join(said)
+            said = split_rows(text, separator) if strategy == "sequential" else said
+        record: Record = {
+            "id": source.id,
             "text": text,
-            "rows": rows,
-            "row_ids": row_ids,
-            "steps": counts[0],
-            "calls": counts[1],
-            "truncated": truncated,
+            "rows": said,
+            "row_ids": [row for _, row in kept],
+            "steps": int(found.steps[place]),
+            "calls": int(found.calls[place]),
+            "truncated": TRUNCATIONS[int(found.truncated[place])],
         }
+        if self.config.decode.samples > 1:
+            record["sample"] = source.sample
+        if found.log_probs is not None:
+            delay = self.config.grid.delay if strategy == "pipelined" else 1
+            by_time, first = found.log_probs[place], [int(grid.start(i, delay)) for i in range(len(rows))]
+            record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
+            spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows)]
+            record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
+        return record
 
     def _count(self, record: Record, strategy: str, report: Report) -> None:
         report.examples += 1

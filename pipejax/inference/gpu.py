@@ -124,8 +124,9 @@ def trial(queries: int, *, interpret: bool = False) -> Array:
     norm = jnp.asarray(rng.uniform(0.5, 2.0, inputs), jnp.float32)
     keys, values = normal(batch * heads, width, slots, scale=0.3), normal(batch * heads, slots, width)
     bias = jnp.asarray(np.where(rng.random((batch, heads, queries, slots)) < 0.7, 0.0, MASKED), jnp.float32)
-    bias = bias.at[..., 97].set(0.0)  # every query sees something
-    bias = jnp.where(jnp.arange(slots) < 97 + queries, bias, MASKED)
+    first = jnp.asarray([97, 61])
+    place = jnp.arange(slots) - first[:, None, None, None]
+    bias = jnp.where(place == 0, 0.0, jnp.where(place < queries, bias, MASKED))  # every query sees something
     of_source = keys.reshape(batch, heads, width, slots), values.reshape(batch, heads, slots, width)
     memory = Memory(of_source[:1], of_source[1:], bias[:, 0, 0] == 0)
     config = T5Config(16, inputs, width, inputs, heads, 1, 1)
@@ -134,7 +135,7 @@ def trial(queries: int, *, interpret: bool = False) -> Array:
         matrix = Matrix(rows, jnp.zeros(0))
         products = decoder._of_normed(matrix, x, norm, dtype=jnp.float32), decoder._added(matrix, x, residual)
         looked_up = decoder._attend_memory(0, projected[: heads * width])
-        return products, looked_up, decoder._attend_cache(projected, keys, values, bias, jnp.int32(97))
+        return products, looked_up, decoder._attend_cache(projected, keys, values, bias, first)
 
     none: Any = None
     dtype = jnp.dtype(jnp.bfloat16)
@@ -250,7 +251,7 @@ def _attend_cache(
       keys: [B H, K, C].
       values: [B H, C, K].
       bias: f32 [B, H, Q, C].
-      start: i32 scalar, the first new slot; nothing is read from there on.
+      start: i32 [B|1], each example's first new slot; nothing is read from there on.
       interpret: as in `GpuDecoder`.
     """
     _, heads, queries, slots = bias.shape
@@ -267,7 +268,8 @@ def _attend_cache(
         new_keys_ref: Any,
         new_values_ref: Any,
     ) -> None:
-        head, first = pl.program_id(0), start_ref[0]
+        head = pl.program_id(0)
+        first = start_ref[0 if len(start) == 1 else head // heads]
         places, columns = jnp.arange(high), jnp.arange(width)
         real = places < queries
 
@@ -294,7 +296,7 @@ def _attend_cache(
     found = jax.ShapeDtypeStruct((projected.shape[0], heads * width), projected.dtype)
     results = found, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     call = _call(kernel, (keys.shape[0],), results, 4, interpret, aliases={2: 1, 3: 2})
-    return call(start[None], projected, keys, values, bias.reshape(-1, slots))
+    return call(start, projected, keys, values, bias.reshape(-1, slots))
 
 
 Sums = tuple[

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.config import T5Config
-from pipejax.decoding.core import Step
+from pipejax.decoding import Step
 from pipejax.inference import kernels
 from pipejax.inference.step_decoder import Cache, grown
 from pipejax.inference.weights import Matrix, Weights, joined, narrowed
@@ -50,6 +50,21 @@ def lay_out_memory(memory: Memory, *, weights: str) -> Memory:
     return Memory(tuple(map(laid, memory.keys)), tuple(map(laid, memory.values)), memory.mask)
 
 
+def widened(memory: Memory, slots: int) -> Memory:
+    """The memory with so many slots, a multiple of 16; those added are masked."""
+
+    def longer(x: Array, axis: int) -> Array:
+        more = x.shape[axis] * slots // memory.mask.shape[1] - x.shape[axis]
+        return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+
+    more = slots - memory.mask.shape[1]
+    return Memory(
+        keys=tuple(longer(x, 2) for x in memory.keys),
+        values=tuple(longer(x, 3) for x in memory.values),
+        mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelDecoder:
     """A `decoding.Model`, as `step_decoder.StepDecoder`."""
@@ -71,7 +86,8 @@ class KernelDecoder:
         x = x * table.scale[step.tokens][:, None] if table.scale.size else x
         place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
         factor = c.d_model**-0.5 if c.scale_head else 1.0
-        given = [x, w.bias, step.mask, step.distance, step.start, place.astype(jnp.int32), memory.mask]
+        start = jnp.broadcast_to(step.start, len(memory.mask))
+        given = [x, w.bias, step.mask, step.distance, start, place.astype(jnp.int32), memory.mask]
         given += [w.norm * factor, *_flat(w.head)]
         aliases: dict[int, int] = {}  # the caches are written in place
         for i, layer in enumerate(w.layers):

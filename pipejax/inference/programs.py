@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
-from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch
+from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch, Wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.report import Report
 from pipejax.inference.weights import Layer, Weights
@@ -132,6 +132,7 @@ def decode_batch(
     memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
+    wishes: Wishes | None = None,
     *,
     sizes: Sizes,
     slots: int,
@@ -146,13 +147,14 @@ def decode_batch(
       memory: of the encoded sources.
       carry: what the stretch before left.
       source: for a strategy that drafts.
+      wishes: how tokens are chosen; None: greedily.
       sizes: that the decode goes through.
       slots: of the cache in this stretch.
       backend: computes the decoder's products.
     """
     decoder = backend.decoder(model, weights, memory)
-    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes)
-    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots)
+    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
+    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
 
 
 class Programs:
@@ -167,7 +169,7 @@ class Programs:
     ) -> None:
         """Nothing compiles yet."""
         self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
-        self._backend = backend
+        self.backend = backend
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
@@ -183,8 +185,12 @@ class Programs:
             with precision(self.model.dtype):
                 return jax.block_until_ready(jitted(tree, **static))
 
-        self._ready = prepare(self.model, params, backend=self._backend, compute=compute)
+        self._ready = prepare(self.model, params, backend=self.backend, compute=compute)
         self._forget_copies()
+
+    def on_first(self) -> Ready:
+        """The weights on the first device."""
+        return self._on(1)
 
     def forget_params(self) -> None:
         """Gives their memory back, until `set_params`; what was compiled stays."""
@@ -203,8 +209,17 @@ class Programs:
         batch_size: int,
         across: int,
         report: Report,
+        wishes: Wishes | None = None,
     ) -> Decoded:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
+
+        Args:
+          sources: ids of each.
+          strategy: decides what is fed.
+          batch_size: B.
+          across: E.
+          report: what it took.
+          wishes: how the tokens of the sources are chosen, in NumPy; None: greedily.
 
         Returns:
           NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
@@ -217,13 +232,15 @@ class Programs:
         ready = self._on(across)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
-        read: tuple[SourceIds, ...] = ()
+        read: SourceIds | None = None
         if isinstance(strategy, Drafted):
             more = ((0, 0), (0, 0), (0, shape[2] - source.shape[2]))
-            read = (SourceIds(np.pad(source, more), lengths),)
+            read = SourceIds(np.pad(source, more), lengths)
+        numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
+        wishes = jax.tree.map(lambda x: x[numbers], wishes)
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
-            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry, *read), shape, report)
+            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry, read, wishes), shape, report)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
@@ -238,11 +255,11 @@ class Programs:
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
         carry = None
-        read: tuple[SourceIds, ...] = ()
+        read: SourceIds | None = None
         if isinstance(strategy, Drafted):
-            read = (SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths),)
+            read = SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
         for slots in schedule(strategy, batch_size).slots:
-            arguments = ready.decoding, memory, carry, *read
+            arguments = ready.decoding, memory, carry, read, None
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
     def _on(self, across: int) -> Ready:
@@ -271,16 +288,16 @@ class Programs:
         report: Report,
     ) -> Any:
         """The compiled encoder, or decoder up to so many slots, for batches of that shape [E, B, L]."""
-        key = part, slots, shape
+        key = part, slots, shape, jax.tree.structure(arguments[4:])  # what is wished for
         if key not in self._compiled:
             jax.block_until_ready(arguments)  # what is still computed must not count as compilation
             begun = time.perf_counter()
             across, batch, length = shape
-            function: Callable[..., Any] = partial(encode_batch, self.model, backend=self._backend)
+            function: Callable[..., Any] = partial(encode_batch, self.model, backend=self.backend)
             name, more = "encoder", ""
             if not isinstance(part, str):
                 sizes = schedule(part, batch)
-                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=self._backend)
+                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=self.backend)
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds

@@ -82,8 +82,8 @@ def decode_file(
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     if source == STANDARD:
-        sources, window = read_sources(generator, read_objects(sys.stdin.buffer, "standard input")), 1
-        size = batch_size or 1
+        read = read_sources(generator, read_objects(sys.stdin.buffer, "standard input"))
+        sources, window, size = generator.samples_of(read, name), 1, batch_size or 1
     else:
         checked = list(read_sources(generator, read_records(source)))
         if not checked:
@@ -93,7 +93,9 @@ def decode_file(
             logger.warning(
                 f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines"
             )
-        total, window = len(checked), WINDOW
+        window = WINDOW
+        checked = list(generator.samples_of(checked, name))
+        total = len(checked)
         size = min(batch_size or generator.config.decode.batch_size, total)
         if target != STANDARD and not (Path(target).exists() and not Path(target).is_file()):
             unfinished = Unfinished(target, settings_of(generator, name, checked))

@@ -16,6 +16,9 @@ class Source(NamedTuple):
 
     id: str | int
     content: str | Sequence[int] | np.ndarray
+    prefixes: tuple[str | Sequence[int], ...] = ()  # with which the rows begin, in turn
+    max_rows: int | None = None  # after so many rows the answer ends
+    sample: int = 0  # the number of the answer, if there are several
 
 
 def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Config) -> Source:
@@ -28,18 +31,35 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
     if "source" in value and "source_ids" in value:
         raise UserError(f'{place}: found "source" and "source_ids"; expected one of them')
     name = name if value.get("id") is None else id_of(value, place)
+    prefixes, max_rows = value.get("row_prefixes") or (), value.get("max_rows")
+    if not isinstance(prefixes, list | tuple) or not all(isinstance(x, str | list) for x in prefixes):
+        raise UserError(
+            f'{place}: "row_prefixes": found {kind(prefixes)}; expected a list of texts, or of lists of ids'
+        )
+    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
+        raise UserError(f'{place}: "max_rows": found {max_rows!r}; expected a whole number from 1 on')
+    if max_rows is not None and len(prefixes) > max_rows:
+        raise UserError(f'{place}: "row_prefixes": found {len(prefixes)}; expected at most "max_rows" = {max_rows}')
     if "source_ids" in value:
-        ids = value["source_ids"]
-        if not isinstance(ids, list | np.ndarray):
-            raise UserError(f'{place}: "source_ids": found {kind(ids)}; expected a list of whole numbers')
-        return Source(name, ids)
-    if config.data.task in TASKS:
-        return Source(name, make_task(config.data).source(value, place))
-    return Source(name, text_of(value, "source", place))
+        content = value["source_ids"]
+        if not isinstance(content, list | np.ndarray):
+            raise UserError(f'{place}: "source_ids": found {kind(content)}; expected a list of whole numbers')
+    elif config.data.task in TASKS:
+        content = make_task(config.data).source(value, place)
+    else:
+        content = text_of(value, "source", place)
+    return Source(name, content, tuple(prefixes), max_rows)
 
 
 def check(source: Source, place: str, *, vocabulary: int, has_tokenizer: bool) -> Source:
     """The source if it can be decoded; `place` names it in the UserError otherwise."""
+    for i, prefix in enumerate(source.prefixes):
+        if isinstance(prefix, str) and not has_tokenizer:
+            raise UserError(f'{place}: "row_prefixes": found text, but the checkpoint has no tokenizer; expected ids')
+        if not prefix:
+            raise UserError(f'{place}: "row_prefixes": found an empty one at {i}; expected at least one token')
+        if not isinstance(prefix, str):
+            _check_ids(prefix, f'{place}: "row_prefixes"', vocabulary)
     content = source.content
     if isinstance(content, str):
         if not has_tokenizer:
@@ -51,9 +71,13 @@ def check(source: Source, place: str, *, vocabulary: int, has_tokenizer: bool) -
         raise UserError(f"{place}: found {type(content).__name__}; expected text, a list of ids or a record")
     if not len(content):
         raise UserError(f"{place}: found no ids; expected at least one")
-    for i in content:
+    _check_ids(content, place, vocabulary)
+    return source
+
+
+def _check_ids(ids: Sequence[int] | np.ndarray, place: str, vocabulary: int) -> None:
+    for i in ids:
         if isinstance(i, bool) or not isinstance(i, int | np.integer):
             raise UserError(f"{place}: found {i!r} among the ids; expected whole numbers")
         if not 0 <= i < vocabulary:
             raise UserError(f"{place}: found id {i}; expected 0 to {vocabulary - 1}")
-    return source

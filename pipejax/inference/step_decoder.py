@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
-from pipejax.decoding.core import Step
+from pipejax.decoding import Step
 from pipejax.inference.weights import Layer, Matrix, Weights
 from pipejax.model.t5 import MASKED, Memory
 
@@ -102,12 +102,11 @@ class StepDecoder:
           keys: [B H, K, C].
           values: [B H, C, K].
           bias: f32 [B, H, Q, C].
-          start: i32 scalar, the slot of each example's first query.
+          start: i32 [B|1], the slot of each example's first query.
         """
         query, key, value = jnp.split(self._by_head(projected), 3, axis=1)
         key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
-        keys = jax.lax.dynamic_update_slice_in_dim(keys, key, start, axis=2)
-        values = jax.lax.dynamic_update_slice_in_dim(values, value.swapaxes(1, 2), start, axis=1)
+        keys, values = _written(keys, key, start, axis=2), _written(values, value.swapaxes(1, 2), start, axis=1)
         return _by_query(attend(query, keys, values, bias)), keys, values
 
     def _attend_memory(self, number: int, query: Array) -> Array:
@@ -136,6 +135,15 @@ class StepDecoder:
         table = self.weights.bias
         bias = jnp.take(table, jnp.clip(step.distance, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
         return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
+
+
+def _written(cache: Array, new: Array, start: Array, *, axis: int) -> Array:
+    """The cache [B * H, ..] with what is new in each example's slots along that axis."""
+    if len(start) == 1:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, start[0], axis=axis)
+    by_example = [x.reshape(len(start), -1, *x.shape[1:]) for x in (cache, new)]
+    one = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
+    return jax.vmap(one)(*by_example, start).reshape(cache.shape)
 
 
 def _at_places(x: Array, step: Step) -> Array:

@@ -45,7 +45,7 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
 
     def share(self: Programs, config: Any, dtype: Any, **options: Any) -> None:
         make(self, config, dtype, **options)
-        self._compiled = _decoders.setdefault((config, dtype, tuple(self.devices), self._backend), {})
+        self._compiled = _decoders.setdefault((config, dtype, tuple(self.devices), self.backend), {})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "Trainer", shared_trainer)

@@ -154,7 +154,7 @@ struct Rooms {
 ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 
 // The arguments, N = columns, Q = places of an example, in that order:
-//   x f32 [N, D]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [];
+//   x f32 [N, D]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [B];
 //   place of each column i32 [N], B * Q for none; mask of the memory pred [B, L]; last norm [D]; head [V, D];
 //   a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
 //   keys f32 [B * H, K, C] and values f32 [B * H, C, K] of the cache.
@@ -178,7 +178,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const float* table = arguments.Array(heads * distances);
   const bool* mask = arguments.Array<bool>(batch * queries * slots);
   const int32_t* distance = arguments.Array<int32_t>(batch * queries * slots);
-  const int64_t start = *arguments.Array<int32_t>(1);
+  const int32_t* start = arguments.Array<int32_t>(batch);
   const int32_t* place = arguments.Array<int32_t>(all);
   const bool* memory_mask = arguments.Array<bool>(batch * length);
   const float* last = arguments.Array(size);
@@ -187,26 +187,28 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   for (int64_t layer = 0; layer < layers; ++layer)
     stacked.emplace_back(arguments, size, width, heads, feed, activation != 0, batch, length, slots);
   if (!arguments.Good()) return Wrong("step: arguments of other shapes");
-  if (start < 0 || start + queries > slots) return Wrong("step: a cache that is full");
+  if (*std::min_element(start, start + batch) < 0 || *std::max_element(start, start + batch) + queries > slots)
+    return Wrong("step: a cache that is full");
 
   // Only real queries are computed. One sees itself, so a place that sees nothing is a filler's.
   auto &columns = rooms.columns, &places = rooms.places, &examples = rooms.examples;
   columns.clear(), places.clear(), examples.assign(batch + 1, 0);
   for (int64_t n = 0; n < all; ++n) {
     const int64_t at = place[n];
-    if (at >= batch * queries || !mask[at * slots + start + at % queries]) continue;
+    if (at >= batch * queries || !mask[at * slots + start[at / queries] + at % queries]) continue;
     columns.push_back(n), places.push_back(at);
     ++examples[at / queries + 1];
   }
   for (int64_t b = 0; b < batch; ++b) examples[b + 1] += examples[b];  // where an example's columns begin
-  const int64_t count = columns.size(), used = start + queries, room = (used + kLanes - 1) / kLanes * kLanes;
+  const int64_t count = columns.size(), most = *std::max_element(start, start + batch) + queries;
+  const int64_t room = (most + kLanes - 1) / kLanes * kLanes;
 
   rooms.x.resize(count * size), rooms.found.resize(count * inner);
   for (int64_t c = 0; c < count; ++c)
     std::copy(embedded + columns[c] * size, embedded + (columns[c] + 1) * size, rooms.x.data() + c * size);
   rooms.bias.resize(count * heads * room);
   team.Run(count * heads, 4, [&](int64_t i) {
-    const int64_t at = places[i / heads] * slots;
+    const int64_t at = places[i / heads] * slots, used = start[places[i / heads] / queries] + queries;
     const float* by_distance = table + i % heads * distances;
     float* bias = rooms.bias.data() + i * room;
     for (int64_t c = 0; c < used; ++c)
@@ -223,14 +225,14 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
     projected.resize(count * 3 * inner);
     stack.OfNormed(own.norm, own.inwards, {projected.data(), 3 * inner});
     team.Run(batch * heads, 1, [&](int64_t i) {
-      const int64_t b = i / heads, h = i % heads;
+      const int64_t b = i / heads, h = i % heads, used = start[b] + queries;
       const Cache cache{static_cast<float*>(cached_keys.untyped_data()) + i * width * slots,
                         static_cast<float*>(cached_values.untyped_data()) + i * slots * width, slots, width};
       thread_local std::vector<float> scores;
       scores.resize(room);
       const float* first = projected.data() + h * width;
       for (int64_t c = examples[b]; c < examples[b + 1]; ++c)
-        cache.Put(start + places[c] % queries, first + c * 3 * inner + inner, first + c * 3 * inner + 2 * inner);
+        cache.Put(start[b] + places[c] % queries, first + c * 3 * inner + inner, first + c * 3 * inner + 2 * inner);
       for (int64_t c = examples[b]; c < examples[b + 1]; ++c) {
         const float* bias = rooms.bias.data() + (c * heads + h) * room;
         std::copy(bias, bias + used, scores.data());

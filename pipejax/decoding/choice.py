@@ -1,0 +1,145 @@
+"""How a token is chosen from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
+
+Strategies take the token of the highest logit. `shaped` changes the logits before, so that this is the token that is
+wished for. A sample is drawn by a random number that depends on the seed and the place on the grid alone: it is the
+same whatever else is in the batch, and the same with drafts, which are then accepted exactly where the sample agrees.
+
+Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from pipejax.decoding.gathering import Query, Step
+
+Array = jax.Array
+NEVER = -jnp.inf  # the logit of a token that is not to be chosen
+BLOCK = 256  # tokens whose weights are added up together
+
+
+@flax.struct.dataclass
+class Sampling:
+    """From which distribution tokens are drawn, for each example."""
+
+    temperature: Array  # f32 [B], what logits are divided by; 0: the most likely token is taken
+    top_k: Array  # i32 [B], of so many most likely tokens; 0: of all
+    top_p: Array  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
+    seed: Array  # u32 [B]
+
+
+@flax.struct.dataclass
+class Wishes:
+    """How the answers of a batch are chosen."""
+
+    sampling: Sampling | None = None  # None: greedily
+    forced: Array | None = None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
+    allowed: Array | None = None  # bool [B, V], the tokens that may be chosen; None: all
+    scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept
+
+
+def first_argmax(logits: Array) -> Array:
+    """Greedy choice i32 [N] from logits [V, N]; the lowest id wins a tie."""
+    # Else XLA may compute them once for the maximum and once to compare, rounded otherwise: none would be equal.
+    logits = jax.lax.optimization_barrier(logits)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
+
+
+def shaped(logits: Array, asked: Step, wishes: Wishes) -> Array:
+    """Logits f32 [V, N] whose highest is the token to take, from those of the queries that were asked."""
+    example, row, time = _whose(asked)
+    if wishes.allowed is not None:
+        logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
+    if wishes.sampling is not None:
+        logits = _sampled(logits, jax.tree.map(lambda x: x[example], wishes.sampling), row, time)
+    if wishes.forced is not None:
+        token = wishes.forced.at[example, row, time].get(mode="fill", fill_value=-1)
+        logits = jnp.where(token < 0, logits, _only(token, logits))
+    return logits
+
+
+def log_probs_of(logits: Array, chosen: Array) -> Array:
+    """f32 [N], the log-probabilities of tokens i32 [N] that were chosen by logits [V, N]."""
+    return jnp.take_along_axis(logits, chosen[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
+
+
+def noted(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
+    """The log-probabilities [B, R, W] with those found for queries [B, S], of which bool [B, S] count."""
+    row = jnp.where(counts, query.row, log_probs.shape[1])
+    example = jnp.arange(len(counts))[:, None]
+    return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")
+
+
+def _whose(asked: Step) -> tuple[Array, Array, Array]:
+    """Example, row and time i32 [N] of the queries; those of fillers are none."""
+    batch, width = asked.row.shape
+    place = jnp.arange(batch * width) if asked.place_of_query is None else asked.place_of_query
+    row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (asked.row, asked.time))
+    return jnp.minimum(place // width, batch - 1), row, time
+
+
+def _only(token: Array, logits: Array) -> Array:
+    """Logits [V, N] of which that token i32 [N] has the highest."""
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0) == token, 0.0, NEVER)
+
+
+def _sampled(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
+    """Logits [V, N] whose highest is a sample, where one is wished for; settings, row and time are those of the N."""
+    warm = sampling.temperature > 0
+    return jax.lax.cond(warm.any(), _drawn, lambda x, *_: x, logits, sampling, row, time)
+
+
+def _drawn(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
+    warm = sampling.temperature > 0
+    wide = (logits - logits.max(axis=0)) / jnp.where(warm, sampling.temperature, 1.0)
+    is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    weights = jax.lax.cond(is_limited.any(), _limited, lambda x, _: jnp.exp(x), wide, sampling)
+
+    def drawn(seed: Array, row: Array, time: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), time)
+        return jax.random.uniform(key)
+
+    token = _found(weights, jax.vmap(drawn)(sampling.seed, row, time))
+    return jnp.where(warm, _only(token, logits), logits)
+
+
+def _limited(logits: Array, sampling: Sampling) -> Array:
+    """The weights [V, N] of the tokens from which a sample is drawn: first of the top k, of these of the top p."""
+    # Of floats that are not negative the bits have the same order. Equal ones stay or go together.
+    weights = jnp.exp(logits)
+    order = jax.lax.bitcast_convert_type(weights, jnp.int32)
+
+    def least(enough) -> Array:  # type: ignore[no-untyped-def]
+        """The highest order [N] from which on up the tokens are enough, bit by bit."""
+
+        def add(number: Array, order: Array) -> Array:
+            higher = order | (1 << (30 - number))
+            return jnp.where(enough(higher), higher, order)
+
+        return jax.lax.fori_loop(0, 31, add, jnp.zeros(logits.shape[1], jnp.int32))
+
+    k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[0])
+    weights = jnp.where(order >= least(lambda x: (order >= x).sum(axis=0) >= k), weights, 0)
+    p = jnp.where(sampling.top_p < 1, sampling.top_p * weights.sum(axis=0), 0)
+    most = least(lambda x: jnp.where(order >= x, weights, 0).sum(axis=0) >= p)
+    return jnp.where((order >= most) | (sampling.top_p >= 1), weights, 0)
+
+
+def _found(weights: Array, share: Array) -> Array:
+    """i32 [N], the tokens of weights [V, N] at which their sum passes a share f32 [N] in [0, 1) of the whole."""
+    blocks = jnp.pad(weights, ((0, -weights.shape[0] % BLOCK), (0, 0))).reshape(-1, BLOCK, weights.shape[1])
+    sums = jnp.cumsum(blocks.sum(axis=1), axis=0)
+    wanted = share * sums[-1]
+    # Sums are rounded, so the share may be passed nowhere: then it is the last token with a weight.
+    block = jnp.minimum((sums <= wanted).sum(axis=0), _last(blocks.any(axis=1)))
+    inside = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]
+    before = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0)
+    passed = (before + jnp.cumsum(inside, axis=0) <= wanted).sum(axis=0)
+    return block * BLOCK + jnp.minimum(passed, _last(inside > 0))
+
+
+def _last(is_there: Array) -> Array:
+    """i32 [N], of bool [M, N] the last True."""
+    numbers = jax.lax.broadcasted_iota(jnp.int32, is_there.shape, 0)
+    return jnp.where(is_there, numbers, 0).max(axis=0)

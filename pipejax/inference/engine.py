@@ -1,0 +1,277 @@
+"""Many requests at a time, each answered as if it were alone: continuous batching for a server.
+
+A thread of the engine's own decodes. It goes on with all requests that have a place, a few steps at a time, and in
+between gives places that became free to those that wait.
+"""
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from pipejax import grid
+from pipejax.decoding import Decoded, Drafted, Pipelined, Sequential
+from pipejax.inference.generator import Generator, Record
+from pipejax.inference.report import Report
+from pipejax.inference.running_batch import Choice, RunningBatch
+from pipejax.inference.sources import Source
+from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SLICE = 0.02  # seconds between two looks at who came and who went
+MOST_STEPS = 16  # in between, at the most
+
+
+class Full(Exception):
+    """As many requests wait as may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    source: Source  # as `Generator.source` gives it
+    strategy: str
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
+
+
+class Event(NamedTuple):
+    """A token was written."""
+
+    row: int
+    token: int
+    log_prob: float
+
+
+class Answer:
+    """What comes of a request. May be read by one thread and cancelled by any."""
+
+    def __init__(self, request: Request) -> None:
+        """Nothing has come yet."""
+        self.request = request
+        self.cancelled = False
+        self._found: queue.SimpleQueue[Event | Record | BaseException] = queue.SimpleQueue()
+
+    def events(self) -> Iterator[Event | Record]:
+        """Yields each token as it is written, and the record in the end, with `log_prob` and `log_probs`.
+
+        The tokens of a step come row by row. If the request was cancelled, what was not yet written does not come.
+
+        Raises:
+          Exception: whatever kept the engine from answering.
+        """
+        while True:
+            found = self._found.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+            if isinstance(found, dict):
+                return
+
+    def cancel(self) -> None:
+        """Frees its place."""
+        self.cancelled = True
+
+    def give(self, found: "Event | Record | BaseException") -> None:
+        """Called by the engine."""
+        self._found.put(found)
+
+
+class Closed(Exception):
+    """The engine takes no more requests, or ended before this one was answered."""
+
+
+@dataclasses.dataclass
+class _Running:
+    """A request that has a place."""
+
+    answer: Answer
+    lengths: np.ndarray  # i32 [R], tokens of each row that were given
+    count: int = 0  # of all rows
+
+
+class Engine:
+    """Answers requests with one T5 on one device, each strategy in a batch of its own.
+
+    Attributes:
+      answered: requests that were.
+      tokens: that were written for them.
+      failed: requests that an error of the engine ended.
+    """
+
+    def __init__(self, generator: Generator, *, places: int, queue: int) -> None:
+        """Starts the thread; `places`: requests side by side, of each strategy; `queue`: that may wait for one."""
+        self.generator, self.places, self._most_waiting = generator, places, queue
+        self.answered = self.tokens = self.failed = 0
+        self._waiting: deque[Answer] = deque()
+        self._batches: dict[str, RunningBatch] = {}
+        self._running: dict[str, dict[int, _Running]] = {}
+        self._steps: dict[str, int] = {}
+        self._change = threading.Condition()
+        self._open, self._stops = True, False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a place."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests with one."""
+        return sum(map(len, self._running.values()))
+
+    def submit(self, request: Request) -> Answer:
+        """Takes a request; returns at once.
+
+        Raises:
+          Full: as many wait as may.
+          Closed: the engine takes no more.
+          UserError: the strategy cannot do what the source asks for.
+        """
+        if request.source.prefixes or request.source.max_rows is not None:
+            raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
+        self._strategy(request.strategy)
+        answer = Answer(request)
+        with self._change:
+            if not self._open:
+                raise Closed("the engine takes no more requests")
+            if len(self._waiting) >= self._most_waiting + max(self.places - self.running, 0):
+                raise Full(f"{len(self._waiting)} requests wait")
+            self._waiting.append(answer)
+            self._change.notify()
+        return answer
+
+    def close(self, *, drain: bool, seconds: float) -> None:
+        """Takes no more requests and ends the thread; with `drain` after at most so many seconds of answering."""
+        with self._change:
+            self._open, self._stops = False, not drain
+            self._change.notify()
+        self._thread.join(seconds)
+        with self._change:
+            self._stops = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                while self._open and not self._waiting and not self.running:
+                    self._change.wait()
+                if self._stops or not (self._open or self._waiting or self.running):
+                    break
+            try:
+                self._admit()
+                for name in [name for name, running in self._running.items() if running]:
+                    self._advance(name)
+            except Exception as error:  # of the device, of memory: whoever waits for an answer must hear of it
+                logger.exception("decoding failed")
+                self._fail(error)
+        self._fail(Closed("the engine was closed"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells those who have a place; who waits has another try, unless it is the end."""
+        lost = [one.answer for places in self._running.values() for one in places.values()]
+        if isinstance(error, Closed):
+            with self._change:
+                lost += self._waiting
+                self._waiting.clear()
+        for answer in lost:
+            answer.give(error)
+        self.failed += len(lost)
+        self._batches.clear()
+        self._running.clear()
+
+    def _admit(self) -> None:
+        """Gives free places to those who wait longest."""
+        for name in self._running:
+            for place, one in [*self._running[name].items()]:
+                if one.answer.cancelled:
+                    self._leave(name, place)
+        with self._change:
+            waiting = [*self._waiting]
+        for answer in waiting:
+            request, name = answer.request, answer.request.strategy
+            if name not in self._batches:
+                self._batches[name] = RunningBatch(self.generator.programs, self._strategy(name), self.places)
+                self._running[name] = {}
+            batch = self._batches[name]
+            if not (answer.cancelled or batch.free):
+                continue
+            with self._change:
+                self._waiting.remove(answer)
+            if answer.cancelled:
+                answer.give(Closed("the request was cancelled"))
+                continue
+            try:
+                ids = self.generator.ids_of(request.source, Report())
+                place = batch.add(ids, Choice(request.temperature, request.top_k, request.top_p, request.seed))
+            except Exception as error:
+                answer.give(error)  # the others are told where this is caught
+                raise
+            self._running[name][place] = _Running(answer, np.zeros(batch.strategy.rows, np.int64))
+
+    def _strategy(self, name: str) -> Pipelined | Sequential:
+        """Without drafts, whose states hold a whole batch."""
+        strategy = self.generator.make_strategy(name)
+        strategy = strategy.inner if isinstance(strategy, Drafted) else strategy
+        if not isinstance(strategy, Pipelined | Sequential):
+            raise UserError("decode.beams: found more than 1; expected 1, since beams are not served")
+        return strategy
+
+    def _advance(self, name: str) -> None:
+        """A few steps of all requests of a strategy."""
+        batch, steps = self._batches[name], self._steps.get(name, 1)
+        begun = time.perf_counter()
+        decoded, done = batch.advance(steps)
+        took = (time.perf_counter() - begun) / steps
+        self._steps[name] = int(np.clip(SLICE / took, 1, MOST_STEPS))
+        for place, one in [*self._running[name].items()]:
+            self._tell(one, decoded, place, getattr(batch.strategy, "delay", 1))
+            over = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens
+            if over or done[place]:
+                one.answer.give(self._record(one, name, decoded, place, cut=over and not done[place]))
+                self.answered += 1
+                self._leave(name, place)
+
+    def _tell(self, one: _Running, decoded: Decoded, place: int, delay: int) -> None:
+        """Gives the tokens that are new, in the order of steps, up to as many as are asked for."""
+        lengths, log_probs, new = decoded.lengths[place], np.asarray(decoded.log_probs)[place], []
+        for row in np.flatnonzero(lengths > one.lengths).tolist():
+            first = int(grid.start(row, delay))
+            new += [(first + j, row, j) for j in range(int(one.lengths[row]), int(lengths[row]))]
+        most = one.answer.request.max_tokens
+        for time_step, row, j in sorted(new)[: None if most is None else max(most - one.count, 0)]:
+            one.answer.give(Event(row, int(decoded.tokens[place, row, j]), float(log_probs[row, time_step])))
+            one.lengths[row] = j + 1
+            one.count += 1
+            self.tokens += 1
+
+    def _record(self, one: _Running, name: str, decoded: Decoded, place: int, *, cut: bool) -> Record:
+        """The record of an answer; `cut`: it has as many tokens as were asked for, and would go on."""
+        only = jax.tree.map(lambda x: x[place : place + 1], decoded)
+        kept = np.minimum(only.lengths, one.lengths)
+        cut |= bool((kept < only.lengths).any())
+        only = dataclasses.replace(only, lengths=kept, calls=self._batches[name].strategy.calls(only))
+        record = self.generator.record(one.answer.request.source, name, only, 0, ends=not cut)
+        if cut:
+            record["truncated"] = "max_tokens"
+        return record
+
+    def _leave(self, name: str, place: int) -> None:
+        one = self._running[name].pop(place)
+        self._batches[name].drop(place)
+        if one.answer.cancelled:
+            one.answer.give(Closed("the request was cancelled"))

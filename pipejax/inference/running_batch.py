@@ -1,0 +1,147 @@
+"""A batch whose examples come and go: between two calls of the compiled loop others take the places that are free.
+
+Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax import decoding
+from pipejax.data.padding import bucket, memory_length, pad
+from pipejax.decoding import Carry, Decoded, Pipelined, Sampling, Sequential, Stretch, Wishes
+from pipejax.inference.programs import Programs, encode_batch, schedule
+from pipejax.inference.weights import Weights
+from pipejax.model.precision import precision
+from pipejax.model.t5 import Memory
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How the tokens of an answer are chosen (`decoding.choice.Sampling`)."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class RunningBatch:
+    """Decodes up to `places` sources side by side on one device. Not to be used by several threads.
+
+    What an example is decoded to does not depend on the others. Programs are compiled as they are needed: one for each
+    power of two that holds the longest source, and for each size of the cache.
+    """
+
+    def __init__(self, programs: Programs, strategy: Pipelined | Sequential, places: int) -> None:
+        """Nothing compiles yet."""
+        self.strategy, self.places = strategy, places
+        self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
+        self._sizes = schedule(strategy, places)
+        self._in_use = np.zeros(places, bool)
+        self._sampling = Sampling(
+            temperature=np.zeros(places, np.float32),
+            top_k=np.zeros(places, np.int32),
+            top_p=np.ones(places, np.float32),
+            seed=np.zeros(places, np.uint32),
+        )
+        self._begins, self._ends = np.zeros(places, bool), np.zeros(places, bool)
+        self._memory: Memory | None = None
+        self._carry: Carry | None = None
+        self._slots = self._sizes.slots[0]
+        self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
+        self._empty = jax.jit(self._emptied, static_argnames=("slots", "length"))
+        self._widen = jax.jit(self._backend.widened, static_argnums=1)
+        self._place = jax.jit(_placed, donate_argnums=0)
+        self._grow = jax.jit(self._grown, static_argnames="slots")
+        self._go_on = jax.jit(self._gone_on, donate_argnums=2)
+
+    @property
+    def free(self) -> list[int]:
+        """Places that nobody uses."""
+        return np.flatnonzero(~self._in_use).tolist()
+
+    def add(self, ids: Any, choice: Choice = Choice()) -> int:
+        """Encodes a source, gives it a free place and returns that; it begins with the next `advance`."""
+        place = self.free[0]
+        source = pad([np.asarray(ids, np.int32)], bucket(len(ids)))
+        with precision(self._model.dtype):
+            memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32))
+            length = memory_length(source.shape[1])
+            if self._memory is None or (not self._in_use.any() and self._memory.mask.shape[1] != length):
+                self._slots = self._sizes.slots[0]
+                self._memory, self._carry = self._empty(self._ready.decoding, memory, slots=self._slots, length=length)
+            elif self._memory.mask.shape[1] < length:
+                self._memory = self._widen(self._memory, length)
+            memory = self._widen(memory, self._memory.mask.shape[1])
+            self._memory = self._place(self._memory, memory, place)
+        for field in dataclasses.fields(choice):
+            getattr(self._sampling, field.name)[place] = getattr(choice, field.name)
+        self._in_use[place] = self._begins[place] = True
+        self._ends[place] = False
+        return place
+
+    def drop(self, place: int) -> None:
+        """Frees a place, whether its answer is over or not."""
+        self._in_use[place] = self._begins[place] = False
+        self._sampling.temperature[place] = 0
+        self._ends[place] = True
+
+    def advance(self, steps: int) -> tuple[Decoded, np.ndarray]:
+        """Takes at most so many steps.
+
+        Returns:
+          NumPy arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
+        """
+        assert self._memory is not None, "nobody has a place"
+        wishes = Wishes(sampling=self._sampling, scores=True)
+        found: Any = None
+        with precision(self._model.dtype):
+            while found is None or (not found[2] and not found[1].all()):  # the cache was full before the first step
+                if found is not None:
+                    self._slots = next(n for n in self._sizes.slots if n > self._slots)
+                    self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
+                given = self._ready.decoding, self._memory, self._carry, wishes, self._begins, self._ends, steps
+                decoded, done, left, self._carry = self._go_on(*given)
+                self._begins, self._ends = np.zeros_like(self._begins), np.zeros_like(self._ends)
+                decoded, done, left = jax.device_get((decoded, done, left))
+                found = decoded, done, int(left) < steps
+        return found[0], found[1]
+
+    def _decoder(self, weights: Weights, memory: Memory) -> Any:
+        return self._backend.decoder(self._model, weights, memory)
+
+    def _emptied(self, weights: Weights, memory: Memory, *, slots: int, length: int) -> tuple[Memory, Carry]:
+        """A memory and a carry whose places nobody uses; `memory`: of one source."""
+        wide = self._backend.widened(memory, length)
+        many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), wide)
+        decoder = self._decoder(weights, many)
+        state, wishes = self.strategy.init(self.places), Wishes(scores=True)
+        state = self.strategy.stopped(state, jnp.ones(self.places, bool))
+        carry = decoding.begin(self.strategy, decoder, state, self._sizes, wishes=wishes, apart=True)
+        return many, decoding.with_slots(decoder, carry, slots)
+
+    def _grown(self, weights: Weights, memory: Memory, carry: Carry, *, slots: int) -> Carry:
+        return decoding.with_slots(self._decoder(weights, memory), carry, slots)
+
+    def _gone_on(
+        self, weights: Weights, memory: Memory, carry: Carry, wishes: Wishes, begins: Array, ends: Array, most: Array
+    ) -> tuple[Decoded, Array, Array, Carry]:
+        """What is written, who is done, how many steps were left, and the carry."""
+        strategy, sizes = self.strategy, self._sizes
+        carry = decoding.refilled(strategy, carry, begins=begins, ends=ends, sizes=sizes)
+        slots = carry.filled.row.shape[1]
+        decoder = self._decoder(weights, memory)
+        found: Stretch = decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes, most=most)
+        return found.decoded, strategy.done(found.carry.state), found.left, found.carry
+
+
+def _placed(memory: Memory, new: Memory, place: Array) -> Memory:
+    """The memory with that of one source at a place."""
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, axis=0), memory, new)

@@ -1,0 +1,181 @@
+"""Sampling, limits and log-probabilities, beside Hugging Face's processors, plain NumPy and the model's own logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from pipejax import grid
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.decoding import Sampling, Step, Wishes, choice
+from pipejax.inference.generator import Generator
+from pipejax.model import t5
+from pipejax.system.errors import UserError
+from support import oracle
+
+TINY = T5Config(
+    vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
+)
+
+
+def asked(row, time):
+    """A step of as many examples with one query each."""
+    row, time = (jnp.asarray(x, jnp.int32)[:, None] for x in (row, time))
+    return Step(row[:, 0], None, None, None, None, row, time, None)
+
+
+def sampling(count, temperature=1.0, top_k=0, top_p=1.0, seed=None):
+    seeds = np.arange(count) if seed is None else seed
+    return Sampling(
+        temperature=jnp.full(count, temperature),
+        top_k=jnp.full(count, top_k, jnp.int32),
+        top_p=jnp.full(count, top_p),
+        seed=jnp.asarray(seeds, jnp.uint32),
+    )
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p", [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.6, 5, 1.0), (1.0, 0, 0.8), (1.3, 20, 0.6)]
+)
+def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p):
+    """4,000 draws; the chance that a right distribution fails is one in ten thousand."""
+    count, vocabulary = 4_000, 300
+    logits = (3 * np.random.default_rng(1).standard_normal(vocabulary)).astype(np.float32)
+    wishes = Wishes(sampling=sampling(count, temperature, top_k, top_p))
+    drawn = jax.jit(lambda x: choice.first_argmax(choice.shaped(x, asked(np.zeros(count), np.zeros(count)), wishes)))
+    found = np.bincount(drawn(jnp.broadcast_to(logits[:, None], (vocabulary, count))), minlength=vocabulary)
+    scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    expected = count * scores.softmax(-1)[0].numpy().astype(np.float64)
+    assert found[expected == 0].sum() == 0
+    often = expected >= 5
+    rest = np.asarray([x[(expected > 0) & ~often].sum() for x in (found, expected)])[:, None]
+    observed, wanted = (np.append(x[often], r) for x, r in zip((found, expected), rest, strict=True))
+    kept = wanted > 0
+    assert stats.chisquare(observed[kept], wanted[kept] * observed.sum() / wanted.sum()).pvalue > 1e-4
+
+
+def test_equal_logits_at_the_limit_stay_together():
+    logits = jnp.asarray([[0.0], [2.0], [1.0], [1.0], [-1.0]])
+    weights = choice._limited(logits, sampling(1, top_k=2))
+    assert (weights[:, 0] > 0).tolist() == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("share, token", [(0.0, 1), (0.249, 1), (0.26, 3), (0.999999, 600)])
+def test_a_share_finds_its_token(share, token):
+    """What has no weight is never found, whatever is rounded."""
+    weights = jnp.zeros(700).at[jnp.asarray([1, 3, 600])].set(jnp.asarray([1.0, 2.0, 1.0]))
+    assert choice._found(weights[:, None], jnp.asarray([share])).tolist() == [token]
+    assert choice._found(weights[:, None] * 1e-30, jnp.asarray([share])).tolist() == [token]
+
+
+def test_a_draw_depends_on_seed_and_place_alone():
+    logits = jnp.asarray(np.random.default_rng(2).standard_normal((50, 6)), jnp.float32)[:, :1].repeat(6, axis=1)
+    row, time, seed = [0, 1, 0, 0, 1, 1], [0, 0, 1, 0, 0, 0], [7, 7, 7, 7, 7, 8]
+
+    def drawn(places):
+        wishes = Wishes(sampling=sampling(len(places), 5.0, seed=np.asarray(seed)[places]))
+        step = asked(np.asarray(row)[places], np.asarray(time)[places])
+        return choice.shaped(logits[:, places], step, wishes).argmax(axis=0).tolist()
+
+    found = drawn(list(range(6)))
+    assert found[0] == found[3] and found[1] == found[4] and len({*found}) > 2
+    assert drawn([2, 5]) == [found[2], found[5]]
+
+
+GRID = GridConfig(delay=2, time_max=12, sub_max=4)
+TEXTS = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1]]
+
+
+def generator(strategy="pipelined", params=None, **decode):
+    config = Config(
+        model=TINY, grid=GRID, train=TrainConfig(objective=strategy), decode=DecodeConfig(max_length=14, **decode)
+    )
+    return Generator(config, params or oracle.random_params(TINY, np.random.default_rng(4)), None)
+
+
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+@pytest.mark.parametrize("draft", ["none", pytest.param("source", marks=pytest.mark.slow)])
+def test_log_probabilities_are_the_models(strategy, draft):
+    """Of greedy and drawn tokens, beside one pass over the whole answer; drafts change neither tokens nor scores."""
+    made = generator(strategy, temperature=1.5, scores=True, draft=draft, seed=3)
+    records = made.decode(TEXTS)
+    model, params = t5.T5(TINY), oracle.random_params(TINY, np.random.default_rng(4))
+    if draft != "none":
+        plain = generator(strategy, temperature=1.5, scores=True, seed=3).decode(TEXTS)
+        assert [record["row_ids"] for record in records] == [record["row_ids"] for record in plain]
+    for text, record in zip(TEXTS, records, strict=True):
+        rows, delay = record["row_ids"], GRID.delay if strategy == "pipelined" else 1
+        final = strategy == "pipelined" and len(rows) < GRID.sub_max and record["truncated"] is None
+        flat = grid.flatten(rows, delay=delay, bos=0, eos=1, final=final)
+        pairs = flat.row[:, None], flat.time[:, None], flat.row[None, :], flat.time[None, :]
+        seen, distance = grid.visible(*pairs)[None], grid.distance(*pairs)[None]
+        mask = np.ones((1, len(text)), bool)
+        logits = model.apply({"params": params}, np.asarray([text]), mask, flat.inputs[None], seen, distance)[0]
+        wanted = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(flat.targets)), flat.targets]
+        at = {(r, t): p for r, t, p, w in zip(flat.row, flat.time, wanted, flat.weights, strict=True) if w}
+        for i, found in enumerate(record["log_probs"]):
+            expected = [at[i, i * delay + j] for j in range(len(found))]
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+            assert len(found) == len(rows[i])
+        if record["truncated"] is None:
+            assert record["log_prob"] == pytest.approx(sum(at.values()), abs=1e-3)
+
+
+def test_samples_do_not_depend_on_the_batch():
+    made = generator(temperature=1.0, samples=3, seed=1)
+    records = made.decode(TEXTS)
+    assert [(record["id"], record["sample"]) for record in records] == [(i, k) for i in range(3) for k in range(3)]
+    assert len({str(record["row_ids"]) for record in records[:3]}) > 1
+    alone = made.decode(TEXTS, batch_size=1)
+    assert [record["row_ids"] for record in alone] == [record["row_ids"] for record in records]
+    assert made.decode(TEXTS) == records
+    other = generator(temperature=1.0, samples=3, seed=2).decode(TEXTS)
+    assert [record["row_ids"] for record in other] != [record["row_ids"] for record in records]
+
+
+def test_rows_begin_as_they_are_told():
+    given = [{"source_ids": text, "row_prefixes": [[4, 5], [6]], "max_rows": 2} for text in TEXTS]
+    for record in generator().decode(given):
+        assert len(record["row_ids"]) == 2 and record["truncated"] is None
+        assert record["row_ids"][0][:2] == [4, 5] and record["row_ids"][1][:1] == [6]
+    (free,) = generator().decode([{"source_ids": TEXTS[0], "row_prefixes": [[4, 5]]}])
+    assert free["row_ids"][0][:2] == [4, 5]
+    (one,) = generator("sequential").decode([{"source_ids": TEXTS[0], "row_prefixes": [[4, 5]]}])
+    assert one["row_ids"][0][:2] == [4, 5]
+
+
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+def test_only_tokens_of_the_source_are_written(strategy):
+    for text, record in zip(TEXTS, generator(strategy, limit="source", temperature=3.0).decode(TEXTS), strict=True):
+        assert {token for row in record["row_ids"] for token in row} <= {*text}
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ({"row_prefixes": "ab"}, "row_prefixes"),
+        ({"row_prefixes": [[3], []]}, "found an empty one at 1"),
+        ({"row_prefixes": [[99]]}, "found id 99"),
+        ({"row_prefixes": ["date:"]}, "no tokenizer"),
+        ({"max_rows": 0}, "max_rows"),
+        ({"row_prefixes": [[3], [4]], "max_rows": 1}, "at most"),
+    ],
+)
+def test_what_cannot_be_begun_with_is_refused(given, found):
+    with pytest.raises(UserError, match=found):
+        generator().decode([{"source_ids": [3, 1], **given}])
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(UserError, match="source 0: found several row_prefixes with sequential decoding"):
+        generator("sequential").decode([{"source_ids": [3, 1], "row_prefixes": [[3], [4]]}])
+    with pytest.raises(UserError, match=r"decode\.samples: found 2 with decode\.temperature = 0"):
+        generator(samples=2).decode([[3, 1]])
+    for setting in ({"temperature": 1.0}, {"scores": True}, {"limit": "source"}):
+        with pytest.raises(UserError, match=f"decode.{next(iter(setting))}: found .* with decode.beams = 2"):
+            generator("sequential", beams=2, **setting).decode([[3, 1]])

@@ -1,0 +1,122 @@
+"""The engine: whatever else it answers, each answer is what decoding that source alone gives."""
+
+import numpy as np
+import pytest
+
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.inference.engine import Closed, Engine, Event, Full, Request
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source
+from support import oracle
+
+TINY = T5Config(
+    vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
+)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    config = Config(
+        model=TINY,
+        grid=GridConfig(delay=2, time_max=24, sub_max=9),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(max_length=30, scores=True),
+    )
+    return Generator(config, oracle.random_params(TINY, np.random.default_rng(4)), None)
+
+
+def texts(count):
+    rng = np.random.default_rng(count)
+    return [[*rng.integers(2, 12, rng.integers(1, 90)).tolist(), 1] for _ in range(count)]
+
+
+def request(i, ids, strategy="pipelined", **more):
+    return Request(Source(i, ids), strategy, **more)
+
+
+def assert_same(found, expected):
+    scores = ("log_prob", "log_probs")
+    assert {k: v for k, v in found.items() if k not in scores} == {k: v for k, v in expected.items() if k not in scores}
+    assert found["log_prob"] == pytest.approx(expected["log_prob"], abs=1e-3)
+    for a, b in zip(found["log_probs"], expected["log_probs"], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)
+
+
+def test_answers_are_those_of_each_alone(generator):
+    """Both strategies, many more requests than places, sources of all lengths, a cache that grows."""
+    given = texts(30)
+    engine = Engine(generator, places=3, queue=100)
+    names = ["pipelined" if i % 3 else "sequential" for i in range(len(given))]
+    answers = [engine.submit(request(i, ids, name)) for i, (ids, name) in enumerate(zip(given, names, strict=True))]
+    found = [list(answer.events()) for answer in answers]
+    engine.close(drain=True, seconds=60)
+    assert (engine.answered, engine.failed, engine.running, engine.waiting) == (30, 0, 0, 0)
+    expected = {name: generator.decode(given, strategy=name, batch_size=1) for name in {*names}}
+    for i, (events, name) in enumerate(zip(found, names, strict=True)):
+        *tokens, record = events
+        assert_same(record, expected[name][i])
+        rows = [[event.token for event in tokens if event.row == r] for r in range(9)]
+        assert [row for row in rows if row] == [row for row in record["row_ids"] if row]
+        assert all(isinstance(event, Event) for event in tokens)
+        if name == "pipelined":  # what is written in a step is told before what is written in a later one
+            seen, times = [0] * 9, []
+            for event in tokens:
+                times.append(2 * event.row + seen[event.row])
+                seen[event.row] += 1
+            assert times == sorted(times)
+
+
+def test_samples_are_those_of_the_seed(generator):
+    """Whoever else is there; a greedy request stays greedy beside them."""
+    ids = texts(1)[0]
+    engine = Engine(generator, places=4, queue=100)
+    given = [request(0, ids, temperature=1.0, seed=seed, top_k=9, top_p=0.95) for seed in (1, 2, 1)]
+    answers = [engine.submit(x) for x in [*given, request(0, ids)]]
+    one, two, again, greedy = (list(answer.events())[-1] for answer in answers)
+    engine.close(drain=False, seconds=60)
+    assert one["row_ids"] == again["row_ids"] != two["row_ids"]
+    assert greedy["row_ids"] == generator.decode([ids])[0]["row_ids"]
+
+
+def test_an_answer_of_so_many_tokens(generator):
+    ids = texts(1)[0]
+    engine = Engine(generator, places=2, queue=1)
+    *tokens, record = engine.submit(request(0, ids, max_tokens=5)).events()
+    *all_tokens, full = engine.submit(request(0, ids)).events()
+    engine.close(drain=True, seconds=60)
+    assert len(tokens) == 5 < len(all_tokens)
+    assert [(event.row, event.token) for event in tokens] == [(event.row, event.token) for event in all_tokens[:5]]
+    assert record["truncated"] == "max_tokens" and sum(map(len, record["row_ids"])) == 5
+    assert [row[: len(cut)] for row, cut in zip(full["row_ids"], record["row_ids"], strict=False)] == record["row_ids"]
+    assert full["row_ids"] == generator.decode([ids])[0]["row_ids"]
+    assert record["log_prob"] == pytest.approx(sum(event.log_prob for event in tokens), abs=1e-3)
+
+
+def test_who_waits_who_leaves_and_who_comes_too_late(generator):
+    given = texts(6)
+    engine = Engine(generator, places=1, queue=2)
+    with engine._change:  # the engine does not see them before all are there
+        answers = [engine.submit(request(i, given[i])) for i in range(3)]
+        with pytest.raises(Full):
+            engine.submit(request(3, given[3]))
+        answers[1].cancel()
+    last = list(answers[2].events())[-1]
+    assert_same(last, {**generator.decode([given[2]])[0], "id": 2})
+    with pytest.raises(Closed):
+        list(answers[1].events())
+    assert engine.answered == 2
+    engine.close(drain=True, seconds=60)
+    with pytest.raises(Closed):
+        engine.submit(request(4, given[4]))
+
+
+def test_a_failure_is_told_and_the_engine_goes_on(generator, monkeypatch):
+    given = texts(2)
+    engine = Engine(generator, places=2, queue=5)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipejax.inference.running_batch.RunningBatch.advance", lambda self, steps: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(engine.submit(request(0, given[0])).events())
+    assert_same(list(engine.submit(request(0, given[0])).events())[-1], generator.decode([given[0]])[0])
+    assert engine.failed == 1
+    engine.close(drain=True, seconds=60)
