@@ -55,4 +55,5 @@ def logits(
         layer = decoder[f"layers_{i}"]
         decoder[f"layers_{i}"] = {**layer, "cross_attention": {**layer["cross_attention"], **cross}}
     side_by_side = seen.transpose(2, 0, 1, 3).reshape(length, -1)
-    return oracle.decoder_logits({**params, "decoder": decoder}, config, side_by_side, tokens, visible, distance)
+    params = {**params, "decoder": decoder}
+    return oracle.decoder_logits(params, config, side_by_side, tokens, visible.tolist(), distance.tolist())
