@@ -298,7 +298,7 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
     """And what is compiled once is not compiled again."""
     compiled = []
 
-    def nothing(model, strategy, weights, memory, carry, *, sizes, slots, backend):
+    def nothing(model, strategy, weights, memory, carry, *more, sizes, slots, backend):
         compiled.append(memory.mask.shape)
         none = jnp.zeros(len(memory.mask), jnp.int32)
         decoded = Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
@@ -418,7 +418,7 @@ def test_fields_are_read_as_in_training(data, value, read):
         with pytest.raises(UserError, match=f"FILE:7: {read}"):
             sources.of_record(value, "FILE:7", 7, config)
     else:
-        assert sources.of_record(value, "FILE:7", 7, config) == ("1", read)
+        assert sources.of_record(value, "FILE:7", 7, config)[:2] == ("1", read)
 
 
 def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):

@@ -36,6 +36,10 @@ def main(argv: Sequence[str]) -> int:
         help="default: decode.batch_size; 1 from standard input; a CPU takes 8 at most",
     )
     parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
+    parser.add_argument("--stream", action="store_true", help="show rows as they are written, one source at a time")
+    parser.add_argument(
+        "--num-samples", type=cli.whole(1, 2**16), metavar="N", help="answers of each source; default: decode.samples"
+    )
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
 
@@ -47,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
         load,  # starts JAX: after the flags and the input's place are known to be good
     )
 
-    generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides)
+    samples = [f"decode.samples={flags.num_samples}"] if flags.num_samples else []
+    generator = load(flags.checkpoint, best=flags.best, overrides=[*flags.overrides, *samples])
     records.decode_file(
         generator,
         flags.input,
@@ -55,5 +60,6 @@ def main(argv: Sequence[str]) -> int:
         strategy=flags.strategy,
         batch_size=flags.batch_size,
         resume=flags.resume,
+        live=flags.stream,
     )
     return 0

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,18 +15,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from pipejax import grid
 from pipejax.decoding import Decoded, Drafted, Pipelined, Sequential
 from pipejax.inference.generator import Generator, Record
-from pipejax.inference.report import Report
 from pipejax.inference.running_batch import Choice, RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-SLICE = 0.02  # seconds between two looks at who came and who went
-MOST_STEPS = 16  # in between, at the most
 
 
 class Full(Exception):
@@ -45,6 +39,7 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
+    log_probs: bool = True  # whether events and record have them; else they are 0, or lack
 
 
 class Event(NamedTuple):
@@ -118,7 +113,6 @@ class Engine:
         self._waiting: deque[Answer] = deque()
         self._batches: dict[str, RunningBatch] = {}
         self._running: dict[str, dict[int, _Running]] = {}
-        self._steps: dict[str, int] = {}
         self._change = threading.Condition()
         self._open, self._stops = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -216,8 +210,9 @@ class Engine:
                 answer.give(Closed("the request was cancelled"))
                 continue
             try:
-                ids = self.generator.ids_of(request.source, Report())
-                place = batch.add(ids, Choice(request.temperature, request.top_k, request.top_p, request.seed))
+                ids = self.generator.ids_of(request.source)
+                choice = Choice(request.temperature, request.top_k, request.top_p, request.seed, request.log_probs)
+                place = batch.add(ids, choice)
             except Exception as error:
                 answer.give(error)  # the others are told where this is caught
                 raise
@@ -233,28 +228,23 @@ class Engine:
 
     def _advance(self, name: str) -> None:
         """A few steps of all requests of a strategy."""
-        batch, steps = self._batches[name], self._steps.get(name, 1)
-        begun = time.perf_counter()
-        decoded, done = batch.advance(steps)
-        took = (time.perf_counter() - begun) / steps
-        self._steps[name] = int(np.clip(SLICE / took, 1, MOST_STEPS))
+        batch = self._batches[name]
+        decoded, done = batch.advance()
         for place, one in [*self._running[name].items()]:
-            self._tell(one, decoded, place, getattr(batch.strategy, "delay", 1))
+            self._tell(one, batch, decoded, place)
             over = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens
             if over or done[place]:
                 one.answer.give(self._record(one, name, decoded, place, cut=over and not done[place]))
                 self.answered += 1
                 self._leave(name, place)
 
-    def _tell(self, one: _Running, decoded: Decoded, place: int, delay: int) -> None:
-        """Gives the tokens that are new, in the order of steps, up to as many as are asked for."""
-        lengths, log_probs, new = decoded.lengths[place], np.asarray(decoded.log_probs)[place], []
-        for row in np.flatnonzero(lengths > one.lengths).tolist():
-            first = int(grid.start(row, delay))
-            new += [(first + j, row, j) for j in range(int(one.lengths[row]), int(lengths[row]))]
+    def _tell(self, one: _Running, batch: RunningBatch, decoded: Decoded, place: int) -> None:
+        """Gives the tokens that are new, up to as many as are asked for."""
         most = one.answer.request.max_tokens
-        for time_step, row, j in sorted(new)[: None if most is None else max(most - one.count, 0)]:
-            one.answer.give(Event(row, int(decoded.tokens[place, row, j]), float(log_probs[row, time_step])))
+        new = batch.news(decoded, place, one.lengths)
+        for time, row, j in new[: None if most is None else max(most - one.count, 0)]:
+            log_prob = float(decoded.log_probs[place, row, time])
+            one.answer.give(Event(row, int(decoded.tokens[place, row, j]), log_prob))
             one.lengths[row] = j + 1
             one.count += 1
             self.tokens += 1
@@ -265,6 +255,8 @@ class Engine:
         kept = np.minimum(only.lengths, one.lengths)
         cut |= bool((kept < only.lengths).any())
         only = dataclasses.replace(only, lengths=kept, calls=self._batches[name].strategy.calls(only))
+        if not one.answer.request.log_probs:
+            only = dataclasses.replace(only, log_probs=None)
         record = self.generator.record(one.answer.request.source, name, only, 0, ends=not cut)
         if cut:
             record["truncated"] = "max_tokens"

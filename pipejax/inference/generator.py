@@ -1,5 +1,6 @@
 """The Python API for decoding: from texts and records to records."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,12 +16,14 @@ from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Strategy
-from pipejax.inference import backends, programs, sources, wishes
+from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Pipelined, Sequential, Strategy
+from pipejax.inference import backends, programs, sources, streaming, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
+from pipejax.inference.running_batch import Choice, RunningBatch
 from pipejax.inference.sources import Source
+from pipejax.inference.streaming import RowEvent
 from pipejax.model.precision import compute_dtype
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
@@ -75,6 +78,7 @@ class Generator:
         dtype = _dtype(config)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
+        self._streams: dict[str, RunningBatch] = {}  # of `stream_rows`, by strategy
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
     @property
@@ -111,6 +115,44 @@ class Generator:
         checked = list(self.samples_of(read, strategy))
         size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
         return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report(), drafter=drafter))
+
+    def stream_rows(
+        self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None
+    ) -> Iterator[RowEvent | Record]:
+        """Yields each token of one source's answer as its step ends, and the record in the end.
+
+        An event is `(row, token, text, done)`: the text is that of the row so far; `done` says that the row has ended,
+        by the eos that the token then is. Rows without a token have no events.
+
+        Args:
+          given: the source.
+          strategy: None: `default_strategy`.
+
+        Raises:
+          UserError: as `decode`; and for beams, drafts, limits and prefixes, which a stream does not have.
+        """
+        yield from self.stream_source(self.source(given, "the source", 0), strategy or self.default_strategy)
+
+    def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
+        """As `stream_rows`, of a checked source."""
+        config, made = self.config.decode, self.make_strategy(strategy)
+        if not isinstance(made, Pipelined | Sequential) or config.limit != "none":
+            key = "draft" if isinstance(made, Drafted) else "limit" if config.limit != "none" else "beams"
+            raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
+        if source.prefixes or source.max_rows is not None:
+            raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
+        if strategy not in self._streams:
+            self._streams[strategy] = RunningBatch(self.programs, made, 1)
+        seed = wishes.seed_of(source, config.seed)
+        choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
+        decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
+        for event in streaming.events(self._streams[strategy], self.ids_of(source), choice, decode):
+            if isinstance(event, RowEvent):
+                yield event
+            else:
+                scores = event.log_probs if config.scores else None
+                found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
+                yield self.record(source, strategy, found, 0)
 
     def warm_up(
         self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None
@@ -200,7 +242,7 @@ class Generator:
                     records[i] = self.record(chunk[i], name, found, b)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
-                    self._count(records[i], name, report)
+                    self.count(records[i], name, report)
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
 
@@ -215,7 +257,7 @@ class Generator:
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
         return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
 
-    def ids_of(self, source: Source, report: Report) -> Sequence[int]:
+    def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
         given = source.content
         if isinstance(given, str):
@@ -224,12 +266,19 @@ class Generator:
         else:
             content = [int(i) for i in given]
         cut = cut_source(content, self.config.data.max_source)
-        report.cut_sources += len(cut) < len(content)
+        if report:
+            report.cut_sources += len(cut) < len(content)
         return cut
 
     def _prefixes(self, source: Source) -> list[Sequence[int]]:
         """The ids with which its rows begin."""
-        return [self.tokenizer.encode(x) if isinstance(x, str) and self.tokenizer else x for x in source.prefixes]
+        found: list[Sequence[int]] = []
+        for prefix in source.prefixes:
+            if isinstance(prefix, str):
+                assert self.tokenizer is not None  # `check` saw to it
+                prefix = self.tokenizer.encode(prefix)
+            found.append(prefix)
+        return found
 
     def _separator(self, strategy: str) -> list[int]:
         """The ids that part the rows of a sequential answer."""
@@ -278,7 +327,8 @@ class Generator:
             record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
         return record
 
-    def _count(self, record: Record, strategy: str, report: Report) -> None:
+    def count(self, record: Record, strategy: str, report: Report) -> None:
+        """Adds a record to the report."""
         report.examples += 1
         report.steps += record["steps"]
         report.calls += record["calls"]

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,6 +18,7 @@ from pipejax.data.lines import read_objects
 from pipejax.inference.generator import WINDOW, Generator, Record
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
+from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.model.precision import compute_dtype
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
@@ -63,13 +65,15 @@ def decode_file(
     strategy: str | None,
     batch_size: int | None,
     resume: bool = False,
+    live: bool = False,
     continued_by: str = "--resume",
 ) -> Report:
     """Decodes a file of records into JSON lines, in order.
 
     A file is checked whole before anything compiles; standard input line by line, each answered as soon as its batch is
     full. Records are written as they come, whole lines at a time, so an interrupted run leaves a valid file; `resume`
-    goes on after the records that are there, and `continued_by` says to people what will.
+    goes on after the records that are there, and `continued_by` says to people what will. With `live`, rows are shown
+    on standard error as they are written, one source after the other.
 
     Raises:
       UserError: a line that is not a source (the message names file and line), or an output that is of other work.
@@ -104,14 +108,18 @@ def decode_file(
     report, resumable = Report(), False
     if kept.records == total:
         logger.info(f"{target}: holds the records of all {total} lines already")
-    progress = Progress("decoding", total and total - kept.records, unit="example")
+    progress = Progress("decoding", total and total - kept.records, unit="example", shown=not live)
     with ExitStack() as stack:
         stack.callback(progress.close)
         out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
-        try:
-            for record in generator.stream(
+        if live:
+            records = _shown(generator, sources, name, report)
+        else:
+            records = generator.stream(
                 sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
-            ):
+            )
+        try:
+            for record in records:
                 if out is None:  # only now: bad input must not cost anyone an older result
                     resumable = kept.records > 0  # then the note is there, and stays whatever happens
                     begins = unfinished if not resumable else None
@@ -231,6 +239,19 @@ def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]
     """Sources that the generator can decode, from ("FILE:LINE", object); a line without an id has its number."""
     for place, value in lines:
         yield generator.source(value, place, place.rpartition(":")[2])
+
+
+def _shown(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
+    """Decodes one source after the other, shows its rows as they are written, and yields its record."""
+    for source in sources:
+        begun, screen = time.perf_counter(), Screen(f"{source.id}:")
+        for event in generator.stream_source(source, strategy):
+            if isinstance(event, RowEvent):
+                screen.show(event)
+            else:
+                report.seconds += time.perf_counter() - begun
+                generator.count(event, strategy, report)
+                yield event
 
 
 def _open(target: str, kept: int) -> BinaryIO:

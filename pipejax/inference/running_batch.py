@@ -4,6 +4,7 @@ Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of
 """
 
 import dataclasses
+import time
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import decoding
+from pipejax import decoding, grid
 from pipejax.data.padding import bucket, memory_length, pad
-from pipejax.decoding import Carry, Decoded, Pipelined, Sampling, Sequential, Stretch, Wishes
+from pipejax.decoding import Carry, Decoded, Pipelined, Refillable, Sampling, Sequential, Stretch, Wishes
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.weights import Weights
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 
 Array = jax.Array
+SLICE = 0.02  # seconds between two looks at who came and who went
+MOST_STEPS = 16  # in between, at the most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Choice:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    log_probs: bool = True  # whether they are computed; they cost a little
 
 
 class RunningBatch:
@@ -41,10 +45,12 @@ class RunningBatch:
 
     def __init__(self, programs: Programs, strategy: Pipelined | Sequential, places: int) -> None:
         """Nothing compiles yet."""
-        self.strategy, self.places = strategy, places
+        self.strategy: Refillable = strategy
+        self.delay = strategy.delay if isinstance(strategy, Pipelined) else 1
+        self.places = places
         self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
         self._sizes = schedule(strategy, places)
-        self._in_use = np.zeros(places, bool)
+        self._in_use, self._scored = np.zeros(places, bool), np.zeros(places, bool)
         self._sampling = Sampling(
             temperature=np.zeros(places, np.float32),
             top_k=np.zeros(places, np.int32),
@@ -54,7 +60,7 @@ class RunningBatch:
         self._begins, self._ends = np.zeros(places, bool), np.zeros(places, bool)
         self._memory: Memory | None = None
         self._carry: Carry | None = None
-        self._slots = self._sizes.slots[0]
+        self._slots, self._steps = self._sizes.slots[0], 1
         self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
         self._empty = jax.jit(self._emptied, static_argnames=("slots", "length"))
         self._widen = jax.jit(self._backend.widened, static_argnums=1)
@@ -81,7 +87,8 @@ class RunningBatch:
                 self._memory = self._widen(self._memory, length)
             memory = self._widen(memory, self._memory.mask.shape[1])
             self._memory = self._place(self._memory, memory, place)
-        for field in dataclasses.fields(choice):
+        self._scored[place] = choice.log_probs
+        for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(choice, field.name)
         self._in_use[place] = self._begins[place] = True
         self._ends[place] = False
@@ -90,17 +97,34 @@ class RunningBatch:
     def drop(self, place: int) -> None:
         """Frees a place, whether its answer is over or not."""
         self._in_use[place] = self._begins[place] = False
-        self._sampling.temperature[place] = 0
+        self._sampling.temperature[place], self._scored[place] = 0, False
         self._ends[place] = True
 
-    def advance(self, steps: int) -> tuple[Decoded, np.ndarray]:
-        """Takes at most so many steps.
+    def advance(self) -> tuple[Decoded, np.ndarray]:
+        """Takes some steps, as many as pass in `SLICE` seconds.
 
         Returns:
           NumPy arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
         """
+        begun, steps = time.perf_counter(), self._steps
+        found = self._advanced(steps)
+        self._steps = int(np.clip(SLICE * steps / (time.perf_counter() - begun), 1, MOST_STEPS))
+        return found
+
+    def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
+        """Time, row and place in the row of each token that is not known yet, in the order of steps.
+
+        `known`: i32 [R], how many tokens of each row are.
+        """
+        lengths = decoded.lengths[place]
+        rows = np.flatnonzero(lengths > known).tolist()
+        return sorted(
+            (int(grid.start(i, self.delay)) + j, i, j) for i in rows for j in range(int(known[i]), int(lengths[i]))
+        )
+
+    def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray]:
         assert self._memory is not None, "nobody has a place"
-        wishes = Wishes(sampling=self._sampling, scores=True)
+        wishes = Wishes(sampling=self._sampling, scores=True, scored=self._scored.any())
         found: Any = None
         with precision(self._model.dtype):
             while found is None or (not found[2] and not found[1].all()):  # the cache was full before the first step
@@ -132,7 +156,7 @@ class RunningBatch:
 
     def _gone_on(
         self, weights: Weights, memory: Memory, carry: Carry, wishes: Wishes, begins: Array, ends: Array, most: Array
-    ) -> tuple[Decoded, Array, Array, Carry]:
+    ) -> tuple[Decoded, Array, Array | None, Carry]:
         """What is written, who is done, how many steps were left, and the carry."""
         strategy, sizes = self.strategy, self._sizes
         carry = decoding.refilled(strategy, carry, begins=begins, ends=ends, sizes=sizes)

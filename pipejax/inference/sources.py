@@ -1,6 +1,6 @@
 """What is given to be decoded, from Python or in lines: texts, token ids, or records as a task makes its source of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +75,7 @@ def check(source: Source, place: str, *, vocabulary: int, has_tokenizer: bool) -
     return source
 
 
-def _check_ids(ids: Sequence[int] | np.ndarray, place: str, vocabulary: int) -> None:
+def _check_ids(ids: Iterable[Any], place: str, vocabulary: int) -> None:
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int | np.integer):
             raise UserError(f"{place}: found {i!r} among the ids; expected whole numbers")

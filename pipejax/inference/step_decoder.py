@@ -141,9 +141,12 @@ def _written(cache: Array, new: Array, start: Array, *, axis: int) -> Array:
     """The cache [B * H, ..] with what is new in each example's slots along that axis."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start[0], axis=axis)
-    by_example = [x.reshape(len(start), -1, *x.shape[1:]) for x in (cache, new)]
-    one = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-    return jax.vmap(one)(*by_example, start).reshape(cache.shape)
+    caches, news = (x.reshape(len(start), -1, *x.shape[1:]) for x in (cache, new))
+
+    def one(cache: Array, new: Array, start: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=axis)
+
+    return jax.vmap(one)(caches, news, start).reshape(cache.shape)
 
 
 def _at_places(x: Array, step: Step) -> Array:

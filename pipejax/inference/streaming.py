@@ -1,0 +1,87 @@
+"""Rows as they are written: events for programs, and lines on a terminal that grow."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import numpy as np
+
+from pipejax.decoding import Decoded
+from pipejax.inference.running_batch import Choice, RunningBatch
+
+
+class RowEvent(NamedTuple):
+    """A token was written, or a row ended."""
+
+    row: int
+    token: int
+    text: str | None  # of the row so far; None without a tokenizer
+    done: bool  # whether the row has ended; then the token is its eos
+
+
+def events(
+    batch: RunningBatch, ids: Sequence[int], choice: Choice, text_of: Callable[[list[int]], str | None]
+) -> Iterator[RowEvent | Decoded]:
+    """Yields what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
+
+    Args:
+      batch: with a free place.
+      ids: of the source.
+      choice: how tokens are chosen.
+      text_of: the text of token ids.
+    """
+    strategy: Any = batch.strategy
+    place = batch.add(ids, choice)
+    known, ended, over = np.zeros(strategy.rows, np.int64), np.zeros(strategy.rows, bool), False
+    try:
+        while not over:
+            decoded, done = batch.advance()
+            over, written = bool(done[place]), np.asarray(decoded.tokens[place])
+            for _, row, j in batch.news(decoded, place, known):
+                known[row] = j + 1
+                yield RowEvent(row, int(written[row, j]), text_of(written[row, : j + 1].tolist()), False)
+            # Of an open row every step up to now has written a token.
+            now = int(decoded.steps[place]) - np.arange(strategy.rows) * batch.delay
+            for row in np.flatnonzero((decoded.lengths[place] < now) & ~ended & (known > 0)).tolist():
+                ended[row] = True
+                yield RowEvent(row, strategy.eos, text_of(written[row, : known[row]].tolist()), True)
+    finally:
+        batch.drop(place)
+    only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)
+    yield only
+
+
+class Screen:
+    """The rows of an answer on a terminal, each a line that grows; elsewhere a line for each row that has ended."""
+
+    def __init__(self, title: str, out: TextIO | None = None) -> None:
+        """Writes the title; `out`: None is standard error."""
+        self.out = out or sys.stderr
+        self.is_terminal = self.out.isatty()
+        self.rows: list[str] = []
+        self._line(title)
+
+    def show(self, event: RowEvent) -> None:
+        """Brings the rows up to date."""
+        text = event.text if event.text is not None else f"... {event.token}"
+        if not self.is_terminal:
+            if event.done:
+                self._line(f"  {event.row}: {text}")
+            return
+        while len(self.rows) <= event.row:
+            self.rows.append("")
+            self._line("")
+        self.rows[event.row] = text
+        width = shutil.get_terminal_size().columns - 1
+        mark = "" if event.done else " _"
+        line = f"  {event.row}: {text}{mark}"
+        line = line if len(line) <= width else "..." + line[3 - width :]
+        up = len(self.rows) - event.row
+        self.out.write(f"\x1b[{up}A\r\x1b[2K{line}\x1b[{up}B\r")
+        self.out.flush()
+
+    def _line(self, text: str) -> None:
+        self.out.write(text + "\n")
+        self.out.flush()

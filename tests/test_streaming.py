@@ -1,0 +1,112 @@
+"""Rows as they are written, beside the record that decoding gives at once."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.inference.generator import Generator
+from pipejax.inference.records import decode_file
+from pipejax.inference.streaming import RowEvent, Screen
+from pipejax.system.errors import UserError
+from support import oracle
+
+TINY = T5Config(
+    vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
+)
+
+
+def generator(**decode):
+    config = Config(
+        model=TINY,
+        grid=GridConfig(delay=2, time_max=20, sub_max=6),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(max_length=20, **decode),
+    )
+    return Generator(config, oracle.random_params(TINY, np.random.default_rng(4)), None)
+
+
+def texts(count):
+    rng = np.random.default_rng(count)
+    return [[*rng.integers(2, 12, rng.integers(1, 40)).tolist(), 1] for _ in range(count)]
+
+
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+def test_events_add_up_to_the_record(strategy):
+    made, given = generator(temperature=0.8, scores=True), texts(12)
+    expected = made.decode(given, strategy=strategy, batch_size=4)
+    for i, (ids, one) in enumerate(zip(given, expected, strict=True)):
+        *events, record = made.stream_rows({"source_ids": ids, "id": i}, strategy=strategy)
+        assert record["row_ids"] == one["row_ids"] and record["truncated"] == one["truncated"]
+        assert record["steps"] == one["steps"] and record["calls"] == one["calls"]
+        assert record["log_prob"] == pytest.approx(one["log_prob"], abs=1e-3)
+        rows, ended = {}, set()
+        for event in events:
+            assert isinstance(event, RowEvent) and event.row not in ended
+            if event.done:
+                assert event.token == 1
+                ended.add(event.row)
+            else:
+                rows.setdefault(event.row, []).append(event.token)
+        assert [rows[i] for i in sorted(rows)] == [row for row in record["row_ids"] if row]
+        if record["truncated"] is None:
+            assert ended == {*rows}
+
+
+def test_what_a_stream_does_not_have_is_refused():
+    for setting, key in (({"draft": "source"}, "draft"), ({"limit": "source"}, "limit")):
+        with pytest.raises(UserError, match=f"decode.{key}"):
+            list(generator(**setting).stream_rows([3, 1]))
+    with pytest.raises(UserError, match="row_prefixes"):
+        list(generator().stream_rows({"source_ids": [3, 1], "row_prefixes": [[4]]}))
+
+
+class Terminal(io.StringIO):
+    """Remembers what its lines hold, as a terminal does."""
+
+    def isatty(self):
+        return True
+
+    def lines(self):
+        rows, at = [""], 0
+        for part in self.getvalue().replace("\r", "").split("\x1b["):
+            if part[:1].isdigit() and part[1:2] in "AB":
+                at += int(part[0]) * (1 if part[1] == "B" else -1)
+                part = part[2:]
+            elif part.startswith("2K"):
+                rows[at], part = "", part[2:]
+            for i, piece in enumerate(part.split("\n")):
+                at += i > 0
+                rows += [""] * (at + 1 - len(rows))
+                rows[at] += piece
+        return rows
+
+
+def test_rows_grow_in_place_on_a_terminal():
+    screen = Screen("7:", Terminal())
+    for event in [
+        RowEvent(0, 5, "one", False),
+        RowEvent(1, 6, "a", False),
+        RowEvent(0, 5, "one two", False),
+        RowEvent(0, 1, "one two", True),
+        RowEvent(1, 6, "a b", False),
+    ]:
+        screen.show(event)
+    assert screen.out.lines() == ["7:", "  0: one two", "  1: a b _", ""]
+
+
+def test_elsewhere_each_row_is_a_line(tmp_path, capsys):
+    """And the output is the one without --stream."""
+    source, made = tmp_path / "in.jsonl", generator()
+    source.write_text("".join(json.dumps({"id": i, "source_ids": ids}) + "\n" for i, ids in enumerate(texts(4))))
+    for live in (False, True):
+        report = decode_file(made, str(source), str(tmp_path / f"{live}"), strategy=None, batch_size=None, live=live)
+        assert report.examples == 4
+    assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes()
+    lines = capsys.readouterr().err.splitlines()
+    records = [json.loads(line) for line in (tmp_path / "True").read_text().splitlines()]
+    assert [line for line in lines if line.startswith("0:")] == ["0:"]
+    whole = [row for record in records if record["truncated"] is None for row in record["row_ids"]]
+    assert len([line for line in lines if line.startswith("  ")]) >= len(whole)
