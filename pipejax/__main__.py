@@ -19,7 +19,7 @@ COMMANDS = {
     "decode": ("decode a file of sources", "pipejax.inference.command"),
     "evaluate": ("decode a split of a task and score it", "pipejax.inference.evaluation"),
     "export": ("decoding as files that JAX alone runs", "pipejax.inference.export_command"),
-    "convert": ("weights from and to Hugging Face", "pipejax.convert.__main__"),
+    "convert": ("weights from and to Hugging Face, and to fewer bytes", "pipejax.convert.__main__"),
     "plan": ("what a training will need of each device's memory", "pipejax.training.plan"),
     "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),

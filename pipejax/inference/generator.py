@@ -364,7 +364,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
                 f"{', '.join(DECODING_KEYS)}"
             )
     compile_cache.use()
-    restored = checkpoint.open_run(path, best=best)
+    restored = checkpoint.open_run(path, best=best, packed=True)
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
