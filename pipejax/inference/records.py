@@ -57,6 +57,13 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     cli.check_output("--output", target)
 
 
+def warn_of_objective(strategy: str, trained: str) -> None:
+    """Logs a warning unless weights that were trained with that objective can be decoded so."""
+    if strategy != trained and not (trained == "none" and strategy == "sequential"):
+        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
+        logger.warning(f"these weights were {what}; {strategy} decoding runs, but its output means little")
+
+
 def decode_file(
     generator: Generator,
     source: str,
@@ -79,7 +86,11 @@ def decode_file(
       UserError: a line that is not a source (the message names file and line), or an output that is of other work.
     """
     name = strategy or generator.default_strategy
+<<<<<<< HEAD
     warn_of(generator.config.train.objective, name)
+=======
+    warn_of_objective(name, generator.config.train.objective)
+>>>>>>> main
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     if source == STANDARD:
