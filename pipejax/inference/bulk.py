@@ -157,7 +157,7 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
     """
     described = checked(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
-    records.warn_of(described["trained"], described["settings"]["strategy"])
+    records.warn_of_objective(described["settings"]["strategy"], described["trained"])
     inputs, blocks = _read(files, block)
     wanted = names(blocks)
     if not wanted:

@@ -86,11 +86,7 @@ def decode_file(
       UserError: a line that is not a source (the message names file and line), or an output that is of other work.
     """
     name = strategy or generator.default_strategy
-<<<<<<< HEAD
-    warn_of(generator.config.train.objective, name)
-=======
     warn_of_objective(name, generator.config.train.objective)
->>>>>>> main
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     if source == STANDARD:
@@ -154,13 +150,6 @@ def decode_file(
     for line in report.lines(name):
         logger.info(f"{name}: {line}")
     return report
-
-
-def warn_of(trained: str, strategy: str) -> None:
-    """Logs a warning if weights that were trained for the objective `trained` are decoded with another strategy."""
-    if strategy != trained and not (trained == "none" and strategy == "sequential"):
-        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
-        logger.warning(f"these weights were {what}; {strategy} decoding runs, but its output means little")
 
 
 class Kept(NamedTuple):
