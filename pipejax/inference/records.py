@@ -224,7 +224,8 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))
-        digest.update(json.dumps([source.id, content]).encode())
+        told = [source.prefixes, source.max_rows] if source.prefixes or source.max_rows is not None else []
+        digest.update(json.dumps([source.id, content, *told]).encode())
     speed = ("batch_size", "draft", "draft_tokens")
     decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
     decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
