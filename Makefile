@@ -3,6 +3,7 @@
 
 PYTHON ?=
 ARGS ?=
+OUT ?=
 RUN := .venv/bin/python
 
 # Huge pages for the buffers that XLA asks for and gives back at every step: fewer page faults, a tenth less time.
@@ -35,8 +36,8 @@ check: venv  ## lint, format and types: ruff, mypy and shellcheck
 	@$(RUN) -m mypy
 	@.venv/bin/shellcheck .ci/run tools/*.sh
 
-package:  ## build the wheel, install it alone into an environment of its own, and decode with it
-	@tools/package.sh "$(PYTHON)"
+package:  ## build the wheels, install each alone, and decode with it; make package OUT=DIR keeps them
+	@tools/package.sh "$(PYTHON)" "$(OUT)"
 
 docs: venv-docs  ## the site, into docs/_build/html; a warning is an error
 	@$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -107,9 +107,10 @@ def main(argv: Sequence[str]) -> int:
             directory = write(config, params, Path(scratch))
             for name in peers:
                 cli.note(f"loading {name}")
-                hf = name == "hf"
-                load = HuggingFace(directory, threads=flags.threads, dtype=flags.dtype) if hf else None
-                systems.append(load or CTranslate2(name, directory, threads=flags.threads))
+                if name.startswith("hf"):
+                    systems.append(HuggingFace(name, directory, threads=flags.threads, dtype=flags.dtype))
+                else:
+                    systems.append(CTranslate2(name, directory, threads=flags.threads))
         del params
         source = np.random.default_rng(1).integers(3, config.vocab_size, (flags.batch, flags.source), np.int32)
         total = len(patterns) * len(systems) * (flags.rounds + 1)

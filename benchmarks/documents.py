@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     for each in build(config, params, "float32", strategies=strategies):
         systems[each.name] = ours(each, tokenizer, flags.max_source)
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
-        theirs = HuggingFace(write(config, params, Path(scratch)), threads=flags.threads)
+        theirs = HuggingFace("hf", write(config, params, Path(scratch)), threads=flags.threads)
     systems["hf"] = lambda batch: hugging_face(theirs, tokenizer, flags.max_source, batch)
     del params
 

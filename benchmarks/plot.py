@@ -23,6 +23,8 @@ NAMES = {
     "pipejax-pipelined-int8": "pipelined int8",
     "pipejax-sequential-int8": "sequential int8",
     "hf": "Hugging Face",
+    "hf-bf16": "Hugging Face bfloat16",
+    "hf-int8": "Hugging Face int8",
     "ct2-fp32": "CTranslate2",
     "ct2-int8": "CTranslate2 int8",
 }

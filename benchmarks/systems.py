@@ -8,6 +8,7 @@ import json
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,7 @@ SIZES = {
     "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
     **ARCHITECTURES,
 }
-PEERS = ("hf", "ct2-fp32", "ct2-int8")
+PEERS = ("hf", "hf-bf16", "hf-int8", "ct2-fp32", "ct2-int8")  # CTranslate2 has no bfloat16 on a CPU
 Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
 
 
@@ -120,18 +121,28 @@ class Pipejax:
 
 
 class HuggingFace:
-    """`generate` of transformers, eager PyTorch, on the device and in the dtype that ours runs in."""
+    """`generate` of transformers, eager PyTorch, on the device that ours runs on.
 
-    def __init__(self, directory: Path, *, threads: int, dtype: str = "float32") -> None:
+    "hf" is in the given dtype, "hf-bf16" in bfloat16, and "hf-int8" in float32 with PyTorch's dynamic int8 for all
+    matrices but the embedding, which PyTorch has for CPUs only.
+    """
+
+    def __init__(self, name: str, directory: Path, *, threads: int, dtype: str = "float32") -> None:
         """Loads the model."""
         import torch
         from transformers import T5ForConditionalGeneration
 
         torch.set_num_threads(threads)
-        self.name, self.torch = "hf", torch
+        self.name, self.torch = name, torch
+        dtype = {"hf-bf16": "bfloat16", "hf-int8": "float32"}.get(name, dtype)
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         model = T5ForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, dtype))
         self.model = model.to(self.device).eval()
+        if name == "hf-int8":
+            with warnings.catch_warnings():  # its successor is a library of its own
+                warnings.simplefilter("ignore")
+                quantize: Any = torch.ao.quantization.quantize_dynamic
+                self.model = quantize(self.model, {torch.nn.Linear}, dtype=torch.qint8)
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
         """See `System`."""

@@ -57,8 +57,9 @@ def test_ours_decode_what_is_asked_for(params):
         grid.decoder.decode(memory, [[40], [1]])  # more than 30 steps can hold
 
 
-def test_hugging_face_decodes_what_is_asked_for(params, tmp_path):
-    system = HuggingFace(write(SIZES["tiny"], params, tmp_path), threads=1)
+@pytest.mark.parametrize("name", ["hf", "hf-bf16", "hf-int8"])
+def test_hugging_face_decodes_what_is_asked_for(name, params, tmp_path):
+    system = HuggingFace(name, write(SIZES["tiny"], params, tmp_path), threads=1)
     rows = [[3, 1], [4]]
     assert system.steps(rows) == 6 and system.run(SOURCE, rows).encode_s > 0
     mask = system.torch.ones(2, 20).long()

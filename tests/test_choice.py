@@ -45,7 +45,7 @@ def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p
     count, vocabulary = 4_000, 300
     logits = (3 * np.random.default_rng(1).standard_normal(vocabulary)).astype(np.float32)
     wishes = Wishes(sampling=sampling(count, temperature, top_k, top_p))
-    drawn = jax.jit(lambda x: choice.first_argmax(choice.shaped(x, asked(np.zeros(count), np.zeros(count)), wishes)))
+    drawn = jax.jit(lambda x: choice.chosen(choice.first_argmax, x, asked(np.zeros(count), np.zeros(count)), wishes))
     found = np.bincount(drawn(jnp.broadcast_to(logits[:, None], (vocabulary, count))), minlength=vocabulary)
     scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
@@ -80,7 +80,7 @@ def test_a_draw_depends_on_seed_and_place_alone():
     def drawn(places):
         wishes = Wishes(sampling=sampling(len(places), 5.0, seed=np.asarray(seed)[places]))
         step = asked(np.asarray(row)[places], np.asarray(time)[places])
-        return choice.shaped(logits[:, places], step, wishes).argmax(axis=0).tolist()
+        return choice.chosen(choice.first_argmax, logits[:, places], step, wishes).tolist()
 
     found = drawn(list(range(6)))
     assert found[0] == found[3] and found[1] == found[4] and len({*found}) > 2

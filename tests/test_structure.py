@@ -77,6 +77,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("inference.serving.*",),
     "tensorflow": (),
     "torch": (),
+    "ray": ("inference.ray_pool",),
 }
 
 

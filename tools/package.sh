@@ -1,23 +1,25 @@
 #!/bin/sh
-# Builds the wheel, installs it without extras into an environment of its own, and uses it in an empty directory:
-# tools/package.sh [PYTHON]
+# Builds the wheels, installs each without extras into an environment of its own, and uses it in an empty directory:
+# tools/package.sh [PYTHON] [OUT]
 #
-# pip downloads the newest versions that pyproject.toml allows. Nothing is left behind.
+# pip downloads the newest versions that pyproject.toml allows. The wheels are kept in OUT, if that is given; else nothing
+# is left behind. On Linux x86-64 with a C++ compiler there is a second wheel, which ships the kernel compiled.
 set -eu
 
 clone=$(cd "$(dirname "$0")/.." && pwd -P)
 python=${1:-python3}
+out=${2:+$(cd "$2" && pwd -P)}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export PIPEJAX_CACHE="$folder/cache"
 
-mkdir "$folder/source" "$folder/empty"
+mkdir "$folder/source" "$folder/empty" "$folder/wheels"
 git -C "$clone" ls-files -z --cached --others --exclude-standard -- pipejax pyproject.toml README.md LICENSE |
     tar -C "$clone" --null --files-from - -cf - | tar -C "$folder/source" -xf - # without what earlier builds left
 "$python" -m venv "$folder/venv"
 PATH="$folder/venv/bin:$PATH"
-python -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$folder/source"
-python -m pip install --quiet "$folder"/pipejax-*.whl
+python -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" "$folder/source"
+python -m pip install --quiet "$folder"/wheels/pipejax-*.whl
 rm -r "$folder/source"
 python -m pip list | grep -E '^(flax|jax|jaxlib|numpy|orbax-checkpoint|transformers) '
 
@@ -26,11 +28,38 @@ python "$clone/tools/random_t5.py" t5
 pipejax --help >/dev/null
 pipejax convert from-hf t5 converted
 echo '{"id": "a", "source_ids": [5, 6, 7, 1], "gold": ["a"], "pred": ["b"]}' >in.jsonl
-for strategy in pipelined sequential; do
-    pipejax decode --checkpoint converted --input in.jsonl --output out.jsonl --strategy $strategy \
-        --set grid.time_max=8 --set grid.sub_max=3 --set decode.max_length=8
-    cat out.jsonl
-done
+
+# decode NAME: into NAME-STRATEGY.jsonl
+decode() {
+    for strategy in pipelined sequential; do
+        pipejax decode --checkpoint converted --input in.jsonl --output "$1-$strategy.jsonl" --strategy $strategy \
+            --set grid.time_max=8 --set grid.sub_max=3 --set decode.max_length=8
+    done
+}
+decode pure
+cat pure-*.jsonl
 code=0
 pipejax metrics rouge in.jsonl || code=$? # one line that names the extra
 test $code = 2
+
+if [ "$(uname -sm)" = "Linux x86_64" ] && command -v "${CXX:-c++}" >/dev/null; then
+    python -m venv "$folder/tools"
+    "$folder/tools/bin/python" -m pip install --quiet auditwheel wheel
+    tools=$("$folder/tools/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    PYTHONPATH="$tools" python "$clone/tools/ship_kernel.py" "$folder"/wheels/pipejax-*-any.whl "$folder/wheels"
+    python -m pip uninstall --quiet --yes pipejax
+    python -m pip install --quiet --no-deps "$folder"/wheels/pipejax-*-manylinux*.whl
+    # With neither a compiler nor a cache to keep a kernel in.
+    (
+        unset CXX
+        export PATH="$folder/venv/bin" PIPEJAX_CACHE=off
+        python -c 'from pipejax.inference import kernels; print("shipped:", kernels.use().name)'
+        decode shipped
+    )
+    for strategy in pipelined sequential; do
+        cmp "pure-$strategy.jsonl" "shipped-$strategy.jsonl"
+    done
+fi
+if [ -n "$out" ]; then
+    cp "$folder"/wheels/*.whl "$out"
+fi

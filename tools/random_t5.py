@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-HEADS, WIDTH, HIDDEN, WORDS = 4, 16, 24, 32
+HEADS, WIDTH, HIDDEN, WORDS = 2, 32, 48, 32  # pipejax's own kernel wants multiples of 16
 CONFIG = {"model_type": "t5", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, "num_layers": 1}
 SIZES = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": HIDDEN, "num_heads": HEADS}
 LAYERS = {

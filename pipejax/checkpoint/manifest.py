@@ -19,7 +19,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import Fingerprints, difference, shapes_of
 from pipejax.config import Config
 from pipejax.data.shapes import Shapes
-from pipejax.model import parameters
+from pipejax.model import parameters, quantization
 from pipejax.system import environment
 from pipejax.system.errors import UserError
 
@@ -87,8 +87,9 @@ def check(manifest: Any, step: int, place: Path) -> Manifest:
         _check_arrays(f"{where}: arrays.{item}", arrays)
     config = config_of(manifest, place)
     if config.model is not None:
-        shapes = {path: entry[1] for path, entry in manifest["arrays"]["params"].items()}
-        parameters.check_paths(f"{where}: params", shapes, config.model)
+        params = manifest["arrays"]["params"].items()
+        parameters.check_paths(f"{where}: params", {path: entry[1] for path, entry in params}, config.model)
+        quantization.check_scales(f"{where}: params", {path: entry[0] for path, entry in params})
     return manifest
 
 

@@ -11,15 +11,20 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
-from pipejax.model import lora
+from pipejax.model import lora, quantization
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, new_directory, write_text
 
 
-def open_run(directory: str | Path, *, best: bool = False) -> Restored:
+def open_run(directory: str | Path, *, best: bool = False, packed: bool = False) -> Restored:
     """Reads the parameters of the newest good step, or of the best step; merges low-rank factors into their matrices.
 
-    The result's `arrays` are the fingerprints of the arrays on disk, before the merge.
+    The result's `arrays` are the fingerprints of the arrays on disk, before that.
+
+    Args:
+      directory: a run directory or a converted checkpoint.
+      best: the step of the best evaluation, not the newest.
+      packed: weights that are saved in bfloat16, or in int8 with scales, stay so; else all parameters are float32.
 
     Raises:
       UserError: this is no run directory, or none of its steps is good.
@@ -42,7 +47,10 @@ def open_run(directory: str | Path, *, best: bool = False) -> Restored:
         raise UserError(f"{directory / kind}: found no good step; expected at least one")
     if restored.config.model is None:
         raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
-    return dataclasses.replace(restored, items={"params": lora.merge_factors(restored.items["params"])})
+    params = restored.items["params"]
+    return dataclasses.replace(
+        restored, items={"params": lora.merge_factors(params if packed else quantization.whole(params))}
+    )
 
 
 def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:

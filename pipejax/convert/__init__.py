@@ -1,5 +1,9 @@
-"""Converts checkpoints from and to Hugging Face; a converted checkpoint is a run directory like any other."""
+"""Converts checkpoints from and to Hugging Face, and to fewer bytes.
+
+A converted checkpoint is a run directory like any other.
+"""
 
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
+from pipejax.convert.quantized import quantize
 
-__all__ = ["from_hf", "read_hf", "to_hf", "write_hf"]
+__all__ = ["from_hf", "quantize", "read_hf", "to_hf", "write_hf"]

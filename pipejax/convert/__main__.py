@@ -1,27 +1,38 @@
-"""The command line of `pipejax convert from-hf SRC OUT` and `pipejax convert to-hf CHECKPOINT OUT`."""
+"""The command line of `pipejax convert from-hf SRC OUT`, `to-hf CHECKPOINT OUT` and `quantize CHECKPOINT OUT`."""
 
 from collections.abc import Sequence
 
 from pipejax.convert.huggingface import from_hf, to_hf
+from pipejax.convert.quantized import quantize
 from pipejax.system.cli import Parser, run
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `pipejax convert`; returns the exit code."""
-    parser = Parser(prog="pipejax convert", description="T5 checkpoints, from and to Hugging Face")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf}")
+    parser = Parser(prog="pipejax convert", description="T5 checkpoints, from and to Hugging Face and to fewer bytes")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf,quantize}")
     incoming = commands.add_parser("from-hf", help="Hugging Face directory or hub id -> checkpoint")
     incoming.add_argument("source", metavar="SRC", help="directory with config.json and weights, or a hub id")
     outgoing = commands.add_parser("to-hf", help="checkpoint -> Hugging Face directory")
-    outgoing.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
-    outgoing.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
-    for command in (incoming, outgoing):
+    smaller = commands.add_parser("quantize", help="checkpoint -> checkpoint in fewer bytes, to decode with")
+    for command in (outgoing, smaller):
+        command.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
+        command.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
+    for command in (incoming, outgoing, smaller):
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    smaller.add_argument(
+        "--weights",
+        choices=["int8", "bfloat16"],
+        default="int8",
+        help="what weights are rounded to (default: int8)",
+    )
     args = parser.parse_args(argv)
     if args.command == "from-hf":
         from_hf(args.source, args.out)
-    else:
+    elif args.command == "to-hf":
         to_hf(args.source, args.out, best=args.best)
+    else:
+        quantize(args.source, args.out, weights=args.weights, best=args.best)
     return 0
 
 

@@ -1,6 +1,8 @@
 """Reads records from files of JSON lines (gzip too), Parquet files, and directories of Hugging Face datasets."""
 
+import contextlib
 import importlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,12 @@ def read_records(path: str | Path) -> Iterator[Placed]:
     path = Path(path)
     if path.is_dir():
         return _read_dataset(path)
-    return _read_parquet(path) if path.suffix.lower() in PARQUET else read_file(path)
+    return read_parquet(path) if is_parquet(path) else read_file(path)
+
+
+def is_parquet(path: str | Path) -> bool:
+    """Whether the file is one of Parquet, by its name."""
+    return Path(path).suffix.lower() in PARQUET
 
 
 def is_dataset(path: Path) -> bool:
@@ -30,17 +37,40 @@ def is_dataset(path: Path) -> bool:
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 
-def _read_parquet(path: Path) -> Iterator[Placed]:
-    """Yields ("FILE:NUMBER", row as an object) for each row of a Parquet file."""
+def count_parquet(path: Path) -> int:
+    """The number of rows of a Parquet file."""
+    with _parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
+def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterator[Placed]:
+    """Yields ("FILE:NUMBER", row as an object) for `count` rows of a Parquet file from row `first` on; None: for all.
+
+    Groups of rows without any of them are not read.
+    """
+    with _parquet(path) as file:
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        ends = list(itertools.accumulate(sizes))
+        last = file.metadata.num_rows if count is None else first + count - 1
+        groups = [i for i, end in enumerate(ends) if end >= first and end - sizes[i] < last]
+        before = ends[groups[0]] - sizes[groups[0]] if groups else 0  # rows before the next batch
+        for batch in file.iter_batches(row_groups=groups):
+            skipped, stop = max(first - 1 - before, 0), min(last - before, len(batch))
+            if skipped < stop:
+                for number, value in enumerate(batch.slice(skipped, stop - skipped).to_pylist(), before + skipped + 1):
+                    yield f"{path}:{number}", value
+            before += len(batch)
+
+
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """Gives an open Parquet file; raises a UserError for what goes wrong with it in the block."""
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
     library, arrow = _library("pyarrow.parquet", "parquet", path), _library("pyarrow", "parquet", path)
-    number = 0
     try:
-        for batch in library.ParquetFile(path).iter_batches():
-            for value in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", value
+        with library.ParquetFile(path) as file:
+            yield file
     except (OSError, ValueError, arrow.ArrowException) as error:
         raise UserError(f"{path}: not Parquet, or damaged ({first_line(error)})") from error
 

@@ -20,13 +20,13 @@ Placed = tuple[str, dict[str, Any]]  # ("FILE:LINE", record)
 LONGEST = 2**28  # characters of a line; without a bound a small archive could unpack to a line that fills memory
 
 
-def decode_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, str]]:
-    """Yields ("FILE:LINE", text) for each line; a BOM and CRLF are dropped.
+def decode_lines(lines: Iterable[bytes], where: str, first: int = 1) -> Iterator[tuple[str, str]]:
+    """Yields ("FILE:LINE", text) for each line, the first being line `first`; a BOM and CRLF are dropped.
 
     Raises:
       UserError: a line is not UTF-8 or longer than LONGEST.
     """
-    for number, line in enumerate(_bounded(lines, where), start=1):
+    for number, line in enumerate(bounded(lines, where), start=first):
         place = f"{where}:{number}"
         try:
             yield place, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -36,13 +36,13 @@ def decode_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, str]
             ) from error
 
 
-def read_objects(lines: Iterable[bytes], where: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", object) for each line that is not blank.
+def read_objects(lines: Iterable[bytes], where: str, first: int = 1) -> Iterator[Placed]:
+    """Yields ("FILE:LINE", object) for each line that is not blank; the first of them is line `first` of its file.
 
     Raises:
       UserError: a line is not UTF-8, not JSON or not an object.
     """
-    for place, line in decode_lines(lines, where):
+    for place, line in decode_lines(lines, where, first):
         text = line.strip()
         if not text:
             continue
@@ -98,7 +98,7 @@ def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:
     csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     try:
-        yield from _rows(csv.reader(_bounded(text, where), strict=True), where)
+        yield from _rows(csv.reader(bounded(text, where), strict=True), where)
     finally:
         text.detach()  # else the wrapper would close the file, which is the caller's
 
@@ -124,7 +124,7 @@ def _rows(reader: Any, where: str) -> Iterator[Placed]:
             raise UserError(f"{place}: found {len(row)} columns; expected {len(names)} ({', '.join(names)})")
 
 
-def _bounded(lines: Iterable[Line], where: str) -> Iterator[Line]:
+def bounded(lines: Iterable[Line], where: str) -> Iterator[Line]:
     """Yields the lines; raises a UserError for one longer than LONGEST, without reading the rest of it."""
     if isinstance(lines, io.IOBase):
         end = "" if isinstance(lines, io.TextIOBase) else b""

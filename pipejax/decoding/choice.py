@@ -1,8 +1,8 @@
 """How a token is chosen from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
 
-Strategies take the token of the highest logit. `shaped` changes the logits before, so that this is the token that is
-wished for. A sample is drawn by a random number that depends on the seed and the place on the grid alone: it is the
-same whatever else is in the batch, and the same with drafts, which are then accepted exactly where the sample agrees.
+Strategies take the token of the highest logit; `chosen` puts the one that is wished for in its place. A sample is drawn
+by a random number that depends on the seed and the place on the grid alone: it is the same whatever else is in the
+batch, and the same with drafts, which are then accepted exactly where the sample agrees.
 
 Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
 """
@@ -39,6 +39,7 @@ class Wishes:
     forced: Any = None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
     allowed: Any = None  # bool [B, V], the tokens that may be chosen; None: all
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept
+    scored: Any = None  # bool scalar: False saves computing them for now; None: they are computed
 
 
 def first_argmax(logits: Array) -> Array:
@@ -49,22 +50,36 @@ def first_argmax(logits: Array) -> Array:
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
 
 
-def shaped(logits: Array, asked: Step, wishes: Wishes) -> Array:
-    """Logits f32 [V, N] whose highest is the token to take, from those of the queries that were asked."""
+def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes) -> Array:
+    """The tokens i32 [N] that are wished for, from logits [V, N] of the queries that were asked.
+
+    `greedy` takes the most likely ones, where nothing else is wished for.
+    """
     example, row, time = _whose(asked)
     if wishes.allowed is not None:
         logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
+    tokens = greedy(logits)
     if wishes.sampling is not None:
-        logits = _sampled(logits, jax.tree.map(lambda x: x[example], wishes.sampling), row, time)
+        sampling = jax.tree.map(lambda x: x[example], wishes.sampling)
+        warm = sampling.temperature > 0
+        drawn = jax.lax.cond(warm.any(), _drawn, lambda *_: tokens, logits, sampling, row, time)
+        tokens = jnp.where(warm, drawn, tokens)
     if wishes.forced is not None:
-        token = wishes.forced.at[example, row, time].get(mode="fill", fill_value=-1)
-        logits = jnp.where(token < 0, logits, _only(token, logits))
-    return logits
+        forced = wishes.forced.at[example, row, time].get(mode="fill", fill_value=-1)
+        tokens = jnp.where(forced < 0, tokens, forced)
+    return tokens
 
 
-def log_probs_of(logits: Array, chosen: Array) -> Array:
-    """f32 [N], the log-probabilities of tokens i32 [N] that were chosen by logits [V, N]."""
-    return jnp.take_along_axis(logits, chosen[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
+def log_probs_of(logits: Array, tokens: Array, wishes: Wishes | None) -> Array:
+    """f32 [N], the log-probabilities of tokens i32 [N] by logits [V, N]; zeros where they are not wished for."""
+
+    def computed(logits: Array) -> Array:
+        return jnp.take_along_axis(logits, tokens[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
+
+    if wishes is None or wishes.scored is None:
+        return computed(logits)
+    found: Array = jax.lax.cond(wishes.scored, computed, lambda x: jnp.zeros(x.shape[1]), logits)
+    return found
 
 
 def noted(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
@@ -82,30 +97,18 @@ def _whose(asked: Step) -> tuple[Array, Array, Array]:
     return jnp.minimum(place // width, batch - 1), row, time
 
 
-def _only(token: Array, logits: Array) -> Array:
-    """Logits [V, N] of which that token i32 [N] has the highest."""
-    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0) == token, 0.0, NEVER)
-
-
-def _sampled(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
-    """Logits [V, N] whose highest is a sample, where one is wished for; settings, row and time are those of the N."""
-    warm = sampling.temperature > 0
-    found: Array = jax.lax.cond(warm.any(), _drawn, lambda x, *_: x, logits, sampling, row, time)
-    return found
-
-
 def _drawn(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
+    """A sample i32 [N] from each of the logits [V, N]; settings, row and time are those of the N."""
     warm = sampling.temperature > 0
     wide = (logits - logits.max(axis=0)) / jnp.where(warm, sampling.temperature, 1.0)
     is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
     weights = jax.lax.cond(is_limited.any(), _limited, lambda x, _: jnp.exp(x), wide, sampling)
 
-    def drawn(seed: Array, row: Array, time: Array) -> Array:
+    def share(seed: Array, row: Array, time: Array) -> Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), time)
         return jax.random.uniform(key)
 
-    token = _found(weights, jax.vmap(drawn)(sampling.seed, row, time))
-    return jnp.where(warm, _only(token, logits), logits)
+    return _found(weights, jax.vmap(share)(sampling.seed, row, time))
 
 
 def _limited(logits: Array, sampling: Sampling) -> Array:

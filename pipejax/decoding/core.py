@@ -242,7 +242,7 @@ def decode(
         queries = sizes.queries[size]
         asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
         logits, cache = model(asked, carry.cache)
-        chosen = strategy.choose(logits if wishes is None else choice.shaped(logits, asked, wishes))
+        chosen = strategy.choose(logits) if wishes is None else choice.chosen(strategy.choose, logits, asked, wishes)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
@@ -250,8 +250,8 @@ def decode(
         if kept is not None:
             filled = without(live & ~kept, live, filled, carry.used)
         if log_probs is not None:
-            found, counts = choice.log_probs_of(logits, chosen)[number_of], live if kept is None else live & kept
-            log_probs = choice.noted(log_probs, found, carry.query, counts)
+            found = choice.log_probs_of(logits, chosen, wishes)[number_of]
+            log_probs = choice.noted(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
         return Carry(
             state=state,

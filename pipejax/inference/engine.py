@@ -39,6 +39,7 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
+    log_probs: bool = True  # whether events and record have them; else they are 0, or lack
 
 
 class Event(NamedTuple):
@@ -210,7 +211,8 @@ class Engine:
                 continue
             try:
                 ids = self.generator.ids_of(request.source)
-                place = batch.add(ids, Choice(request.temperature, request.top_k, request.top_p, request.seed))
+                choice = Choice(request.temperature, request.top_k, request.top_p, request.seed, request.log_probs)
+                place = batch.add(ids, choice)
             except Exception as error:
                 answer.give(error)  # the others are told where this is caught
                 raise
@@ -253,6 +255,8 @@ class Engine:
         kept = np.minimum(only.lengths, one.lengths)
         cut |= bool((kept < only.lengths).any())
         only = dataclasses.replace(only, lengths=kept, calls=self._batches[name].strategy.calls(only))
+        if not one.answer.request.log_probs:
+            only = dataclasses.replace(only, log_probs=None)
         record = self.generator.record(one.answer.request.source, name, only, 0, ends=not cut)
         if cut:
             record["truncated"] = "max_tokens"

@@ -144,7 +144,7 @@ class Generator:
         if strategy not in self._streams:
             self._streams[strategy] = RunningBatch(self.programs, made, 1)
         seed = wishes.seed_of(source, config.seed)
-        choice = Choice(config.temperature, config.top_k, config.top_p, seed)
+        choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
         for event in streaming.events(self._streams[strategy], self.ids_of(source), choice, decode):
             if isinstance(event, RowEvent):
@@ -364,7 +364,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
                 f"{', '.join(DECODING_KEYS)}"
             )
     compile_cache.use()
-    restored = checkpoint.open_run(path, best=best)
+    restored = checkpoint.open_run(path, best=best, packed=True)
     config = config_lib.override(restored.config, overrides)
     tokenizer_files = restored.tokenizer_files()
     tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None

@@ -24,7 +24,7 @@ from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.report import Report
 from pipejax.inference.weights import Layer, Weights
-from pipejax.model import lora
+from pipejax.model import lora, quantization
 from pipejax.model.precision import precision
 from pipejax.model.t5 import T5, Memory
 
@@ -60,7 +60,7 @@ def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable
 
     Args:
       model: the T5.
-      params: of any dtype, with or without factors.
+      params: in float32 or as `quantization.hold` left them, with or without factors.
       backend: what computes with them.
       compute: computes one of the functions below: a layer at a time, so float32 needs no more room than that.
     """
@@ -77,15 +77,19 @@ def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable
 
 
 def _encoder_layer(layer: Any, *, model: T5, backend: Backend) -> Any:
-    return backend.encoder_layer(model, lora.merge_factors(layer))
+    return backend.encoder_layer(model, _whole(layer))
 
 
 def _decoder_layer(layer: Any, *, model: T5, backend: Backend) -> tuple[Any, Layer]:
-    return backend.decoder_layer(model, lora.merge_factors(layer))
+    return backend.decoder_layer(model, _whole(layer))
 
 
 def _ends(params: Any, *, model: T5, backend: Backend) -> tuple[Any, Weights]:
-    return backend.ends(model, params)
+    return backend.ends(model, _whole(params))
+
+
+def _whole(params: Any) -> Any:
+    return lora.merge_factors(quantization.whole(params))
 
 
 def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:

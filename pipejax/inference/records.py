@@ -57,6 +57,13 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     cli.check_output("--output", target)
 
 
+def warn_of_objective(strategy: str, trained: str) -> None:
+    """Logs a warning unless weights that were trained with that objective can be decoded so."""
+    if strategy != trained and not (trained == "none" and strategy == "sequential"):
+        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
+        logger.warning(f"these weights were {what}; {strategy} decoding runs, but its output means little")
+
+
 def decode_file(
     generator: Generator,
     source: str,
@@ -79,10 +86,7 @@ def decode_file(
       UserError: a line that is not a source (the message names file and line), or an output that is of other work.
     """
     name = strategy or generator.default_strategy
-    trained = generator.config.train.objective
-    if name != trained and not (trained == "none" and name == "sequential"):
-        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
-        logger.warning(f"these weights were {what}; {name} decoding runs, but its output means little")
+    warn_of_objective(name, generator.config.train.objective)
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     if source == STANDARD:
@@ -220,7 +224,8 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))
-        digest.update(json.dumps([source.id, content]).encode())
+        told = [source.prefixes, source.max_rows] if source.prefixes or source.max_rows is not None else []
+        digest.update(json.dumps([source.id, content, *told]).encode())
     speed = ("batch_size", "draft", "draft_tokens")
     decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
     decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
@@ -239,6 +244,11 @@ def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]
     """Sources that the generator can decode, from ("FILE:LINE", object); a line without an id has its number."""
     for place, value in lines:
         yield generator.source(value, place, place.rpartition(":")[2])
+
+
+def as_line(record: Record) -> str:
+    """A record as a line of what is written."""
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def _shown(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
@@ -265,7 +275,7 @@ def _open(target: str, kept: int) -> BinaryIO:
 
 
 def _write(out: BinaryIO, record: Record, target: str) -> None:
-    line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    line = as_line(record).encode()
     try:
         written = out.write(line)
         while written is not None and written < len(line):  # an unbuffered file may take a part

@@ -33,6 +33,7 @@ class Choice:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    log_probs: bool = True  # whether they are computed; they cost a little
 
 
 class RunningBatch:
@@ -49,7 +50,7 @@ class RunningBatch:
         self.places = places
         self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
         self._sizes = schedule(strategy, places)
-        self._in_use = np.zeros(places, bool)
+        self._in_use, self._scored = np.zeros(places, bool), np.zeros(places, bool)
         self._sampling = Sampling(
             temperature=np.zeros(places, np.float32),
             top_k=np.zeros(places, np.int32),
@@ -86,7 +87,8 @@ class RunningBatch:
                 self._memory = self._widen(self._memory, length)
             memory = self._widen(memory, self._memory.mask.shape[1])
             self._memory = self._place(self._memory, memory, place)
-        for field in dataclasses.fields(choice):
+        self._scored[place] = choice.log_probs
+        for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(choice, field.name)
         self._in_use[place] = self._begins[place] = True
         self._ends[place] = False
@@ -95,7 +97,7 @@ class RunningBatch:
     def drop(self, place: int) -> None:
         """Frees a place, whether its answer is over or not."""
         self._in_use[place] = self._begins[place] = False
-        self._sampling.temperature[place] = 0
+        self._sampling.temperature[place], self._scored[place] = 0, False
         self._ends[place] = True
 
     def advance(self) -> tuple[Decoded, np.ndarray]:
@@ -122,7 +124,7 @@ class RunningBatch:
 
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray]:
         assert self._memory is not None, "nobody has a place"
-        wishes = Wishes(sampling=self._sampling, scores=True)
+        wishes = Wishes(sampling=self._sampling, scores=True, scored=self._scored.any())
         found: Any = None
         with precision(self._model.dtype):
             while found is None or (not found[2] and not found[1].all()):  # the cache was full before the first step

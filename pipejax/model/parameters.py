@@ -7,7 +7,7 @@ width of all heads, B buckets.
 from collections.abc import Mapping, Sequence
 
 from pipejax.config import T5Config
-from pipejax.model import lora
+from pipejax.model import lora, quantization
 from pipejax.system.errors import UserError
 
 # Our path, Hugging Face's name without ".weight", our axes; `mapping` prefixes the layer.
@@ -48,7 +48,7 @@ def mapping(model: T5Config) -> dict[str, tuple[str, str]]:
 
 
 def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: T5Config) -> None:
-    """Low-rank factors may lie beside their kernels.
+    """Low-rank factors may lie beside their kernels, and scales beside int8 matrices.
 
     Raises:
       UserError: a parameter is missing, one is too many, or one has another shape than the config implies; `where` says
@@ -56,6 +56,7 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: T5Config
     """
     table = mapping(model)
     factors = {path for path in shapes if lora.is_factor(path)}
+    scales = {quantization.scale_path(path): axes for path, (_, axes) in table.items()}
     for path in sorted(table.keys() - shapes.keys()):
         raise UserError(f"{where}: {path}: missing; expected {len(table)} parameters, as the config implies")
     for path, shape in sorted(shapes.items()):
@@ -67,6 +68,9 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: T5Config
             other = path[:-1] + ("b" if path.endswith(lora.A) else "a")
             if list(shape) != expected or rank not in shapes.get(other, ()):
                 raise UserError(f"{where}: {path}: found shape {list(shape)}; expected one of a pair of factors")
+        elif path in scales:  # one of each output: a table's rows, a kernel's columns
+            axes = scales[path]
+            check_shape(f"{where}: {path}", tuple(shape), axes[0] if axes == "VD" else axes[1], model)
         elif path not in table:
             raise UserError(f"{where}: {path}: found one too many; expected the {len(table)} that the config implies")
         else:

@@ -1,26 +1,45 @@
 """Weights in fewer bytes than the computation has: bfloat16, or int8 with a float32 scale for each output.
 
-Only weights are rounded: norms, biases, activations and sums are those of the computation.
+Only weights are rounded: norms, biases, activations and sums are those of the computation. An int8 matrix has its scale
+beside it: "query/kernel" [in, out] and "query/scale" [out], "shared/embedding" [V, D] and "shared/scale" [V].
+
+A scale has 17 significant bits, so whole number times scale is exact in float32. Hence `hold` rounds what `whole` gives
+back to the same numbers and scales again, and a checkpoint with int8 weights decodes as its original does in int8.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
-from pipejax.model.t5 import cast_params
+from pipejax.model.t5 import VECTORS, cast_params
+from pipejax.system.errors import UserError
 
 Array = jax.Array
 SCALE = "scale"  # of a module's kernel or table, beside it
+_INPUTS = {"kernel": 0, "embedding": 1}  # the axis of the inputs, by what a matrix is called
+_BITS = 16  # of a scale, after the first one
 
 
 def quantize(weights: Array, axis: int) -> tuple[Array, Array]:
     """int8 of the same shape, and the f32 scale of each output: the largest magnitude along the inputs is 127."""
     weights = weights.astype(jnp.float32)
-    scale = jnp.abs(weights).max(axis=axis, keepdims=True) / 127
-    whole = jnp.round(weights / jnp.where(scale == 0, 1, scale))
-    return whole.astype(jnp.int8), jnp.squeeze(scale, axis)
+    scale = jnp.abs(weights).max(axis=axis, keepdims=True) * np.float32(1 / 127)
+    scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=_BITS)
+    rounded = jnp.round(weights / jnp.where(scale == 0, 1, scale))
+    return rounded.astype(jnp.int8), jnp.squeeze(scale, axis)
+
+
+def scale_path(path: str) -> str | None:
+    """Where the scale of this parameter is if it is int8; None of what is no weight matrix and never int8."""
+    module, _, name = path.rpartition("/")
+    if name not in _INPUTS or path.endswith(VECTORS):
+        return None
+    return f"{module}/{SCALE}" if module else SCALE
 
 
 def hold(params: Any, dtype: DTypeLike, weights: str) -> Any:
@@ -33,14 +52,32 @@ def hold(params: Any, dtype: DTypeLike, weights: str) -> Any:
     """
     if weights == "bfloat16":
         return cast_params(params, jnp.bfloat16)
-    return _held(params) if weights == "int8" else cast_params(params, dtype)
+    if weights != "int8":
+        return cast_params(params, dtype)
+    flat = flatten_dict(params, sep="/")
+    for path in list(flat):
+        if scale := scale_path(path):
+            flat[path], flat[scale] = quantize(flat[path], _inputs(path))
+    return unflatten_dict(flat, sep="/")
 
 
-def _held(params: Any) -> Any:
-    if not isinstance(params, dict):
-        return params
-    held = {name: value if name == "relative_bias" else _held(value) for name, value in params.items()}
-    for name, axis in (("kernel", 0), ("embedding", 1)):
-        if name in params:
-            held[name], held[SCALE] = quantize(params[name], axis)
-    return held
+def whole(params: Any) -> Any:
+    """The float32 parameters that those of a T5 or a part of it stand for, whatever they are held in."""
+    flat = flatten_dict(params, sep="/")
+    scales = {path: scale for path in flat if (scale := scale_path(path)) in flat}
+    for path, scale in scales.items():
+        flat[path] = flat[path].astype(jnp.float32) * jnp.expand_dims(flat.pop(scale), _inputs(path))
+    return jax.tree.map(lambda x: x.astype(jnp.float32), unflatten_dict(flat, sep="/"))
+
+
+def check_scales(where: str, dtypes: Mapping[str, str]) -> None:
+    """Raises a UserError that begins with `where` unless exactly the int8 parameters, by path, have scales."""
+    for path, dtype in sorted(dtypes.items()):
+        has = scale_path(path) in dtypes
+        if (dtype == "int8") != has:
+            found, expected = ("with", "int8") if has else ("without", "one, or a float dtype")
+            raise UserError(f"{where}: {path}: found {dtype} {found} a scale; expected {expected}")
+
+
+def _inputs(path: str) -> int:
+    return _INPUTS[path.rpartition("/")[2]]

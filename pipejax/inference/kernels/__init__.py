@@ -1,7 +1,7 @@
-"""A kernel of our own for encoding and decoding on a CPU, compiled once on the user's machine: see t5.cc.
+"""A kernel of our own for encoding and decoding on a CPU: see t5.cc.
 
-Without a C++ compiler, without a cache to keep it in, or elsewhere than on a CPU everything works as well, in XLA's own
-products.
+A wheel may ship it compiled (tools/ship_kernel.py); else it is compiled once on the user's machine. Without a C++
+compiler, without a cache to keep it in, or elsewhere than on a CPU everything works as well, in XLA's own products.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 
 from pipejax.system import compile_cache, processor
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ LEVELS = (  # the best first
 TARGETS = ("pipejax_step", "pipejax_encode")
 LANES = 16  # outputs of a panel, as in products.h
 SOURCES = [Path(__file__).parent / name for name in ("t5.cc", "attention.h", "products.h", "team.h")]
+SHIPPED = Path(__file__).parent / "compiled"  # is in some wheels only
 VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or the best below it
 
 
@@ -68,26 +69,55 @@ def use() -> Level | None:
         raise UserError(f"{VARIABLE}: found {wanted!r}; expected off, {', '.join(names)}")
     if wanted == "off" or jax.default_backend() != "cpu":
         return None
-    directory = compile_cache.safe_directory()
-    if directory is None:
-        return None
     levels = [level for level in LEVELS[names.index(wanted) if wanted else 0 :] if level.needs <= processor.features()]
-    key = directory, levels[0].name
+    key = compile_cache.directory(), levels[0].name
     if key not in _tried:
         try:
-            _tried[key] = _first(directory, levels)
+            _tried[key] = _first_shipped(levels) or _first_compiled(levels)
         except OSError as error:  # a disk that is full or forbids programs, a file that is no library
             logger.warning(f"decoding goes without its own kernel: {error}")
             _tried[key] = None
     return _tried[key]
 
 
-_tried: dict[tuple[Path, str], Level | None] = {}  # what came of it, by cache and best level
+_tried: dict[tuple[Path | None, str], Level | None] = {}  # what came of it, by cache and best level
 _registered: set[str] = set()  # levels: a name can be given once
 
 
-def _first(directory: Path, levels: list[Level]) -> Level | None:
-    """Of the first level that compiler and system support."""
+def shipped(level: Level) -> Path:
+    """Where a wheel with these sources has the kernel, if it ships it. Trusted as the package's own code is."""
+    return SHIPPED / f"t5-{level.name}-{_digest([x.read_bytes() for x in SOURCES])}.so"
+
+
+def build(level: Level, compiler: str, library: Path) -> str:
+    """Compiles the kernel for that level into a file. Returns why that failed; "" if it did not."""
+    command = [*compiler.split(), *_flags(level), str(SOURCES[0]), "-o", str(library)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode:
+        return next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
+    return ""
+
+
+def _first_shipped(levels: list[Level]) -> Level | None:
+    """The first level that is shipped and that system and JAX support."""
+    for level in levels:
+        library = shipped(level)
+        try:
+            if library.exists() and _load(library, level):
+                return level
+        except (OSError, jax.errors.JaxRuntimeError) as error:  # another JAX's interface, a package for other systems
+            logger.info(f"{library}: cannot be used here ({first_line(error)})")
+    return None
+
+
+def _first_compiled(levels: list[Level]) -> Level | None:
+    """The first level that compiler and system support."""
+    directory = compile_cache.safe_directory()
+    if directory is None:
+        return None
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning(
@@ -97,48 +127,59 @@ def _first(directory: Path, levels: list[Level]) -> Level | None:
     failed = ""
     for level in levels:
         library, failed = _compiled(directory, level, compiler, quiet=bool(failed))
-        if library and _load(library, level):
-            return level
+        if library is None:
+            continue
+        try:
+            if _load(library, level):
+                return level
+        except OSError as error:
+            library.unlink(missing_ok=True)  # the next start makes it anew
+            raise OSError(f"{library}: cannot be loaded ({error})") from error
     logger.warning(f"decoding goes without its own kernel: {compiler}: {failed or 'the system forbids it'}")
     return None
 
 
 def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> tuple[Path | None, str]:
     """The library, or why there is none."""
-    flags = ["-O3", *level.options.split(), "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
     here = sorted(processor.features()) if level is LEVELS[-1] else []  # a home directory may be shared by machines
-    key = hashlib.sha256(repr(([x.read_bytes() for x in SOURCES], jax.__version__, compiler, flags, here)).encode())
-    library = directory / f"t5-{level.name}-{key.hexdigest()[:16]}.so"
+    sources = [x.read_bytes() for x in SOURCES]
+    library = directory / f"t5-{level.name}-{_digest(sources, jax.__version__, compiler, _flags(level), here)}.so"
     if library.exists() and compile_cache.ours_alone(library):
         return library, ""
     if not quiet:
         logger.info(f"compiling a kernel for this processor (once; kept in {directory})")
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / library.name
-        command = [*compiler.split(), *flags, str(SOURCES[0]), "-o", str(made)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return None, str(error)
-        if done.returncode:
-            found = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
-            return None, found
+        if failed := build(level, compiler, made):
+            return None, failed
         made.chmod(0o700)  # the linker makes it as open as the umask allows
         made.replace(library)
     return library, ""
 
 
+def _flags(level: Level) -> list[str]:
+    return ["-O3", *level.options.split(), "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
+
+
+def _digest(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
 def _load(library: Path, level: Level) -> bool:
-    """Registers it; False: the system does not let this process use what it needs."""
+    """Registers it; False: the system does not let this process use what it needs.
+
+    Raises:
+      OSError: this is no library, or not of these sources.
+      JaxRuntimeError: it was compiled for a JAX whose interface this one does not know.
+    """
     if level.name in _registered:
         return True
+    loaded = ctypes.CDLL(str(library))
     try:
-        loaded = ctypes.CDLL(str(library))
         handlers = {name: getattr(loaded, name) for name in TARGETS}
         ready = loaded.pipejax_ready
-    except (OSError, AttributeError) as error:
-        library.unlink(missing_ok=True)  # the next start makes it anew
-        raise OSError(f"{library}: cannot be loaded ({error})") from error
+    except AttributeError as error:
+        raise OSError(str(error)) from error
     if not ready():
         return False
     for name, handler in handlers.items():

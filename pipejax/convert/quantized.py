@@ -1,0 +1,41 @@
+"""Writes a checkpoint again with its weights in fewer bytes."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from flax.traverse_util import flatten_dict
+
+from pipejax.checkpoint import check_place, open_run, require_free, save_params
+from pipejax.checkpoint.manifest import on_host
+from pipejax.convert.tensor_files import check_finite
+from pipejax.model import quantization
+
+
+def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", best: bool = False) -> None:
+    """Writes the parameters of a run as a new run directory whose only step is 0, and whose config decodes with them.
+
+    Args:
+      checkpoint: a run directory or a converted checkpoint.
+      out: a new or an empty directory.
+      weights: "int8", with one scale for each output of a matrix, or "bfloat16".
+      best: the step of the best evaluation, not the newest.
+
+    Raises:
+      UserError: there is no good step, a parameter is not finite, `out` is not empty or cannot be written, or the
+        tokenizer is not that of the step.
+    """
+    require_free(Path(out))
+    check_place(Path(out))
+    restored = open_run(checkpoint, best=best)
+    params = restored.items["params"]
+    for path, array in flatten_dict(params, sep="/").items():
+        check_finite(f"{restored.path}: {path}", array)
+    with jax.default_device(next(iter(on_host().device_set))):
+        held = jax.jit(quantization.hold, static_argnames=("dtype", "weights"))(
+            params, dtype="float32", weights=weights
+        )
+    config = dataclasses.replace(restored.config, decode=dataclasses.replace(restored.config.decode, weights=weights))
+    save_params(out, config, held, tokenizer_source=restored.tokenizer_files())
+    before, after = (sum(x.nbytes for x in jax.tree.leaves(tree)) / 1e6 for tree in (params, held))
+    print(f"{out}: {after:.1f} MB of parameters in {weights}; in float32 they have {before:.1f} MB")

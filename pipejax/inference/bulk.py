@@ -1,0 +1,219 @@
+"""Decodes many files in blocks of lines, by several processes: what each does, and what the one that leads does."""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
+from pipejax.inference import records
+from pipejax.inference.generator import Generator, load
+from pipejax.inference.report import Report
+from pipejax.inference.shards import Output, Shard, Shards, names
+from pipejax.system.cli import REFUSALS
+from pipejax.system.errors import UserError, first_line, out_of_memory
+from pipejax.system.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 1000  # lines of a shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a process is told once. Paths are absolute, but those of blocks are relative to `root`."""
+
+    checkpoint: str
+    output: str
+    root: str
+    best: bool = False
+    overrides: tuple[str, ...] = ()
+    strategy: str | None = None  # None: as the checkpoint was trained
+    settings: Mapping[str, Any] | None = None  # what the records depend on; None: not known yet
+    run: str = ""  # as `Shards` wants it
+
+
+class Pool(Protocol):
+    """Processes that decode."""
+
+    def ask(self, work: Work) -> dict[str, Any]:
+        """What `describe` says in one of them."""
+
+    def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
+        """What `Worker` says to each block, each once, in any order."""
+
+
+def caught(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """The result of the call, or {"error", "kind"}: an error is to become one line in another process."""
+    try:
+        return call(*arguments)
+    except UserError as error:
+        return {"error": str(error), "kind": "user"}
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in REFUSALS:
+            return {"error": f"{error.filename or 'output'}: {error.strerror}", "kind": "user"}
+        if out_of_memory(error):
+            return {"error": first_line(error), "kind": "memory"}
+        return {"error": traceback.format_exc(), "kind": "mistake"}
+
+
+def checked(said: dict[str, Any]) -> dict[str, Any]:
+    """What another process said; raises the error if it is one."""
+    if "error" not in said:
+        return said
+    kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
+    raise kinds[said["kind"]](said["error"])
+
+
+def describe(work: Work) -> dict[str, Any]:
+    """The "settings" that the records depend on, and what the weights were "trained" for."""
+    generator = _open(work)
+    return {"settings": _settings(work, generator), "trained": generator.config.train.objective}
+
+
+def _open(work: Work) -> Generator:
+    return load(work.checkpoint, best=work.best, overrides=work.overrides)
+
+
+def _settings(work: Work, generator: Generator) -> dict[str, Any]:
+    """As they are read back from JSON; digests of whole files stand for the input."""
+    settings = records.settings_of(generator, work.strategy or generator.default_strategy, [])
+    return {key: json.loads(json.dumps(value)) for key, value in settings.items() if key != "input"}
+
+
+class Worker:
+    """Decodes block after block in a process of its own; the checkpoint is loaded for the first."""
+
+    def __init__(self, work: Work) -> None:
+        """Loads nothing yet."""
+        self.work, self.shards, self.reader = work, Shards(Path(work.output), work.run), Reader(Path(work.root))
+        self.generator: Generator | None = None
+
+    def __call__(self, name: str, block: Block) -> dict[str, Any]:
+        """Writes the shard `name` and says what it holds, as `Shards.look`.
+
+        An error is said as `caught` says it, and stops the work; {} if it was stopped before this block.
+        """
+        if self.shards.stopped:
+            return {}
+        said = caught(self._shard, name, block)
+        if "error" in said:
+            with contextlib.suppress(OSError):  # of a full disk
+                self.shards.stop()
+        return said
+
+    def _shard(self, name: str, block: Block) -> Shard:
+        if found := self.shards.look(name):  # of a process that died before it could say so
+            return found
+        self.shards.begin(name)
+        if self.generator is None:
+            generator = _open(self.work)
+            if (settings := _settings(self.work, generator)) != self.work.settings:
+                raise UserError(f"a worker: found the settings {settings}; expected {self.work.settings}, as at first")
+            self.generator = generator
+        strategy, size = self.work.strategy, self.generator.config.decode.batch_size
+        read = list(records.read_sources(self.generator, self.reader.read(block)))
+        sources = list(self.generator.samples_of(read, strategy))
+        decoded = self.generator.stream(sources, strategy=strategy, batch_size=size, report=Report())
+        return self.shards.write(name, "".join(map(records.as_line, decoded)))
+
+
+def find(patterns: Sequence[str]) -> list[str]:
+    """The files that are named, or match a glob pattern; in the order given, those of a pattern sorted.
+
+    Raises:
+      UserError: there is none, or one that is no file of JSON lines or Parquet.
+    """
+    found = dict[str, None]()
+    for pattern in patterns:
+        paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        if not paths:
+            raise UserError(f"--input {pattern}: found no file; expected {EXPECTED}")
+        for path in paths:
+            if not records.check_input(path).is_file():
+                raise UserError(f"--input {path}: found no regular file; expected {EXPECTED}")
+            found[path] = None
+    return list(found)
+
+
+def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *, block: int = BLOCK) -> None:
+    """Decodes the files into shards, but for those shards that are there; ends with a complete manifest.
+
+    Args:
+      work: without its settings.
+      files: relative to `work.root`, which is the working directory.
+      output: the directory of shards.
+      pool: the processes that decode.
+      block: lines of a shard.
+
+    Raises:
+      UserError: a line is no source (the other blocks in work are written), or the output is of other work.
+    """
+    described = checked(pool.ask(work))
+    work = dataclasses.replace(work, settings=described["settings"], run=output.run)
+    records.warn_of_objective(described["settings"]["strategy"], described["trained"])
+    inputs, blocks = _read(files, block)
+    wanted = names(blocks)
+    if not wanted:
+        raise UserError(f"{files[0]}: found no lines; expected at least one source")
+    plan = {"settings": work.settings, "block": block, "inputs": inputs}
+    with output:
+        known = output.take_up(plan)
+        done = output.written(wanted, known)
+        if done:
+            logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written already")
+        begun, before = time.monotonic(), sum(shard["records"] for shard in done.values())
+        try:
+            problem = _decode(work, wanted, done, pool)
+        finally:
+            for name in wanted.keys() - done.keys():  # what workers have written and not said yet
+                if shard := output.shards.look(name):
+                    done[name] = shard
+            output.note(plan, [done[name] for name in wanted if name in done], complete=len(done) == len(wanted))
+            if len(done) < len(wanted):
+                logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command goes on")
+        checked(problem)
+        if len(done) < len(wanted):
+            raise UserError(
+                f"{output.path}: stopped by a worker that died before it said why; the same command goes on"
+            )
+        total = sum(shard["records"] for shard in done.values())
+        rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
+        logger.info(f"{output.path}: {total} records in {len(done)} shards{rate}")
+
+
+def _read(files: Sequence[str], block: int) -> tuple[list[dict[str, Any]], list[list[Block]]]:
+    """What the manifest says of each input, and the blocks of each."""
+    inputs, blocks = [], []
+    with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
+        for path in files:
+            blocks.append(cut(path, block))
+            lines = sum(part.lines for part in blocks[-1])
+            size = Path(path).stat().st_size
+            inputs.append({"path": path, "lines": lines, "bytes": size, "sha256": digest_of(Path(path))})
+            progress.add(1)
+    return inputs, blocks
+
+
+def _decode(work: Work, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> dict[str, Any]:
+    """Adds the shards that are lacking to `done`; returns the first error, or {}."""
+    problem: dict[str, Any] = {}
+    lacking = [(name, part) for name, part in wanted.items() if name not in done]
+    total, start = (sum(wanted[name].lines for name in some) for some in (wanted, done))
+    with contextlib.closing(Progress("decoding", total, unit="line", start=start)) as progress:
+        for said in pool.map(work, lacking) if lacking else ():
+            if "error" in said:
+                if not problem:
+                    progress.line("stopping: the blocks in work are decoded first")
+                problem = problem or said
+            elif said:
+                name = Path(said["shard"]).name
+                done[name] = said
+                progress.add(wanted[name].lines)
+    return problem

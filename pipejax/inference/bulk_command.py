@@ -1,0 +1,59 @@
+"""Decodes many files of sources by several processes, on one machine or on a cluster; goes on where it was killed.
+
+    pipejax bulk --checkpoint runs/demo --input 'articles/*.jsonl' --output decoded [--workers 2] [--set ...]
+
+Input files are JSON lines, which may be packed with gzip, or Parquet, as `pipejax decode` reads them. Each block of
+lines becomes a file below OUTPUT/shards: the records that `pipejax decode` would write for them. The same command
+again decodes what is not written yet. OUTPUT/manifest.json says what is there. Needs the library Ray, which the extra
+pipejax[ray] installs.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipejax.system import cli
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; all logic is in `pipejax.inference.bulk`, `shards` and `ray_pool`."""
+    from pipejax.config import STRATEGIES
+
+    parser = cli.Parser(prog="pipejax bulk", description=__doc__)
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
+    )
+    parser.add_argument(
+        "--input", required=True, nargs="+", metavar="GLOB", help="files of JSON lines (gzip, too) or Parquet"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one to go on with")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+    parser.add_argument(
+        "--workers",
+        type=cli.whole(1, 2**16),
+        metavar="N",
+        help="processes that decode; default: one for each GPU or TPU, else one for each machine",
+    )
+    parser.add_argument(
+        "--block", type=cli.whole(1, 2**31), default=1000, metavar="N", help="lines of a shard; default: 1000"
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster; default: $RAY_ADDRESS, else none")
+    parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
+    flags = parser.parse_args(argv)
+
+    from pipejax.inference import bulk, ray_pool
+    from pipejax.inference.shards import Output
+
+    files, output = bulk.find(flags.input), Output(Path(flags.output))
+    work = bulk.Work(
+        checkpoint=os.path.abspath(flags.checkpoint),
+        output=os.path.abspath(flags.output),
+        root=os.getcwd(),
+        best=flags.best,
+        overrides=tuple(flags.overrides),
+        strategy=flags.strategy,
+    )
+    with ray_pool.start(flags.address, flags.workers) as pool:
+        bulk.decode_files(work, files, output, pool, block=flags.block)
+    return 0

@@ -1,0 +1,235 @@
+"""Writes a checkpoint's decoding as files that JAX alone runs: programs, and the weights.
+
+Each strategy has a program a platform: the encoder and the whole decoding loop, in XLA's products. The weights are its
+arguments and lie beside it, once for all programs. As constants they would be in each of them, and a program of
+T5-Large would not fit into the 2 GB that a FlatBuffers file holds.
+
+Shapes: B batch, L source length.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export as jax_export
+
+from pipejax import checkpoint, decoding
+from pipejax import config as config_lib
+from pipejax.checkpoint import Restored
+from pipejax.checkpoint.fingerprint import digest
+from pipejax.config import Config
+from pipejax.decoding import TRUNCATIONS, Carry, Decoded, Drafted, SourceIds, Strategy
+from pipejax.inference import programs
+from pipejax.inference.backends import Xla
+from pipejax.inference.programs import Ready
+from pipejax.inference.records import warn_of_objective
+from pipejax.model.precision import compute_dtype, precision
+from pipejax.model.sharding import path_of
+from pipejax.model.t5 import T5
+from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
+from pipejax.system.files import new_directory
+
+logger = logging.getLogger(__name__)
+
+KEYS = ("grid", "decode")  # sections that `--set` may change
+# What a program follows of `decode`; the other keys must have their defaults.
+FOLLOWED = (
+    *("max_length", "beams", "length_penalty", "draft", "draft_tokens"),
+    *("batch_size", "dtype", "weights"),
+)
+WEIGHTS, DESCRIPTION = "weights.npz", "export.json"
+COMPATIBILITY = {  # of the JAX that loads a program, compared with the one that exported it
+    "newer_at_most": "6 months",
+    "older_at_most": "3 weeks",
+    "said_in": "https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees",
+}
+
+
+def export(
+    directory: str | Path,
+    out: str | Path,
+    *,
+    platforms: Sequence[str],
+    strategies: Sequence[str] = (),
+    batch: int | None = None,
+    length: int | None = None,
+    best: bool = False,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Writes the programs, their weights, a description and the tokenizer's files: completely or not at all.
+
+    Args:
+      directory: a run or a converted checkpoint.
+      out: a new or an empty directory.
+      platforms: names of JAX's: cpu, cuda, tpu.
+      strategies: none: the one that the checkpoint was trained for.
+      batch: B; None: `decode.batch_size`.
+      length: L; None: `data.max_source`.
+      best: the best evaluated step instead of the newest.
+      overrides: KEY=VALUE for `grid` and `decode`.
+
+    Raises:
+      UserError: the checkpoint or a setting is of no use, or `out` is not empty.
+    """
+    for assignment in overrides:
+        if assignment.partition("=")[0].strip().partition(".")[0] not in KEYS:
+            raise UserError(f"--set {assignment}: cannot change in an export; expected a key of {' or '.join(KEYS)}")
+    out = Path(out).absolute()
+    checkpoint.require_free(out)
+    with extra("export", "export"):
+        import flatbuffers  # noqa: F401  JAX writes its programs with it
+    restored = checkpoint.open_run(directory, best=best)
+    config = config_lib.override(restored.config, overrides)
+    for field in dataclasses.fields(config.decode):
+        found = getattr(config.decode, field.name)
+        if field.name not in FOLLOWED and found != field.default:
+            raise UserError(f"decode.{field.name}: found {found}; expected {field.default}, all that an export knows")
+    batch, length = batch or config.decode.batch_size, length or config.data.max_source
+    objective = config.train.objective
+    names = tuple(dict.fromkeys(strategies)) or ("sequential" if objective == "none" else objective,)
+    for name in names:
+        warn_of_objective(name, objective)
+    made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
+    chosen = {file: _strategy(config, *of) for file, of in made.items()}
+    model, ready = _prepared(config, restored.items["params"], platforms)
+    stored, unpacked = _stored(ready)
+    weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
+    arguments = weights, jax.ShapeDtypeStruct((batch, length), np.int32), jax.ShapeDtypeStruct((batch,), np.int32)
+    with new_directory(out) as partial_out:
+        described = {}
+        for file, (name, platform) in made.items():
+            logger.info(f"tracing the {name} program for {platform}")
+            program = jax.jit(partial(_decode, model, chosen[file], platform, unpacked))
+            with precision(model.dtype):
+                exported = jax_export.export(program, platforms=[platform])(*arguments)
+            (partial_out / file).write_bytes(exported.serialize())
+            outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
+            described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
+        arrays: dict[str, Any] = {name: _plain(x) for name, x in stored.items()}
+        np.savez(partial_out / WEIGHTS, allow_pickle=False, **arrays)
+        facts = _description(config, restored, model, batch, length) | {"programs": described}
+        (partial_out / DESCRIPTION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        if tokenizer := restored.tokenizer_files():
+            shutil.copytree(tokenizer, partial_out / "tokenizer")
+    for file in (*made, WEIGHTS):
+        print(f"{out / file}: {(out / file).stat().st_size / 1e6:.1f} MB")
+
+
+def _strategy(config: Config, name: str, platform: str) -> Strategy:
+    assert config.model is not None  # `open_run` checks it
+    bos, eos = config.model.decoder_start_token_id, config.model.eos_token_id
+    made = decoding.make(name, config.grid, config.decode, bos=bos, eos=eos)
+    return programs.for_drafts(made, platform) if isinstance(made, Drafted) else made
+
+
+def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5, Ready]:
+    """The T5 and its weights as XLA reads them, in one dtype for all platforms."""
+    assert config.model is not None
+    wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
+    if wanted == "auto":  # as where it runs, not as where it is exported
+        wanted = "float32" if "cpu" in platforms else "bfloat16"
+    model = T5(config.model, dtype=compute_dtype(wanted))
+
+    def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
+        return jax.jit(function, static_argnames=tuple(static))(tree, **static)
+
+    return model, programs.prepare(model, params, backend=Xla(config.decode.weights), compute=compute)
+
+
+def _stored(ready: Ready) -> tuple[dict[str, np.ndarray], Callable[[Sequence[Any]], Ready]]:
+    """The arrays by name, each once, and what makes them from a list of these arrays again.
+
+    The embedding table is in the encoder and in the decoder, and often the head as well.
+    """
+    stored: dict[str, np.ndarray] = {}
+    known: dict[tuple[Any, ...], int] = {}
+    places = []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(ready)
+    for keys, leaf in leaves:
+        array = np.asarray(leaf)
+        what = array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest()
+        if what not in known:
+            known[what] = len(stored)
+            stored[path_of(keys)] = array
+        places.append(known[what])
+
+    def unpacked(arrays: Sequence[Any]) -> Ready:
+        found: Ready = jax.tree.unflatten(structure, [arrays[place] for place in places])
+        return found
+
+    return stored, unpacked
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """The same bits in a dtype that NumPy's files know."""
+    return array.view(np.uint16) if array.dtype == jax.numpy.bfloat16 else array
+
+
+def _decode(
+    model: T5,
+    strategy: Strategy,
+    platform: str,
+    unpacked: Callable[[Sequence[Any]], Ready],
+    weights: Sequence[jax.Array],
+    source: jax.Array,
+    length: jax.Array,
+) -> dict[str, jax.Array]:
+    """A program, whose arguments are the last three; the others are static.
+
+    Args:
+      model: the T5.
+      strategy: decides what is fed.
+      platform: where it will run, which decides the sizes that it goes through.
+      unpacked: makes `Ready` of the weights.
+      weights: the arrays of the file.
+      source: i32 [B, L].
+      length: i32 [B], real tokens of each source.
+    """
+    ready = unpacked(weights)
+    memory = programs.encode_batch(model, ready.encoding, source, length)
+    sizes = programs.schedule(strategy, len(source), platform)
+    read = None
+    if isinstance(strategy, Drafted):
+        read = SourceIds(jax.numpy.pad(source, ((0, 0), (0, memory.mask.shape[1] - source.shape[1]))), length)
+
+    def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
+        """As `decoding.run`, but in one program: a longer answer goes on with a larger cache."""
+        found = programs.decode_batch(model, strategy, ready.decoding, memory, carry, read, sizes=sizes, slots=slots[0])
+        if not slots[1:]:
+            return found.decoded
+        result: Decoded = jax.lax.cond(found.over, lambda: found.decoded, lambda: stretches(slots[1:], found.carry))
+        return result
+
+    decoded = stretches(sizes.slots, None)
+    return {name: getattr(decoded, name) for name in ("tokens", "lengths", "steps", "truncated")}
+
+
+def _description(config: Config, restored: Restored, model: T5, batch: int, length: int) -> dict[str, Any]:
+    """What stands in the JSON file but for the programs."""
+    architecture = model.config
+    return {
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "loadable_by_a_jax": COMPATIBILITY,
+        "checkpoint": {"name": config.name, "step": restored.step, "params_fp": digest(restored.arrays["params"])},
+        "weights": WEIGHTS,
+        "dtype": str(model.dtype),
+        "inputs": {"source": f"int32[{batch},{length}]", "length": f"int32[{batch}]"},
+        "truncated": TRUNCATIONS,
+        "bos": architecture.decoder_start_token_id,
+        "eos": architecture.eos_token_id,
+        "separator": config.data.separator,
+        "grid": dataclasses.asdict(config.grid),
+        "decode": dataclasses.asdict(config.decode),
+        "architecture": dataclasses.asdict(architecture),
+    }

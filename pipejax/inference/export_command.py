@@ -1,0 +1,68 @@
+"""Writes a checkpoint's decoding as files that JAX alone loads and runs, without pipejax, Flax or transformers.
+
+    pipejax export --checkpoint runs/demo exported [--platforms cpu,cuda] [--batch 8] [--source 512]
+
+OUT gets a program for each strategy and platform, the weights, and export.json, which describes them. A program takes
+batches of one shape. docs/export.md shows how to load it.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from pipejax.system import cli
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+def platforms(text: str) -> tuple[str, ...]:
+    """The argparse type of a list of platforms."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in PLATFORMS:
+            raise argparse.ArgumentTypeError(f"found {name!r}; expected some of {','.join(PLATFORMS)}")
+    return names
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; all logic is in `pipejax.inference.export`."""
+    from pipejax.config import STRATEGIES
+
+    parser = cli.Parser(prog="pipejax export", description=__doc__)
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
+    )
+    parser.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        choices=STRATEGIES,
+        default=[],
+        help="repeatable; default: as the checkpoint was trained",
+    )
+    parser.add_argument("--batch", type=cli.whole(1, 2**16), metavar="N", help="sources; default: decode.batch_size")
+    parser.add_argument(
+        "--source",
+        type=cli.whole(2, 2**20),
+        metavar="N",
+        help="tokens of a source; default: data.max_source",
+    )
+    parser.add_argument(
+        "--platforms", type=platforms, default=("cpu",), metavar="LIST", help="of cpu,cuda,tpu; default: cpu"
+    )
+    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+    parser.add_overrides("override a setting of grid or decode (repeatable)")
+    flags = parser.parse_args(argv)
+
+    from pipejax.inference.export import export  # starts JAX: after the flags are known to be good
+
+    export(
+        flags.checkpoint,
+        flags.out,
+        platforms=flags.platforms,
+        strategies=flags.strategy,
+        batch=flags.batch,
+        length=flags.source,
+        best=flags.best,
+        overrides=flags.overrides,
+    )
+    return 0

@@ -1,0 +1,200 @@
+"""The directory that `pipejax bulk` fills: a manifest, and below shards/ a file of records for each block of lines.
+
+A shard gets its name only when it is whole and on the disk, and its name says which lines it is of. So what is written
+is what is done: nothing else has to be kept in step with it, whatever is killed and when.
+"""
+
+import fcntl
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pipejax.data.blocks import Block
+from pipejax.system.errors import UserError
+from pipejax.system.files import make_directories, sweep, write_text
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ATTEMPTS = 10  # processes that may die over one block
+
+Shard = dict[str, Any]  # "shard": its path, "records", "bytes", "sha256"
+
+
+def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
+    """The blocks of each input file by the names of their shards, which sort as the lines do.
+
+    A name has the number and the name of the file, the first and the last line, and a digest of the lines.
+    """
+    found = {}
+    for number, blocks in enumerate(files):
+        for block in blocks:
+            stem = re.sub(r"[^A-Za-z0-9_-]", "_", Path(block.path).name)[:80]
+            lines = f"{block.first:010}-{block.first + block.lines - 1:010}"
+            found[f"{number:06}-{stem}-{lines}-{block.digest}.jsonl"] = block
+    return found
+
+
+class Shards:
+    """Shards in an output directory, for the processes that write them."""
+
+    def __init__(self, output: Path, run: str) -> None:
+        """Makes nothing. `run`: a name that is new each time that the work is taken up."""
+        self.directory = output / "shards"
+        self._stop = self.directory / f".stop-{run}"  # a killed leader's workers must not stop those of the next one
+
+    def stop(self) -> None:
+        """Has all processes begin no further block."""
+        self._stop.touch()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no further block shall be begun."""
+        return self._stop.exists()
+
+    def begin(self, name: str) -> None:
+        """Counts the attempts at a shard, each of which ends with a shard or with the process.
+
+        Raises:
+          UserError: there were too many.
+        """
+        with (self.directory / f".{name}.attempts").open("ab", buffering=0) as file:
+            file.write(b".")
+            if file.tell() > ATTEMPTS:
+                raise UserError(
+                    f"{name}: found {ATTEMPTS} processes that died while they decoded these lines; expected records "
+                    "(too little memory? a smaller decode.batch_size or --block may do)"
+                )
+
+    def write(self, name: str, text: str) -> Shard:
+        """Writes a shard: whole and synced, or not at all. Says what it holds."""
+        write_text(self.directory / name, text)
+        (self.directory / f".{name}.attempts").unlink(missing_ok=True)
+        return _said(name, text.encode())
+
+    def look(self, name: str) -> Shard | None:
+        """What a shard holds; None if it is not written."""
+        path = self.directory / name
+        return _said(name, path.read_bytes()) if path.exists() else None
+
+
+def _said(name: str, content: bytes) -> Shard:
+    digest = hashlib.sha256(content).hexdigest()
+    return {"shard": f"shards/{name}", "records": content.count(b"\n"), "bytes": len(content), "sha256": digest}
+
+
+class Output:
+    """An output directory in the hands of the one process that keeps its manifest."""
+
+    def __init__(self, path: Path) -> None:
+        """Checks what is there, and writes nothing.
+
+        Raises:
+          UserError: `path` is a file, or a directory with other things in it.
+        """
+        self.path, self.run = path, uuid.uuid4().hex
+        self.shards = Shards(path, self.run)
+        self.manifest = path / MANIFEST
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--output {path}: found a file; expected a directory")
+        strange = path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir())
+        if strange and not self.manifest.is_file():
+            raise UserError(
+                f"--output {path}: found a directory with other things in it; expected a new or an empty one, or one "
+                "that pipejax bulk has begun"
+            )
+
+    def __enter__(self) -> Self:
+        """Makes the directory, locks it, and removes what killed processes have left; the lock ends with the process.
+
+        Raises:
+          UserError: another process is at work in it.
+        """
+        make_directories(self.path)
+        self._lock = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise UserError(
+                f"--output {self.path}: another pipejax bulk is at work here; expected a directory of one's own"
+            ) from error
+        sweep(self.shards.directory, ".*")
+        sweep(self.path, f".{MANIFEST}-*")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Lets go."""
+        self._lock.close()
+
+    def take_up(self, work: Mapping[str, Any]) -> list[Shard]:
+        """Begins the work, or goes on with it; gives the shards whose digests an earlier run has written down.
+
+        Args:
+          work: what the shards depend on: "settings", "block", and "inputs" with "path", "bytes" and "sha256".
+
+        Raises:
+          UserError: the directory holds other work.
+        """
+        if not self.manifest.exists():
+            self.note(work, [], complete=False)
+            make_directories(self.shards.directory)  # not before: without a manifest it would be a stranger's
+            return []
+        try:
+            found = json.loads(self.manifest.read_text(encoding="utf-8"))
+            assert found["format"] == FORMAT
+            then = _flat(found)
+            shards = list[Shard](found["shards"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise UserError(
+                f"{self.manifest}: found no manifest of format {FORMAT}; expected what pipejax bulk wrote"
+            ) from error
+        now = _flat(work)
+        for key in dict.fromkeys([*now, *then]):
+            if then.get(key) != now.get(key):
+                raise UserError(
+                    f"--output {self.path}: holds other work: found {key} = {then.get(key)!r}; expected "
+                    f"{now.get(key)!r}, as asked for now (another --output begins anew)"
+                )
+        make_directories(self.shards.directory)
+        return shards
+
+    def note(self, work: Mapping[str, Any], shards: Sequence[Shard], *, complete: bool) -> None:
+        """Writes the manifest."""
+        content = {"format": FORMAT, "complete": complete, **work, "shards": list(shards)}
+        write_text(self.manifest, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    def written(self, wanted: Collection[str], known: Sequence[Shard]) -> dict[str, Shard]:
+        """The shards that are there, of those wanted; all are read.
+
+        Raises:
+          UserError: one is of lines that are not there any more, or is not what the manifest says of it.
+        """
+        noted = {shard["shard"]: shard for shard in known}
+        found = dict[str, Shard]()
+        for path in sorted(self.shards.directory.glob("[!.]*")):
+            if path.name not in wanted:
+                raise UserError(
+                    f"{path}: found a shard of lines that the input does not have at this place; expected the input as "
+                    "it was (lines without a shard may change)"
+                )
+            shard = self.shards.look(path.name)
+            if shard and noted.get(shard["shard"], shard) != shard:
+                raise UserError(
+                    f"{path}: found another content than {MANIFEST} says; expected it unchanged (a shard that is "
+                    "removed is decoded again)"
+                )
+            if shard:
+                found[path.name] = shard
+        return found
+
+
+def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
+    """What must stay the same, by name: not where the files lie, nor their lines, of which the shards' names tell."""
+    flat = {"--block": work["block"], "the number of inputs": len(work["inputs"])}
+    for key, value in work["settings"].items():
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    return flat | {f"input {i}": Path(given["path"]).name for i, given in enumerate(work["inputs"], start=1)}

@@ -1,0 +1,59 @@
+"""The T5 with rounded weights from its definition: NumPy's own rounding, then the exact arithmetic of `oracle`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from support import oracle
+
+Params = dict[str, Any]
+
+
+def bfloat16(x: Any) -> np.ndarray:
+    """The nearest numbers that bfloat16 has, in float64."""
+    return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def rounded(params: Params, weights: str) -> Params:
+    """What float32 parameters become, in float64.
+
+    An int8 matrix has one scale for each output, with 17 significant bits: the largest magnitude of its inputs / 127.
+    """
+    flat = flatten_dict(params, sep="/")
+    for path, x in flat.items():
+        exact = np.asarray(x).astype(np.float64)
+        is_matrix = path.endswith(("/kernel", "/embedding")) and "relative_bias" not in path
+        if is_matrix and weights == "bfloat16":
+            exact = bfloat16(x)
+        if is_matrix and weights == "int8":
+            most = np.abs(np.asarray(x)).max(axis=1 if path.endswith("embedding") else 0, keepdims=True)
+            mantissa, exponent = np.frexp((most * np.float32(1 / 127)).astype(np.float64))
+            scale = np.ldexp(np.round(mantissa * 2**17) / 2**17, exponent)
+            exact = np.round(exact / np.where(scale == 0, 1, scale)) * scale
+        flat[path] = exact
+    return unflatten_dict(flat, sep="/")
+
+
+def memory(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
+    """What the decoder's layers look into: keys and values [layers, 2, L, I] of a source of L tokens."""
+    encoded = oracle.encode(params, config, ids)
+    layers = [params["decoder"][f"layers_{i}"]["cross_attention"] for i in range(config.num_decoder_layers)]
+    return np.array([[oracle.linear(encoded, layer[name]) for name in ("key", "value")] for layer in layers])
+
+
+def logits(
+    params: Params, config: Any, seen: np.ndarray, tokens: Sequence[int], visible: np.ndarray, distance: np.ndarray
+) -> np.ndarray:
+    """The decoder's logits [N, V] from keys and values [layers, 2, L, I]; else as `oracle.decoder_logits`."""
+    layers, _, length, inner = seen.shape
+    picked, decoder = np.eye(layers * 2 * inner).reshape(-1, layers, 2, inner), dict(params["decoder"])
+    for i in range(layers):
+        cross = {name: {"kernel": picked[:, i, j]} for j, name in enumerate(("key", "value"))}
+        layer = decoder[f"layers_{i}"]
+        decoder[f"layers_{i}"] = {**layer, "cross_attention": {**layer["cross_attention"], **cross}}
+    side_by_side = seen.transpose(2, 0, 1, 3).reshape(length, -1)
+    params = {**params, "decoder": decoder}
+    return oracle.decoder_logits(params, config, side_by_side, tokens, visible.tolist(), distance.tolist())

@@ -1,0 +1,334 @@
+"""pipejax bulk: shards of blocks of lines, equal to what pipejax decode writes, whatever is killed on the way."""
+
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pipejax import checkpoint
+from pipejax.data import demo
+from pipejax.data.blocks import Block, Reader, cut
+from pipejax.data.formats import read_records
+from pipejax.inference import bulk, bulk_command, generator, records, shards
+from pipejax.inference.generator import Generator, load
+from pipejax.inference.shards import Output, Shards
+from pipejax.system.errors import UserError
+from support import oracle, tiny
+
+WORDS = [demo.examples("test")[i].source.split() for i in range(20)]
+VALUES = [{"id": f"r{i}", "source": " ".join(words[: 1 + i * 7 % 12])} for i, words in enumerate(WORDS)]
+
+
+def lines_of(values: Sequence[Any]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Iterator[Path]:
+    """A checkpoint that is opened once for each set of overrides: what workers share here is what they compile."""
+    path = tmp_path_factory.mktemp("bulk") / "run"
+    params = oracle.random_params(tiny.MODEL, np.random.default_rng(314))
+    checkpoint.save_params(path, tiny.RUN, params, tokenizer_source=tokenizer_files)
+    known = dict[tuple[str, ...], Generator]()
+
+    def load_once(path: str, *, best: bool, overrides: tuple[str, ...]) -> Generator:
+        known[overrides] = known.get(overrides) or load(path, best=best, overrides=overrides)
+        return known[overrides]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bulk, "load", load_once)
+        patch.setattr(generator, "load", load_once)
+        yield path
+
+
+class Serial:
+    """A pool of one worker in this process, which may be killed after some blocks."""
+
+    def __init__(self, killed_after: int = 1000) -> None:
+        self.killed_after, self.asked = killed_after, list[str]()
+
+    def ask(self, work: bulk.Work) -> dict[str, Any]:
+        return bulk.caught(bulk.describe, work)
+
+    def map(self, work: bulk.Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
+        worker = bulk.Worker(work)
+        for number, (name, block) in enumerate(blocks):
+            if number == self.killed_after:
+                raise KeyboardInterrupt
+            self.asked.append(name)
+            yield worker(name, block)
+
+
+Run = Callable[..., Serial]
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Decodes files of the test's folder into `out`."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(*patterns: str, block: int = 6, overrides: tuple[str, ...] = (), killed_after: int = 1000) -> Serial:
+        pool, files = Serial(killed_after), bulk.find(patterns)
+        work = bulk.Work(str(trained), str(tmp_path / "out"), str(tmp_path), overrides=overrides)
+        bulk.decode_files(work, files, Output(Path("out")), pool, block=block)
+        return pool
+
+    return start
+
+
+def decoded(trained: Path, source: str, *overrides: str) -> bytes:
+    """What pipejax decode writes."""
+    opened = generator.load(str(trained), best=False, overrides=overrides)
+    records.decode_file(opened, source, "expected", strategy=None, batch_size=None)
+    return Path("expected").read_bytes()
+
+
+def content() -> bytes:
+    """The shards in the order of their names, none of them unfinished."""
+    paths = sorted(Path("out/shards").iterdir())
+    assert all(path.suffix == ".jsonl" and not path.name.startswith(".") for path in paths)
+    return b"".join(path.read_bytes() for path in paths)
+
+
+def manifest() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("out/manifest.json").read_text())
+    return found
+
+
+# Blocks.
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+@pytest.mark.parametrize("kind", ["plain", "gzip", "parquet"])
+def test_blocks_hold_the_file(tmp_path: Path, kind: str, size: int) -> None:
+    """Read in any order, with the lines that they have in the file; a BOM, blank lines and CRLF are as they were."""
+    path = tmp_path / ("x.parquet" if kind == "parquet" else "x.jsonl")
+    text = "\ufeff" + lines_of(VALUES[:4]) + "\n\n" + lines_of(VALUES[4:9]).replace("\n", "\r\n") + '{"id": "last"}'
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(VALUES), path, row_group_size=4)
+    else:
+        path.write_bytes(text.encode() if kind == "plain" else gzip.compress(text.encode()))
+    blocks = cut(str(path), size)
+    total = len(VALUES) if kind == "parquet" else 12
+    assert [block.first for block in blocks] == list(range(1, total + 1, size))
+    assert sum(block.lines for block in blocks) == total
+    reader = Reader(tmp_path)
+    parts = {block.first: list(reader.read(block)) for block in reversed(blocks)}
+    assert [line for first in sorted(parts) for line in parts[first]] == list(read_records(path))
+
+
+def test_a_block_whose_lines_have_changed_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(lines_of(VALUES))
+    blocks = cut("x.jsonl" if Path.cwd() == tmp_path else str(path), 6)
+    path.write_text(path.read_text().replace("r7", "r8", 1))
+    assert list(Reader(tmp_path).read(blocks[0]))
+    with pytest.raises(UserError, match=r"x\.jsonl:7: found other lines than at first"):
+        list(Reader(tmp_path).read(blocks[1]))
+
+
+# Shards.
+
+
+def test_shards_are_what_decode_writes(run: Run, trained: Path) -> None:
+    """Of files of all kinds; lines without an id have their number in the file."""
+    without = [{"source": value["source"]} for value in VALUES]
+    Path("a.jsonl").write_text("\n" + lines_of(without) + "\n")
+    Path("b.jsonl.gz").write_bytes(gzip.compress(lines_of(VALUES).encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(VALUES[:5]), "c.parquet")
+    pool = run("[abc].*")
+    assert len(pool.asked) == 4 + 4 + 1
+    assert content() == b"".join(decoded(trained, name) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"))
+    found = manifest()
+    assert found["complete"] and [given["path"] for given in found["inputs"]] == ["a.jsonl", "b.jsonl.gz", "c.parquet"]
+    assert [shard["records"] for shard in found["shards"]] == [5, 6, 6, 3, 6, 6, 6, 2, 5]
+    for shard in found["shards"]:
+        assert shards._said(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes()) == shard
+
+
+@pytest.mark.slow
+def test_several_answers_of_each_line(run: Run, trained: Path) -> None:
+    """They are drawn by id and number, so blocks do not count."""
+    Path("a.jsonl").write_text(lines_of(VALUES[:5]))
+    overrides = ("decode.samples=2", "decode.temperature=1")
+    run("a.jsonl", block=3, overrides=overrides)
+    assert content() == decoded(trained, "a.jsonl", *overrides)
+    assert [shard["records"] for shard in manifest()["shards"]] == [6, 4]
+
+
+def test_what_is_written_is_not_decoded_again(run: Run, trained: Path, said: list[str]) -> None:
+    Path("a.jsonl").write_text(lines_of(VALUES))
+    with pytest.raises(KeyboardInterrupt):
+        run("a.jsonl", killed_after=2)
+    assert said[-1] == "out: 2 of 4 shards are written; the same command goes on"
+    assert not manifest()["complete"]
+    before = {path: path.stat() for path in Path("out/shards").iterdir()}
+    Path("out/shards/.left-behind").touch()
+    pool = run("a.jsonl")
+    assert len(pool.asked) == 2 and not {path.name for path in before} & set(pool.asked)
+    assert all(path.stat() == facts for path, facts in before.items())
+    assert content() == decoded(trained, "a.jsonl") and manifest()["complete"]
+    assert run("a.jsonl").asked == []
+
+
+def test_a_shard_of_a_worker_that_died_before_it_said_so(run: Run, trained: Path, monkeypatch: Any) -> None:
+    """The block is given to another worker, which finds it done."""
+    Path("a.jsonl").write_text(lines_of(VALUES))
+    run("a.jsonl")
+    expected = manifest()["shards"]
+    monkeypatch.setattr(Output, "written", lambda *_: {})
+    monkeypatch.setattr(Generator, "stream", None)
+    run("a.jsonl")
+    assert manifest()["shards"] == expected
+
+
+def test_a_bad_line_stops_after_the_blocks_in_work(run: Run, trained: Path) -> None:
+    """With the line that pipejax decode says; once it is mended the same command goes on."""
+    bad = [*VALUES[:8], {"id": "x", "sauce": ""}, *VALUES[9:]]
+    Path("a.jsonl").write_text(lines_of(bad))
+    with pytest.raises(UserError) as told:
+        run("a.jsonl")
+    with pytest.raises(UserError) as expected:
+        decoded(trained, "a.jsonl")
+    assert str(told.value) == str(expected.value) and str(told.value).startswith("a.jsonl:9: ")
+    assert len(manifest()["shards"]) == 1
+    Path("a.jsonl").write_text(lines_of(VALUES))
+    assert len(run("a.jsonl").asked) == 3
+    assert content() == decoded(trained, "a.jsonl")
+
+
+def test_a_block_that_kills_its_process_is_given_up(tmp_path: Path) -> None:
+    found = Shards(tmp_path, "")
+    found.directory.mkdir()
+    for _ in range(shards.ATTEMPTS):
+        found.begin("x.jsonl")
+    with pytest.raises(UserError, match=r"x\.jsonl: found 10 processes that died"):
+        found.begin("x.jsonl")
+    found.write("x.jsonl", "{}\n")
+    found.begin("x.jsonl")
+
+
+def test_a_worker_that_outlives_its_leader_does_not_stop_the_next(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    of_first, also_of_first, of_second = (Shards(tmp_path, run) for run in ("1", "1", "2"))
+    of_first.stop()
+    assert also_of_first.stopped and not of_second.stopped
+
+
+# Refusals: one line, and nothing is changed.
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("settings", "out: holds other work: found grid.time_max = 12; expected 9"),
+        ("block", "out: holds other work: found --block = 6; expected 5"),
+        ("more", "out: holds other work: found the number of inputs = 1; expected 2"),
+        ("renamed", "out: holds other work: found input 1 = 'a.jsonl'; expected 'b.jsonl'"),
+        ("line", "found a shard of lines that the input does not have at this place"),
+        ("shard", "found another content than manifest.json says"),
+        ("manifest", "out/manifest.json: found no manifest of format 1"),
+        ("locked", "--output out: another pipejax bulk is at work here"),
+    ],
+)
+def test_other_work_is_refused(run: Run, change: str, words: str) -> None:
+    Path("a.jsonl").write_text(lines_of(VALUES))
+    run("a.jsonl")
+    options: dict[str, Any] = {}
+    if change == "settings":
+        options["overrides"] = ("grid.time_max=9",)
+    elif change == "block":
+        options["block"] = 5
+    elif change == "more":
+        Path("b.jsonl").write_text(lines_of(VALUES))
+    elif change == "renamed":
+        Path("a.jsonl").rename("b.jsonl")
+    elif change == "line":
+        Path("a.jsonl").write_text(lines_of([*VALUES[:3], VALUES[5], *VALUES[4:]]))
+    elif change == "shard":
+        next(Path("out/shards").iterdir()).write_text("{}\n")
+    elif change == "manifest":
+        Path("out/manifest.json").write_text('{"format": 2}')
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    if change == "locked":
+        with Output(Path("out")), pytest.raises(UserError, match=words):
+            run("?.jsonl")
+    else:
+        with pytest.raises(UserError) as told:
+            run("?.jsonl", **options)
+        assert words in str(told.value) and "\n" not in str(told.value)
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_inputs_and_outputs_that_are_none(run: Run, tmp_path: Path) -> None:
+    Path("empty.jsonl").touch()
+    Path("table.csv").touch()
+    Path("folder").mkdir()
+    Path("folder/mine").touch()
+    for pattern, words in (
+        ("*.parquet", r"--input \*\.parquet: found no file; expected JSON lines or Parquet"),
+        ("*.csv", "--input table.csv: found a table"),
+        ("folder", "--input folder: found a directory"),
+        ("*.jsonl", "empty.jsonl: found no lines; expected at least one source"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(pattern)
+    assert not Path("out").exists()
+    with pytest.raises(UserError, match="--output folder: found a directory with other things in it"):
+        Output(Path("folder"))
+    with pytest.raises(UserError, match=r"--output table\.csv: found a file; expected a directory"):
+        Output(Path("table.csv"))
+
+
+def test_without_ray_it_is_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "a.jsonl").write_text(lines_of(VALUES))
+    flags = ["--checkpoint", str(trained), "--input", str(tmp_path / "*.jsonl"), "--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"^bulk: found no ray; expected what the extra pipejax\[ray\] installs"):
+        bulk_command.main(flags)
+    assert not (tmp_path / "out").exists()
+
+
+# Ray itself.
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray, which the tests do not require")
+def test_two_workers_one_of_which_is_killed(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First a bad line, which is one line of output; then a kill of a worker, and the records are those of decode."""
+    from experiments.bulk import workers
+
+    monkeypatch.chdir(tmp_path)
+    values = [{"id": f"r{i}", "source": " ".join(WORDS[i % 20][: 1 + i % 12])} for i in range(600)]
+    Path("a.jsonl").write_text(lines_of([*values[:-1], {}]))
+    command = [sys.executable, "-m", "pipejax", "bulk", "--checkpoint", str(trained), "--input", "a.jsonl"]
+    command += ["--output", "out", "--block", "10", "--workers", "2"]
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("decoding: ")]
+    assert ended.returncode == 2 and len(lines) == 3 and ended.stdout == "", ended.stderr
+    assert lines[0] == "stopping: the blocks in work are decoded first"
+    assert lines[2].startswith('error: a.jsonl:600: found no "source"')
+    Path("a.jsonl").write_text(lines_of(values))
+    for path in sorted(Path("out/shards").glob("*.jsonl"))[3:]:
+        path.unlink()
+    leader = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
+    while leader.poll() is None and not (
+        len(list(Path("out/shards").glob("*.jsonl"))) > 6 and (running := workers(leader.pid))
+    ):
+        time.sleep(0.05)
+    os.kill(running[0], signal.SIGKILL)
+    assert leader.communicate()[1].endswith(" records/s\n") and leader.returncode == 0
+    assert content() == decoded(trained, "a.jsonl")

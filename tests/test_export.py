@@ -1,0 +1,201 @@
+"""Exported programs write what decoding writes, in a process that has JAX and none of the libraries that made them."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax import export as jax_export
+
+import pipejax
+from pipejax import checkpoint
+from pipejax.inference import programs
+from pipejax.inference.export_command import main
+from pipejax.system.errors import UserError
+from support import oracle, tiny
+
+flatbuffers = pytest.importorskip("flatbuffers")
+
+ROOT = Path(__file__).parents[1]
+BATCH, LENGTH = 2, 16
+ABSENT = ("pipejax", "flax", "transformers", "tokenizers", "orbax", "safetensors")
+Answer = tuple[list[list[int]], int, str | None]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("export") / "run"
+    params = oracle.random_params(tiny.MODEL, np.random.default_rng(7), eos_scale=1.5)
+    checkpoint.save_params(directory, tiny.change(tiny.RUN, train={"objective": "pipelined"}), params)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares the tests a C++ compiler's time; and for narrow weights the kernel rounds activations, too."""
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")
+
+
+def sources(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    lengths = [1, LENGTH - 1, *rng.integers(1, LENGTH, count - 2)]
+    return [[*rng.integers(2, tiny.MODEL.vocab_size, n).tolist(), tiny.MODEL.eos_token_id] for n in lengths]
+
+
+def run(trained: Path, out: Path, *flags: str, settings: Sequence[str] = ()) -> None:
+    shape = ("--batch", str(BATCH), "--source", str(LENGTH))
+    assignments = [part for setting in settings for part in ("--set", setting)]
+    assert main(["--checkpoint", str(trained), str(out), *shape, *flags, *assignments]) == 0
+
+
+def loader(out: Path, strategy: str) -> str:
+    """The code of the page, with the names of this export."""
+    page = (ROOT / "docs" / "export.md").read_text()
+    code = next(iter(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
+    return code.replace("exported/sequential", f"exported/{strategy}").replace("exported/", f"{out}/")
+
+
+def answers(decode: Callable[[Any], Any], out: Path, given: list[list[int]]) -> list[Answer]:
+    names = json.loads((out / "export.json").read_text())["truncated"]
+    found: list[Answer] = []
+    for first in range(0, len(given), BATCH):
+        part = given[first : first + BATCH]
+        got = decode(part)
+        for b in range(len(part)):
+            rows = [row[:n] for row, n in zip(got["tokens"][b], got["lengths"][b], strict=True) if n]
+            found.append(([list(map(int, row)) for row in rows], int(got["steps"][b]), names[got["truncated"][b]]))
+    return found
+
+
+def expected(trained: Path, strategy: str, given: list[list[int]], settings: Sequence[str] = ()) -> list[Answer]:
+    records = pipejax.load(trained, overrides=settings).decode(given, strategy=strategy, batch_size=BATCH)
+    return [([row for row in r["row_ids"] if row], r["steps"], r["truncated"]) for r in records]
+
+
+def following(printed: Iterator[Any], part: list[list[int]]) -> Any:
+    return next(printed)
+
+
+def test_both_strategies_without_the_libraries(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, given = tmp_path / "out", sources(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "SLOTS", (12,))  # most answers go on with a larger cache
+        run(trained, out, "--strategy", "pipelined", "--strategy", "sequential")
+    for strategy in ("pipelined", "sequential"):
+        code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n{loader(out, strategy)}"
+        code += "import json\nfor part in json.load(sys.stdin):\n"
+        code += "    print(json.dumps({name: x.tolist() for name, x in decode(part).items()}))\n"
+        parts = [given[i : i + BATCH] for i in range(0, len(given), BATCH)]
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            input=json.dumps(parts),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        printed = map(json.loads, ended.stdout.splitlines())
+        found = answers(partial(following, printed), out, given)
+        wanted = expected(trained, strategy, given)
+        assert found == wanted
+        assert len({sum(map(len, rows)) for rows, _, _ in wanted}) > 2, "answers of a few lengths"
+
+
+def decoder(out: Path, strategy: str) -> Callable[[Any], Any]:
+    names: dict[str, Any] = {}
+    exec(loader(out, strategy), names)
+    found: Callable[[Any], Any] = names["decode"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy, settings",
+    [
+        ("pipelined", ["decode.weights=int8"]),
+        ("sequential", ["decode.weights=bfloat16"]),
+        ("pipelined", ["grid.sub_max=9"]),  # steps of several sizes
+        ("pipelined", ["decode.draft=source"]),
+        ("sequential", ["decode.draft=source"]),
+        ("sequential", ["decode.beams=3"]),
+    ],
+)
+def test_settings(trained: Path, tmp_path: Path, strategy: str, settings: list[str]) -> None:
+    out, given = tmp_path / "out", sources(8)
+    run(trained, out, "--strategy", strategy, settings=settings)
+    assert answers(decoder(out, strategy), out, given) == expected(trained, strategy, given, settings)
+
+
+def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(trained, out, "--platforms", "cuda,tpu", settings=["grid.time_max=9"])
+    facts = json.loads((out / "export.json").read_text())
+    assert {path.name for path in out.iterdir()} == {*facts["programs"], "weights.npz", "export.json"}
+    assert set(facts["programs"]) == {"pipelined-cuda.jax", "pipelined-tpu.jax"}
+    for name, of in facts["programs"].items():
+        program = jax_export.deserialize(bytearray((out / name).read_bytes()))
+        assert program.platforms == (of["platform"],)
+        assert [str(x) for x in program.in_avals[-2:]] == [f"int32[{BATCH},{LENGTH}]", f"int32[{BATCH}]"]
+        assert of["outputs"] == {name: str(x) for name, x in zip(sorted(of["outputs"]), program.out_avals, strict=True)}
+        assert of["outputs"]["lengths"] == f"int32[{BATCH},{tiny.RUN.grid.sub_max}]"
+    assert facts["dtype"] == "bfloat16" and facts["grid"]["time_max"] == 9
+    assert facts["eos"] == tiny.MODEL.eos_token_id and facts["architecture"]["vocab_size"] == tiny.MODEL.vocab_size
+    assert facts["checkpoint"]["params_fp"] == pipejax.load(trained).origin["params_fp"]
+    table = tiny.MODEL.vocab_size, tiny.MODEL.d_model
+    with np.load(out / "weights.npz") as arrays:
+        assert [arrays[name].shape for name in arrays].count(table) == 1, "encoder, decoder and head share it"
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (["--platforms", "cpu,gpu"], "argument --platforms: found 'gpu'; expected some of cpu,cuda,tpu"),
+        (["--batch", "0"], "argument --batch: found 0; expected at least 1"),
+        (["--source", "1"], "argument --source: found 1; expected at least 2"),
+        (
+            ["--set", "data.task=demo"],
+            "--set data.task=demo: cannot change in an export; expected a key of grid",
+        ),
+        (["--set", "grid.delay=0"], "grid.delay: found 0; expected at least 1"),
+        (["--strategy", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),
+        (["--set", "decode.temperature=0.5"], "decode.temperature: found 0.5; expected 0.0, all that an export knows"),
+        (["--best"], "found no best/; expected a run that was evaluated at least once"),
+    ],
+)
+def test_a_refusal_is_one_line_and_leaves_nothing(trained: Path, tmp_path: Path, flags: list[str], line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        main(["--checkpoint", str(trained), str(tmp_path / "out"), *flags])
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_flatbuffers_a_line_names_the_extra(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(UserError, match=r"^export: found no flatbuffers; expected what the extra pipejax\[export\]"):
+        run(trained, tmp_path / "out")
+
+
+def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(UserError, match=r"found something there; expected a new or an empty directory"):
+        main(["--checkpoint", str(trained), str(tmp_path)])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_an_export_that_fails_leaves_nothing(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **arrays: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(trained, tmp_path / "above" / "out", settings=["grid.time_max=3", "grid.sub_max=1"])
+    assert not list(tmp_path.iterdir())
