@@ -1,5 +1,7 @@
 """The engine: whatever else it answers, each answer is what decoding that source alone gives."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConf
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
+from pipejax.system.errors import UserError
 from support import oracle
 
 TINY = T5Config(
@@ -108,6 +111,15 @@ def test_who_waits_who_leaves_and_who_comes_too_late(generator):
     engine.close(drain=True, seconds=60)
     with pytest.raises(Closed):
         engine.submit(request(4, given[4]))
+
+
+def test_what_an_engine_does_not_have_is_refused(generator):
+    for key, value, strategy in (("limit", "source", "pipelined"), ("beams", 2, "sequential")):
+        decode = DecodeConfig(max_length=30, **{key: value})
+        config = dataclasses.replace(generator.config, decode=decode, train=TrainConfig(objective=strategy))
+        other = Generator(config, oracle.random_params(TINY, np.random.default_rng(4)), None)
+        with pytest.raises(UserError, match=f"decode.{key}: found"):
+            Engine(other, places=1, queue=1)
 
 
 def test_a_failure_is_told_and_the_engine_goes_on(generator, monkeypatch):

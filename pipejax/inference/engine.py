@@ -107,7 +107,16 @@ class Engine:
     """
 
     def __init__(self, generator: Generator, *, places: int, queue: int) -> None:
-        """Starts the thread; `places`: requests side by side, of each strategy; `queue`: that may wait for one."""
+        """Starts the thread.
+
+        Args:
+          generator: with the weights.
+          places: requests side by side, of each strategy.
+          queue: requests that may wait for a place.
+
+        Raises:
+          UserError: beams or a limit on tokens are set, which an engine does not have.
+        """
         self.generator, self.places, self._most_waiting = generator, places, queue
         self.answered = self.tokens = self.failed = 0
         self._waiting: deque[Answer] = deque()
@@ -115,6 +124,7 @@ class Engine:
         self._running: dict[str, dict[int, _Running]] = {}
         self._change = threading.Condition()
         self._open, self._stops = True, False
+        self._strategy(generator.default_strategy)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -220,6 +230,8 @@ class Engine:
 
     def _strategy(self, name: str) -> Pipelined | Sequential:
         """Without drafts, whose states hold a whole batch."""
+        if self.generator.config.decode.limit != "none":
+            raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")
         strategy = self.generator.make_strategy(name)
         strategy = strategy.inner if isinstance(strategy, Drafted) else strategy
         if not isinstance(strategy, Pipelined | Sequential):

@@ -77,7 +77,8 @@ class Completion:
         try:
             for source in asked.sources:
                 for k in range(asked.n):
-                    self._answers.append(engine.submit(_request(asked, source._replace(sample=k))))
+                    one = _request(asked, source._replace(sample=k), log_probs=self._scored)
+                    self._answers.append(engine.submit(one))
         except BaseException as error:
             self.close()
             raise _refusal(error) from error
@@ -243,7 +244,7 @@ class _Inbox:
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
-def _request(asked: Asked, source: Source) -> Request:
+def _request(asked: Asked, source: Source, *, log_probs: bool) -> Request:
     return Request(
         source,
         asked.strategy,
@@ -252,6 +253,7 @@ def _request(asked: Asked, source: Source) -> Request:
         top_p=asked.top_p,
         seed=wishes.seed_of(source, asked.seed),  # as `decode` draws
         max_tokens=asked.max_tokens,
+        log_probs=log_probs,
     )
 
 
