@@ -98,8 +98,15 @@ def generator(strategy="pipelined", params=None, **decode):
     return Generator(config, params or oracle.random_params(TINY, np.random.default_rng(4)), None)
 
 
-@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
-@pytest.mark.parametrize("draft", ["none", pytest.param("source", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy, draft",
+    [
+        ("pipelined", "none"),
+        ("sequential", "none"),
+        pytest.param("pipelined", "source", marks=pytest.mark.slow),
+        pytest.param("sequential", "source", marks=pytest.mark.long),
+    ],
+)
 def test_log_probabilities_are_the_models(strategy, draft):
     """Of greedy and drawn tokens, beside one pass over the whole answer; drafts change neither tokens nor scores."""
     made = generator(strategy, temperature=1.5, scores=True, draft=draft, seed=3)

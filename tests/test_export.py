@@ -115,16 +115,15 @@ def decoder(out: Path, strategy: str) -> Callable[[Any], Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, settings",
     [
-        ("pipelined", ["decode.weights=int8"]),
-        ("sequential", ["decode.weights=bfloat16"]),
-        ("pipelined", ["grid.sub_max=9"]),  # steps of several sizes
-        ("pipelined", ["decode.draft=source"]),
-        ("sequential", ["decode.draft=source"]),
-        ("sequential", ["decode.beams=3"]),
+        pytest.param("pipelined", ["decode.weights=int8"], marks=pytest.mark.slow),
+        pytest.param("sequential", ["decode.weights=bfloat16"], marks=pytest.mark.long),
+        pytest.param("pipelined", ["grid.sub_max=9"], marks=pytest.mark.long),  # steps of several sizes
+        pytest.param("pipelined", ["decode.draft=source"], marks=pytest.mark.long),
+        pytest.param("sequential", ["decode.draft=source"], marks=pytest.mark.slow),
+        pytest.param("sequential", ["decode.beams=3"], marks=pytest.mark.slow),
     ],
 )
 def test_settings(trained: Path, tmp_path: Path, strategy: str, settings: list[str]) -> None:

@@ -207,8 +207,9 @@ def test_the_encoder_equals_numpys(level, shape, weights):
     check_encoder(level, shape, weights)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HERE[1:])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "avx512" else pytest.mark.slow) for name in HERE[1:]]
+)
 def test_each_level(name, cache, monkeypatch):
     """The other kernels that this processor can run, as a processor without the best one would."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(cache))

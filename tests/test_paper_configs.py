@@ -169,7 +169,7 @@ def ends_at_two(config: Config, run: Path) -> bool:
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["kp20k_scratch", "cnn_dailymail_scratch"])
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
 def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, compiled_once, tmp_path):

@@ -241,7 +241,7 @@ def test_refusals_come_before_the_work(tmp_path, monkeypatch, arguments, message
     assert trained == [] and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_few_steps_of_real_training(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(probes, "EXAMPLES", {"train": 64, "test": 8})
     sizes = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")

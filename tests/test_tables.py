@@ -120,7 +120,7 @@ def test_a_run_that_went_on_is_not_read(tmp_path, said):
     assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"))  # a copy is as good
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch, said):
     cell = Cell("demo", "scratch", "pipelined", 2)
     config = tmp_path / "demo_scratch.py"

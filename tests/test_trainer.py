@@ -311,13 +311,12 @@ def test_schedules(schedule):
 # Many devices.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        {"dropout": 0.1},
-        {"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2},
-        {"optimizer": "adafactor", "freeze": "encoder"},
+        pytest.param({"dropout": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "adafactor", "freeze": "encoder"}, marks=pytest.mark.long),
     ],
     ids=str,
 )

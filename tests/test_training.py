@@ -581,8 +581,13 @@ def test_a_config_that_contradicts_its_starting_checkpoint(converted, tmp_path):
         fit(dataclasses.replace(CONFIG, model=None), tmp_path / "run")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, code",
+    [
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+    ],
+)
 def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
     command = [
         sys.executable,
