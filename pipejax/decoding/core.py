@@ -215,6 +215,7 @@ def decode(
     slots: int,
     wishes: Wishes | None = None,
     most: Array | None = None,
+    watched: Array | None = None,
 ) -> Stretch:
     """Goes on until every example is done, or a cache of that many slots is full; traced.
 
@@ -226,6 +227,7 @@ def decode(
       slots: of the cache, at least as many as before.
       wishes: how answers are chosen; None: as the strategy does.
       most: i32 scalar, steps after which it pauses; None: it does not.
+      watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
     """
     widths = [min(n, strategy.rows) for n in sizes.queries]
     limits = jnp.asarray([slots - w for w in widths], jnp.int32)  # a step writes `width` slots, its fillers included
@@ -233,6 +235,8 @@ def decode(
 
     def going(carry: Carry) -> Array:
         fits = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
+        if watched is not None:
+            fits &= ~(strategy.done(carry.state) & watched).any()
         return fits if carry.left is None else fits & (carry.left > 0)
 
     def fits(size: int, carry: Carry) -> Array:

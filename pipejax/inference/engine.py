@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ class Answer:
         """Nothing has come yet."""
         self.request = request
         self.cancelled = False
-        self._found: queue.SimpleQueue[Event | Record | BaseException] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Sequence[Event | Record | BaseException]] = queue.SimpleQueue()
 
     def events(self) -> Iterator[Event | Record]:
         """Yields each token as it is written, and the record in the end, with `log_prob` and `log_probs`.
@@ -68,19 +68,19 @@ class Answer:
           Exception: whatever kept the engine from answering.
         """
         while True:
-            found = self._found.get()
-            if isinstance(found, BaseException):
-                raise found
-            yield found
-            if isinstance(found, dict):
-                return
+            for found in self._found.get():
+                if isinstance(found, BaseException):
+                    raise found
+                yield found
+                if isinstance(found, dict):
+                    return
 
     def cancel(self) -> None:
         """Frees its place."""
         self.cancelled = True
 
-    def give(self, found: "Event | Record | BaseException") -> None:
-        """Called by the engine."""
+    def give(self, *found: "Event | Record | BaseException") -> None:
+        """Called by the engine; who waits is woken once."""
         self._found.put(found)
 
 
@@ -253,13 +253,14 @@ class Engine:
     def _tell(self, one: _Running, batch: RunningBatch, decoded: Decoded, place: int) -> None:
         """Gives the tokens that are new, up to as many as are asked for."""
         most = one.answer.request.max_tokens
-        new = batch.news(decoded, place, one.lengths)
+        new, events = batch.news(decoded, place, one.lengths), []
         for time, row, j in new[: None if most is None else max(most - one.count, 0)]:
             log_prob = float(decoded.log_probs[place, row, time])
-            one.answer.give(Event(row, int(decoded.tokens[place, row, j]), log_prob))
+            events.append(Event(row, int(decoded.tokens[place, row, j]), log_prob))
             one.lengths[row] = j + 1
             one.count += 1
-            self.tokens += 1
+        self.tokens += len(events)
+        one.answer.give(*events)
 
     def _record(self, one: _Running, name: str, decoded: Decoded, place: int, *, cut: bool) -> Record:
         """The record of an answer; `cut`: it has as many tokens as were asked for, and would go on."""

@@ -21,8 +21,8 @@ from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 
 Array = jax.Array
-SLICE = 0.02  # seconds between two looks at who came and who went
-MOST_STEPS = 16  # in between, at the most
+SLICE = 0.1  # seconds between two looks at who came; to stop and go on costs some milliseconds
+MOST_STEPS = 64  # in between, at the most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +101,15 @@ class RunningBatch:
         self._ends[place] = True
 
     def advance(self) -> tuple[Decoded, np.ndarray]:
-        """Takes some steps, as many as pass in `SLICE` seconds.
+        """Takes some steps: until an example is done, but at most as many as pass in `SLICE` seconds.
 
         Returns:
           NumPy arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
         """
-        begun, steps = time.perf_counter(), self._steps
-        found = self._advanced(steps)
-        self._steps = int(np.clip(SLICE * steps / (time.perf_counter() - begun), 1, MOST_STEPS))
-        return found
+        begun = time.perf_counter()
+        decoded, done, taken = self._advanced(self._steps)
+        self._steps = int(np.clip(SLICE * max(taken, 1) / (time.perf_counter() - begun), 1, MOST_STEPS))
+        return decoded, done
 
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
         """Time, row and place in the row of each token that is not known yet, in the order of steps.
@@ -122,21 +122,21 @@ class RunningBatch:
             (int(grid.start(i, self.delay)) + j, i, j) for i in rows for j in range(int(known[i]), int(lengths[i]))
         )
 
-    def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray]:
+    def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
+        """What is written, who is done, and how many steps it took."""
         assert self._memory is not None, "nobody has a place"
         wishes = Wishes(sampling=self._sampling, scores=True, scored=self._scored.any())
-        found: Any = None
         with precision(self._model.dtype):
-            while found is None or (not found[2] and not found[1].all()):  # the cache was full before the first step
-                if found is not None:
-                    self._slots = next(n for n in self._sizes.slots if n > self._slots)
-                    self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
-                given = self._ready.decoding, self._memory, self._carry, wishes, self._begins, self._ends, steps
-                decoded, done, left, self._carry = self._go_on(*given)
+            while True:
+                given = self._ready.decoding, self._memory, self._carry, wishes
+                decoded, done, left, self._carry = self._go_on(*given, self._begins, self._ends, steps, self._in_use)
                 self._begins, self._ends = np.zeros_like(self._begins), np.zeros_like(self._ends)
                 decoded, done, left = jax.device_get((decoded, done, left))
-                found = decoded, done, int(left) < steps
-        return found[0], found[1]
+                if left < steps or done[self._in_use].any() or not self._in_use.any():
+                    return decoded, done, steps - int(left)
+                # The cache was full before the first step.
+                self._slots = next(n for n in self._sizes.slots if n > self._slots)
+                self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
 
     def _decoder(self, weights: Weights, memory: Memory) -> Any:
         return self._backend.decoder(self._model, weights, memory)
@@ -155,14 +155,22 @@ class RunningBatch:
         return decoding.with_slots(self._decoder(weights, memory), carry, slots)
 
     def _gone_on(
-        self, weights: Weights, memory: Memory, carry: Carry, wishes: Wishes, begins: Array, ends: Array, most: Array
+        self,
+        weights: Weights,
+        memory: Memory,
+        carry: Carry,
+        wishes: Wishes,
+        begins: Array,
+        ends: Array,
+        most: Array,
+        watched: Array,
     ) -> tuple[Decoded, Array, Array | None, Carry]:
         """What is written, who is done, how many steps were left, and the carry."""
         strategy, sizes = self.strategy, self._sizes
         carry = decoding.refilled(strategy, carry, begins=begins, ends=ends, sizes=sizes)
-        slots = carry.filled.row.shape[1]
-        decoder = self._decoder(weights, memory)
-        found: Stretch = decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes, most=most)
+        decoder, slots = self._decoder(weights, memory), carry.filled.row.shape[1]
+        limits: dict[str, Any] = {"sizes": sizes, "slots": slots, "most": most, "watched": watched}
+        found: Stretch = decoding.decode(strategy, decoder, carry, wishes=wishes, **limits)
         return found.decoded, strategy.done(found.carry.state), found.left, found.carry
 
 
