@@ -101,7 +101,7 @@ def generator(strategy="pipelined", params=None, **decode):
 @pytest.mark.parametrize(
     "strategy, draft",
     [
-        ("pipelined", "none"),
+        pytest.param("pipelined", "none", marks=pytest.mark.slow),
         ("sequential", "none"),
         pytest.param("pipelined", "source", marks=pytest.mark.slow),
         pytest.param("sequential", "source", marks=pytest.mark.long),
@@ -133,6 +133,7 @@ def test_log_probabilities_are_the_models(strategy, draft):
             assert record["log_prob"] == pytest.approx(sum(at.values()), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch():
     made = generator(temperature=1.0, samples=3, seed=1)
     records = made.decode(TEXTS)

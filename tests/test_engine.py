@@ -45,6 +45,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_each_alone(generator):
     """Both strategies, many more requests than places, sources of all lengths, a cache that grows."""
     given = texts(20)

@@ -82,6 +82,7 @@ def following(printed: Iterator[Any], part: list[list[int]]) -> Any:
     return next(printed)
 
 
+@pytest.mark.slow
 def test_both_strategies_without_the_libraries(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, given = tmp_path / "out", sources(8)
     with monkeypatch.context() as patch:
