@@ -20,15 +20,12 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax bulk", description=__doc__)
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
-    )
+    parser.add_checkpoint()
     parser.add_argument(
         "--input", required=True, nargs="+", metavar="GLOB", help="files of JSON lines (gzip, too) or Parquet"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one to go on with")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
-    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_argument(
         "--workers",
         type=cli.whole(1, 2**16),

@@ -17,9 +17,7 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax decode", description=__doc__)
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
-    )
+    parser.add_checkpoint()
     parser.add_argument(
         "--input",
         required=True,
@@ -28,7 +26,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or - for standard output")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
-    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_argument(
         "--batch-size",
         type=cli.whole(1, 2**16),

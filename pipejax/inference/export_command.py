@@ -28,9 +28,7 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax export", description=__doc__)
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
-    )
+    parser.add_checkpoint()
     parser.add_argument("out", metavar="OUT", help="a new or an empty directory")
     parser.add_argument(
         "--strategy",
@@ -49,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--platforms", type=platforms, default=("cpu",), metavar="LIST", help="of cpu,cuda,tpu; default: cpu"
     )
-    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_overrides("override a setting of grid or decode (repeatable)")
     flags = parser.parse_args(argv)
 

@@ -85,7 +85,8 @@ class RunningBatch:
                 self._memory, self._carry = self._empty(self._ready.decoding, memory, slots=self._slots, length=length)
             elif self._memory.mask.shape[1] < length:
                 self._memory = self._widen(self._memory, length)
-            memory = self._widen(memory, self._memory.mask.shape[1])
+            if memory.mask.shape[1] < self._memory.mask.shape[1]:
+                memory = self._widen(memory, self._memory.mask.shape[1])
             self._memory = self._place(self._memory, memory, place)
         self._scored[place] = choice.log_probs
         for field in dataclasses.fields(self._sampling):

@@ -4,7 +4,6 @@ A shard gets its name only when it is whole and on the disk, and its name says w
 is what is done: nothing else has to be kept in step with it, whatever is killed and when.
 """
 
-import fcntl
 import hashlib
 import json
 import re
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 from pipejax.data.blocks import Block
 from pipejax.system.errors import UserError
-from pipejax.system.files import make_directories, sweep, write_text
+from pipejax.system.files import lock, make_directories, sweep, write_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -115,13 +114,11 @@ class Output:
         """
         make_directories(self.path)
         self._lock = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not lock(self._lock.fileno()):
             self._lock.close()
             raise UserError(
                 f"--output {self.path}: another pipejax bulk is at work here; expected a directory of one's own"
-            ) from error
+            )
         sweep(self.shards.directory, ".*")
         sweep(self.path, f".{MANIFEST}-*")
         return self

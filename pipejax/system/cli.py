@@ -38,6 +38,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # type: ignore[arg-type]
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    def add_checkpoint(self) -> None:
+        """Adds the flags --checkpoint DIR and --best, which say whose weights decode."""
+        self.add_argument(
+            "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
+        )
+        self.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+
     def add_overrides(self, text: str) -> None:
         """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help."""
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)

@@ -191,12 +191,13 @@ def _held(directory: Path) -> Iterator[bool]:
     """Locks a directory during the block; gives whether that worked. The lock ends with the process, even if killed."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        yield _locked(handle)
+        yield lock(handle)
     finally:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def lock(handle: int) -> bool:
+    """Locks an open file or directory; gives whether that worked. The lock ends with the handle or the process."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another process holds the lock, or the file system has none

@@ -6,7 +6,6 @@ Where a run has several processes, only the first one writes here.
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.files import (
     free_name,
+    lock,
     make_directories,
     new_directory,
     remove_empty,
@@ -101,13 +101,9 @@ class RunDirectory:
         with _written(self.path):
             made, new = make_directories(self.path), not self.is_run
             self._lock = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not lock(self._lock.fileno()):
             self._lock.close()
-            raise UserError(
-                f"{self.path}: another trainer is at work here; expected a directory of one's own"
-            ) from error
+            raise UserError(f"{self.path}: another trainer is at work here; expected a directory of one's own")
         self._made = made if new else None
         with _written(self.path):  # what killed ones have left
             for name in ("config.json", "metrics.jsonl"):

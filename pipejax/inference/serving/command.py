@@ -29,9 +29,7 @@ KEY = "PIPEJAX_API_KEY"
 def main(argv: Sequence[str]) -> int:
     """The command line; what is answered and how is in the modules beside it."""
     parser = cli.Parser(prog="pipejax serve", description=__doc__)
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
-    )
+    parser.add_checkpoint()
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
     parser.add_argument(
         "--port", type=cli.whole(0, 65535), default=8000, metavar="N", help="0: a free one (default: %(default)s)"
@@ -69,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="compile for prompts of up to N tokens before the port opens (default: %(default)s)",
     )
-    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
 
