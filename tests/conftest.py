@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older o
 import jax
 import pytest
 
+from pipejax.inference import kernels
+from pipejax.system import compile_cache
 from support.logged import logged
 
 if TYPE_CHECKING:
@@ -51,6 +53,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow files first; all else stays in order."""
     place = {f"test_{name}": i for i, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels that tests compile: in a cache of the suite's own, from one of its runs to the next."""
+    kept = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
+    directory: Path = kept.mkdir("kernels") if kept else tmp_path_factory.mktemp("cache")
+    directory.chmod(0o700)  # what lies in there is executed
+    return directory
+
+
+@pytest.fixture(scope="session")
+def kernel(kernel_cache: Path) -> kernels.Level:
+    """The kernel for this processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.VARIABLE, str(kernel_cache))
+        with logged() as lines:
+            used = kernels.use()
+        if not used:
+            pytest.skip(f"no kernel here: {lines}")
+    assert all(line.startswith("compiling a kernel") for line in lines)
+    return used
 
 
 @pytest.fixture

@@ -1,13 +1,17 @@
 """The engine: whatever else it answers, each answer is what decoding that source alone gives."""
 
 import dataclasses
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.inference.backends import OwnKernel
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
+from pipejax.inference.running_batch import RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from support import oracle
@@ -26,6 +30,15 @@ def generator():
         decode=DecodeConfig(max_length=30, scores=True),
     )
     return Generator(config, oracle.random_params(TINY, np.random.default_rng(4)), None)
+
+
+@pytest.fixture(scope="module")
+def fast(kernel):
+    """One that our kernel decodes; its answers are long."""
+    sizes = dataclasses.replace(TINY, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
+    config = Config(model=sizes, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=100_000))
+    params = oracle.random_params(sizes, np.random.default_rng(4))
+    return Generator(config, params, None, backend=OwnKernel("auto", kernel))
 
 
 def texts(count):
@@ -123,11 +136,42 @@ def test_what_an_engine_does_not_have_is_refused(generator):
             Engine(other, places=1, queue=1)
 
 
+def test_a_thrown_switch_lets_it_pause_after_a_step(fast):
+    switch = Switch()
+    batch = RunningBatch(fast.programs, fast.make_strategy("sequential"), 2, switch)
+    place = batch.add(texts(1)[0])
+    for steps in (3, 5):
+        assert batch.advance(steps, often=False)[0].steps[place] == (3 if steps == 3 else 8)
+    switch.throw()
+    assert batch.advance(50, often=False)[0].steps[place] == 9
+    switch.reset()
+    assert batch.advance(50, often=False)[0].steps[place] == 59
+    thrower = threading.Timer(0.2, switch.throw)
+    thrower.start()
+    steps = batch.advance(often=False)[0].steps[place]  # alone it would take minutes
+    assert 59 < steps < 100_000
+    thrower.join()
+
+
+def test_who_comes_is_not_kept_waiting_by_a_long_answer(fast):
+    engine = Engine(fast, places=2, queue=5)
+    long, short = texts(2)
+    first = engine.submit(request(0, long, "sequential", at_once=False))
+    while not engine.running:
+        time.sleep(0.01)
+    record = list(engine.submit(request(1, short, "sequential", max_tokens=3, at_once=False)).events())[-1]
+    assert record["truncated"] == "max_tokens" and sum(map(len, record["row_ids"])) == 3 and engine.running == 1
+    first.cancel()
+    with pytest.raises(Closed):
+        list(first.events())
+    engine.close(drain=True, seconds=60)
+
+
 def test_a_failure_is_told_and_the_engine_goes_on(generator, monkeypatch):
     given = texts(2)
     engine = Engine(generator, places=2, queue=5)
     with monkeypatch.context() as patch:
-        patch.setattr("pipejax.inference.running_batch.RunningBatch.advance", lambda self: 1 / 0)
+        patch.setattr("pipejax.inference.running_batch.RunningBatch.advance", lambda self, most, often: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(engine.submit(request(0, given[0])).events())
     assert_same(list(engine.submit(request(0, given[0])).events())[-1], generator.decode([given[0]])[0])

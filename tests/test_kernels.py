@@ -20,7 +20,6 @@ from pipejax.model.quantization import quantize
 from pipejax.system import compile_cache, processor
 from pipejax.system.errors import UserError
 from support import oracle, quantised
-from support.logged import logged
 from support.one_program import compiled
 
 CONFIG = T5Config(
@@ -37,28 +36,6 @@ CONFIG = T5Config(
 
 
 HERE = [level.name for level in kernels.LEVELS if level.needs <= processor.features()]
-
-
-@pytest.fixture(scope="module")
-def cache(request, tmp_path_factory):
-    """The kernels that this module compiles: in a cache of the suite's own, from one of its runs to the next."""
-    kept = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
-    directory = kept.mkdir("kernels") if kept else tmp_path_factory.mktemp("cache")
-    directory.chmod(0o700)  # what lies in there is executed
-    return directory
-
-
-@pytest.fixture(scope="module")
-def kernel(cache):
-    """The kernel for this processor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(compile_cache.VARIABLE, str(cache))
-        with logged() as said:
-            used = kernels.use()
-        if not used:
-            pytest.skip(f"no kernel here: {said}")
-    assert all(line.startswith("compiling a kernel") for line in said)
-    return used
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +187,9 @@ def test_the_encoder_equals_numpys(level, shape, weights):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name == "avx512" else pytest.mark.slow) for name in HERE[1:]]
 )
-def test_each_level(name, cache, monkeypatch):
+def test_each_level(name, kernel_cache, monkeypatch):
     """The other kernels that this processor can run, as a processor without the best one would."""
-    monkeypatch.setenv(compile_cache.VARIABLE, str(cache))
+    monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     monkeypatch.setenv(kernels.VARIABLE, name)
     other = kernels.use()
     if not other:
@@ -274,9 +251,9 @@ def test_int8_is_within_half_a_step_of_each_output():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"d_model": 24}, {"feed_forward": "gated-gelu"}])
-def test_decodes_are_those_without_it(kernel, cache, monkeypatch, changes):
+def test_decodes_are_those_without_it(kernel, kernel_cache, monkeypatch, changes):
     """And where it does not fit, XLA decodes."""
-    monkeypatch.setenv(compile_cache.VARIABLE, str(cache))
+    monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     config = dataclasses.replace(CONFIG, **changes)
     backend = fastest(config, jnp.float32)
     assert isinstance(backend, OwnKernel) == (config.d_model % 16 == 0)
@@ -295,16 +272,16 @@ def test_decodes_are_those_without_it(kernel, cache, monkeypatch, changes):
     assert rows > 20
 
 
-def test_it_is_compiled_once(kernel, cache, monkeypatch, said):
-    monkeypatch.setenv(compile_cache.VARIABLE, str(cache))
+def test_it_is_compiled_once(kernel, kernel_cache, monkeypatch, said):
+    monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     monkeypatch.setattr(kernels, "_tried", {})
-    before = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+    before = {file: file.stat().st_mtime_ns for file in kernel_cache.iterdir()}
     assert before and kernels.use() == kernel and not said
-    assert {file: file.stat().st_mtime_ns for file in cache.iterdir()} == before
+    assert {file: file.stat().st_mtime_ns for file in kernel_cache.iterdir()} == before
 
 
-def test_a_shipped_kernel_needs_neither_compiler_nor_cache(kernel, cache, tmp_path, monkeypatch, said):
-    compiled = max(cache.glob(f"t5-{kernel.name}-*.so"), key=lambda file: file.stat().st_atime_ns)
+def test_a_shipped_kernel_needs_neither_compiler_nor_cache(kernel, kernel_cache, tmp_path, monkeypatch, said):
+    compiled = max(kernel_cache.glob(f"t5-{kernel.name}-*.so"), key=lambda file: file.stat().st_atime_ns)
     level = kernel._replace(name="shipped")  # a name can be given once
     monkeypatch.setattr(kernels, "LEVELS", (level,))
     monkeypatch.setattr(kernels, "SHIPPED", tmp_path)

@@ -141,7 +141,7 @@ class Carry:
     filled: Filled
     cache: Any
     log_probs: Array | None = None  # as in `Decoded`
-    left: Array | None = None  # i32 scalar, steps until it pauses; None: it does not
+    left: Array | None = None  # i32 scalar, steps until it pauses, below zero if at once; None: it does not
 
 
 @flax.struct.dataclass
@@ -215,6 +215,7 @@ def decode(
     slots: int,
     wishes: Wishes | None = None,
     most: Array | None = None,
+    left: Callable[[Array], Array] = lambda count: count,
     watched: Array | None = None,
 ) -> Stretch:
     """Goes on until every example is done, or a cache of that many slots is full; traced.
@@ -227,6 +228,7 @@ def decode(
       slots: of the cache, at least as many as before.
       wishes: how answers are chosen; None: as the strategy does.
       most: i32 scalar, steps after which it pauses; None: it does not.
+      left: with `most`, asked after each step: gives the steps left back, or below zero to pause.
       watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
     """
     widths = [min(n, strategy.rows) for n in sizes.queries]
@@ -265,7 +267,7 @@ def decode(
             filled=filled,
             cache=cache,
             log_probs=log_probs,
-            left=None if carry.left is None else carry.left - 1,
+            left=None if carry.left is None else left(carry.left - 1),
         )
 
     def sweep(carry: Carry) -> Carry:
@@ -275,8 +277,7 @@ def decode(
 
     carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
-    left, carry = carry.left, dataclasses.replace(carry, left=None)
-    return Stretch(strategy.done(carry.state).all(), decoded, carry, left)
+    return Stretch(strategy.done(carry.state).all(), decoded, dataclasses.replace(carry, left=None), carry.left)
 
 
 def with_slots(model: Model[Cache], carry: Carry, slots: int) -> Carry:

@@ -56,6 +56,18 @@ class Backend(Protocol):
         """The decoder of a batch."""
         ...
 
+    @property
+    def can_listen(self) -> bool:
+        """Whether a program that runs can be told to pause."""
+        ...
+
+    def left(self, count: Array, switch: Array) -> Array:
+        """The count i32 of steps left, below zero if the program is told to pause.
+
+        `switch`: u32 [2], the address of an i32 of the host's that is not 0 then, low half first.
+        """
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Xla:
@@ -102,6 +114,15 @@ class Xla:
     def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
         """See `Backend`."""
         return StepDecoder(model.config, weights, memory, model.dtype)
+
+    @property
+    def can_listen(self) -> bool:
+        """See `Backend`."""
+        return False
+
+    def left(self, count: Array, switch: Array) -> Array:
+        """See `Backend`."""
+        return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +198,15 @@ class OwnKernel(Xla):
     def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
         """See `Backend`."""
         return KernelDecoder(model.config, weights, memory, self.level)
+
+    @property
+    def can_listen(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def left(self, count: Array, switch: Array) -> Array:
+        """See `Backend`."""
+        return kernel_decoder.left(count, switch, level=self.level)
 
 
 XLA = Xla()

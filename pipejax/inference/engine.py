@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from pipejax.decoding import Decoded, Drafted, Pipelined, Sequential
 from pipejax.inference.generator import Generator, Record
-from pipejax.inference.running_batch import Choice, RunningBatch
+from pipejax.inference.running_batch import NO_END, Choice, RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 
@@ -40,6 +40,7 @@ class Request:
     seed: int = 0
     max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
     log_probs: bool = True  # whether events and record have them; else they are 0, or lack
+    at_once: bool = True  # whether events come as tokens are written; else they may all come in the end
 
 
 class Event(NamedTuple):
@@ -53,10 +54,11 @@ class Event(NamedTuple):
 class Answer:
     """What comes of a request. May be read by one thread and cancelled by any."""
 
-    def __init__(self, request: Request) -> None:
-        """Nothing has come yet."""
+    def __init__(self, request: Request, wake: Callable[[], None]) -> None:
+        """Nothing has come yet. `wake`: called when it is cancelled."""
         self.request = request
         self.cancelled = False
+        self._wake = wake
         self._found: queue.SimpleQueue[Sequence[Event | Record | BaseException]] = queue.SimpleQueue()
 
     def events(self) -> Iterator[Event | Record]:
@@ -78,6 +80,7 @@ class Answer:
     def cancel(self) -> None:
         """Frees its place."""
         self.cancelled = True
+        self._wake()
 
     def give(self, *found: "Event | Record | BaseException") -> None:
         """Called by the engine; who waits is woken once."""
@@ -122,7 +125,7 @@ class Engine:
         self._waiting: deque[Answer] = deque()
         self._batches: dict[str, RunningBatch] = {}
         self._running: dict[str, dict[int, _Running]] = {}
-        self._change = threading.Condition()
+        self._change, self._switch = threading.Condition(), Switch()
         self._open, self._stops = True, False
         self._strategy(generator.default_strategy)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -149,7 +152,7 @@ class Engine:
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
         self._strategy(request.strategy)
-        answer = Answer(request)
+        answer = Answer(request, self._switch.throw)
         with self._change:
             if not self._open:
                 raise Closed("the engine takes no more requests")
@@ -157,6 +160,8 @@ class Engine:
                 raise Full(f"{len(self._waiting)} requests wait")
             self._waiting.append(answer)
             self._change.notify()
+            if len(self._running.get(request.strategy, {})) < self.places:
+                self._switch.throw()
         return answer
 
     def close(self, *, drain: bool, seconds: float) -> None:
@@ -167,6 +172,7 @@ class Engine:
         self._thread.join(seconds)
         with self._change:
             self._stops = True
+        self._switch.throw()
         self._thread.join()
 
     def _run(self) -> None:
@@ -177,6 +183,7 @@ class Engine:
                 if self._stops or not (self._open or self._waiting or self.running):
                     break
             try:
+                self._switch.reset()  # before it looks who came: who comes later throws it again
                 self._admit()
                 for name in [name for name, running in self._running.items() if running]:
                     self._advance(name)
@@ -209,7 +216,9 @@ class Engine:
         for answer in waiting:
             request, name = answer.request, answer.request.strategy
             if name not in self._batches:
-                self._batches[name] = RunningBatch(self.generator.programs, self._strategy(name), self.places)
+                self._batches[name] = RunningBatch(
+                    self.generator.programs, self._strategy(name), self.places, self._switch
+                )
                 self._running[name] = {}
             batch = self._batches[name]
             if not (answer.cancelled or batch.free):
@@ -239,9 +248,14 @@ class Engine:
         return strategy
 
     def _advance(self, name: str) -> None:
-        """A few steps of all requests of a strategy."""
-        batch = self._batches[name]
-        decoded, done = batch.advance()
+        """Some steps of all requests of a strategy: no pause but for those who wait for something."""
+        batch, alone = self._batches[name], sum(map(bool, self._running.values())) == 1
+        asked = [(one.answer.request, one.count) for one in self._running[name].values()]
+        often = not alone or any(request.at_once for request, _ in asked)
+        left = [request.max_tokens - count for request, count in asked if request.max_tokens is not None]
+        # So many steps certainly write no token too much to be worth a pause before.
+        most = -(-min(left) // batch.strategy.rows) if left else NO_END
+        decoded, done = batch.advance(most, often=often)
         for place, one in [*self._running[name].items()]:
             self._tell(one, batch, decoded, place)
             over = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens

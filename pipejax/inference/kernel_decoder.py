@@ -172,6 +172,17 @@ def encode(
     return Memory(tuple(found[::2]), tuple(found[1::2]), jnp.arange(slots) < length[:, None])
 
 
+def left(count: Array, switch: Array, *, level: kernels.Level) -> Array:
+    """The count i32 of steps left, below zero once the host has thrown the switch, an i32 at the address u32 [2].
+
+    It is looked at when the program comes here, not when it begins.
+    """
+    found: Array = jax.ffi.ffi_call(
+        f"pipejax_left_{level.name}", jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True
+    )(count, switch)
+    return found
+
+
 def _attributes(config: T5Config) -> dict[str, Any]:
     return {
         "heads": np.int64(config.num_heads),

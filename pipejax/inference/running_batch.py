@@ -21,8 +21,9 @@ from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 
 Array = jax.Array
-SLICE = 0.1  # seconds between two looks at who came; to stop and go on costs some milliseconds
+SLICE = 0.1  # seconds between two looks at what is written; to stop and go on costs some milliseconds
 MOST_STEPS = 64  # in between, at the most
+NO_END = 1 << 30  # steps, more than any decode takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,27 @@ class Choice:
     log_probs: bool = True  # whether they are computed; they cost a little
 
 
+class Switch:
+    """While it is thrown, batches pause after each step, those that decode already as well. For all threads.
+
+    Attributes:
+      address: u32 [2], of the i32 that is not 0 then, the low half first.
+    """
+
+    def __init__(self) -> None:
+        """Not thrown."""
+        self._thrown = np.zeros(1, np.int32)
+        self.address = np.asarray([self._thrown.ctypes.data], np.uint64).view(np.uint32)
+
+    def throw(self) -> None:
+        """Lets them pause."""
+        self._thrown[0] = 1
+
+    def reset(self) -> None:
+        """Lets them go on."""
+        self._thrown[0] = 0
+
+
 class RunningBatch:
     """Decodes up to `places` sources side by side on one device. Not to be used by several threads.
 
@@ -43,8 +65,10 @@ class RunningBatch:
     power of two that holds the longest source, and for each size of the cache.
     """
 
-    def __init__(self, programs: Programs, strategy: Pipelined | Sequential, places: int) -> None:
-        """Nothing compiles yet."""
+    def __init__(
+        self, programs: Programs, strategy: Pipelined | Sequential, places: int, switch: "Switch | None" = None
+    ) -> None:
+        """Nothing compiles yet. `switch`: lets `advance` pause."""
         self.strategy: Refillable = strategy
         self.delay = strategy.delay if isinstance(strategy, Pipelined) else 1
         self.places = places
@@ -58,6 +82,7 @@ class RunningBatch:
             seed=np.zeros(places, np.uint32),
         )
         self._begins, self._ends = np.zeros(places, bool), np.zeros(places, bool)
+        self._switch = switch or Switch()
         self._memory: Memory | None = None
         self._carry: Carry | None = None
         self._slots, self._steps = self._sizes.slots[0], 1
@@ -101,14 +126,19 @@ class RunningBatch:
         self._sampling.temperature[place], self._scored[place] = 0, False
         self._ends[place] = True
 
-    def advance(self) -> tuple[Decoded, np.ndarray]:
-        """Takes some steps: until an example is done, but at most as many as pass in `SLICE` seconds.
+    def advance(self, most: int = NO_END, *, often: bool = True) -> tuple[Decoded, np.ndarray]:
+        """Takes some steps: until an example is done.
+
+        Args:
+          most: steps, at the most.
+          often: pauses when `SLICE` seconds have passed; so it does in any case where no switch is heard.
 
         Returns:
           NumPy arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
         """
         begun = time.perf_counter()
-        decoded, done, taken = self._advanced(self._steps)
+        often = often or not self._backend.can_listen
+        decoded, done, taken = self._advanced(min(self._steps, most) if often else most)
         self._steps = int(np.clip(SLICE * max(taken, 1) / (time.perf_counter() - begun), 1, MOST_STEPS))
         return decoded, done
 
@@ -129,12 +159,13 @@ class RunningBatch:
         wishes = Wishes(sampling=self._sampling, scores=True, scored=self._scored.any())
         with precision(self._model.dtype):
             while True:
-                given = self._ready.decoding, self._memory, self._carry, wishes
-                decoded, done, left, self._carry = self._go_on(*given, self._begins, self._ends, steps, self._in_use)
+                given = self._ready.decoding, self._memory, self._carry, wishes, self._begins, self._ends
+                decoded, done, left, self._carry = self._go_on(*given, steps, self._switch.address, self._in_use)
                 self._begins, self._ends = np.zeros_like(self._begins), np.zeros_like(self._ends)
                 decoded, done, left = jax.device_get((decoded, done, left))
+                left = abs(int(left))
                 if left < steps or done[self._in_use].any() or not self._in_use.any():
-                    return decoded, done, steps - int(left)
+                    return decoded, done, steps - left
                 # The cache was full before the first step.
                 self._slots = next(n for n in self._sizes.slots if n > self._slots)
                 self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
@@ -164,14 +195,24 @@ class RunningBatch:
         begins: Array,
         ends: Array,
         most: Array,
+        switch: Array,
         watched: Array,
     ) -> tuple[Decoded, Array, Array | None, Carry]:
         """What is written, who is done, how many steps were left, and the carry."""
         strategy, sizes = self.strategy, self._sizes
         carry = decoding.refilled(strategy, carry, begins=begins, ends=ends, sizes=sizes)
         decoder, slots = self._decoder(weights, memory), carry.filled.row.shape[1]
-        limits: dict[str, Any] = {"sizes": sizes, "slots": slots, "most": most, "watched": watched}
-        found: Stretch = decoding.decode(strategy, decoder, carry, wishes=wishes, **limits)
+        found: Stretch = decoding.decode(
+            strategy,
+            decoder,
+            carry,
+            sizes=sizes,
+            slots=slots,
+            wishes=wishes,
+            most=most,
+            left=lambda count: self._backend.left(count, switch),
+            watched=watched,
+        )
         return found.decoded, strategy.done(found.carry.state), found.left, found.carry
 
 

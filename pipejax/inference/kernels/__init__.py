@@ -51,7 +51,7 @@ LEVELS = (  # the best first
     Level("avx2", frozenset(_V3), "-march=x86-64-v3"),
     Level("native", frozenset(), "-march=native"),
 )
-TARGETS = ("pipejax_step", "pipejax_encode")
+TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_left")
 LANES = 16  # outputs of a panel, as in products.h
 SOURCES = [Path(__file__).parent / name for name in ("t5.cc", "attention.h", "products.h", "team.h")]
 SHIPPED = Path(__file__).parent / "compiled"  # is in some wheels only

@@ -346,6 +346,16 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   return ffi::Error::Success();
 }
 
+// How many steps are left, below zero if the switch is thrown: an i32 of the host's at that address, low half first.
+ffi::Error Left(ffi::Buffer<ffi::S32> left, ffi::Buffer<ffi::U32> address, ffi::ResultBuffer<ffi::S32> result) {
+  if (left.element_count() != 1 || address.element_count() != 2 || result->element_count() != 1)
+    return Wrong("left: arguments of other sizes");
+  const uint32_t* halves = address.typed_data();
+  const auto* thrown = reinterpret_cast<const int32_t*>(uintptr_t{halves[1]} << 32 | halves[0]);
+  *result->typed_data() = __atomic_load_n(thrown, __ATOMIC_RELAXED) ? -*left.typed_data() : *left.typed_data();
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace pipejax
 
@@ -365,3 +375,5 @@ extern "C" int pipejax_ready() {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_step, pipejax::Step, STACK.Attr<int64_t>("vocabulary").Attr<float>("epsilon"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_encode, pipejax::Encode,
                               STACK.Attr<int64_t>("width").Attr<int64_t>("memory").Attr<float>("epsilon"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_left, pipejax::Left, ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>()
+                              .Arg<ffi::Buffer<ffi::U32>>().Ret<ffi::Buffer<ffi::S32>>());

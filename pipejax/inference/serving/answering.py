@@ -254,6 +254,7 @@ def _request(asked: Asked, source: Source, *, log_probs: bool) -> Request:
         seed=wishes.seed_of(source, asked.seed),  # as `decode` draws
         max_tokens=asked.max_tokens,
         log_probs=log_probs,
+        at_once=asked.stream or bool(asked.stop),
     )
 
 
