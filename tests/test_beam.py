@@ -36,9 +36,9 @@ V1_1 = dataclasses.replace(V1_0, vocab_size=13, feed_forward="gated-gelu", tied_
 SETTINGS = [
     (DEEPER, 2, 1.0, 14, 4, (6,), (8,)),
     (V1_0, 4, -1.0, 11, 1, (), ()),
-    (V1_0, 5, 2.0, 12, 5, (), ()),
+    pytest.param(V1_0, 5, 2.0, 12, 5, (), (), marks=pytest.mark.long),
     (V1_1, 3, 0.0, 13, 5, (6,), ()),
-    (V1_1, 5, 0.6, 16, 4, (), (20,)),
+    pytest.param(V1_1, 5, 0.6, 16, 4, (), (20,), marks=pytest.mark.long),
 ]
 MODELS = 8  # random models a setting
 

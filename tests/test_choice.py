@@ -102,8 +102,8 @@ def generator(strategy="pipelined", params=None, **decode):
     "strategy, draft",
     [
         pytest.param("pipelined", "none", marks=pytest.mark.slow),
-        ("sequential", "none"),
-        pytest.param("pipelined", "source", marks=pytest.mark.slow),
+        pytest.param("sequential", "none", marks=pytest.mark.slow),
+        pytest.param("pipelined", "source", marks=pytest.mark.long),
         pytest.param("sequential", "source", marks=pytest.mark.long),
     ],
 )

@@ -136,7 +136,7 @@ def assert_equal(found, expected, batch):
 
 
 QUICK = [(SETTINGS[3], FromSource())]
-SLOW = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi()), (SETTINGS[4], Jacobi())]
+SLOW = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi())]
 
 
 def marks(setting, drafter):
@@ -209,7 +209,7 @@ def test_the_drafter_of_the_page():
         pytest.param("pipelined", "source", marks=pytest.mark.long),
         pytest.param("sequential", "source", marks=pytest.mark.long),
         pytest.param("pipelined", "jacobi", marks=pytest.mark.long),
-        pytest.param("sequential", "jacobi", marks=pytest.mark.slow),
+        pytest.param("sequential", "jacobi", marks=pytest.mark.long),
     ],
 )
 def test_records_are_those_without_drafts(strategy, draft):

@@ -83,6 +83,7 @@ def test_answers_are_those_of_each_alone(generator):
             assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_the_seed(generator):
     """Whoever else is there; a greedy request stays greedy beside them."""
     ids = texts(1)[0]
@@ -95,6 +96,7 @@ def test_samples_are_those_of_the_seed(generator):
     assert greedy["row_ids"] == generator.decode([ids])[0]["row_ids"]
 
 
+@pytest.mark.slow
 def test_an_answer_of_so_many_tokens(generator):
     ids = texts(1)[0]
     engine = Engine(generator, places=2, queue=1)

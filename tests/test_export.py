@@ -123,7 +123,7 @@ def decoder(out: Path, strategy: str) -> Callable[[Any], Any]:
         pytest.param("sequential", ["decode.weights=bfloat16"], marks=pytest.mark.long),
         pytest.param("pipelined", ["grid.sub_max=9"], marks=pytest.mark.long),  # steps of several sizes
         pytest.param("pipelined", ["decode.draft=source"], marks=pytest.mark.long),
-        pytest.param("sequential", ["decode.draft=source"], marks=pytest.mark.slow),
+        pytest.param("sequential", ["decode.draft=source"], marks=pytest.mark.long),
         pytest.param("sequential", ["decode.beams=3"], marks=pytest.mark.slow),
     ],
 )

@@ -12,7 +12,7 @@ from experiments.faults.__main__ import table
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_run(tmp_path):
     out, page = tmp_path / "faults.json", tmp_path / "faults.md"
     ended = subprocess.run(

@@ -185,7 +185,7 @@ def test_the_encoder_equals_numpys(level, shape, weights):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "avx512" else pytest.mark.slow) for name in HERE[1:]]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "avx2" else pytest.mark.long) for name in HERE[1:]]
 )
 def test_each_level(name, kernel_cache, monkeypatch):
     """The other kernels that this processor can run, as a processor without the best one would."""

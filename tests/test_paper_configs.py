@@ -132,7 +132,9 @@ def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task, size, objective", [*OF_T5_BASE, ("msqa", "large", "pipelined")])
+@pytest.mark.parametrize(
+    "task, size, objective", [*OF_T5_BASE, pytest.param("msqa", "large", "pipelined", marks=pytest.mark.long)]
+)
 def test_dry_run(task, size, objective, tiny, compiled_once, tmp_path):
     """Two steps and an evaluation, as `train.py` makes them, from a tiny checkpoint and on short texts."""
     settings = {

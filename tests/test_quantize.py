@@ -64,6 +64,7 @@ def smaller(original, tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", NARROW)
 def test_it_decodes_as_the_original_does_with_its_weights_rounded(weights, original, smaller):
     found, expected = load(smaller[weights]), load(original, overrides=[f"decode.weights={weights}"])

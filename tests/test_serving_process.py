@@ -269,6 +269,7 @@ def test_sigterm_drains(trained: Path) -> None:
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_it_at_once(trained: Path) -> None:
     with serve(trained, "--warm-up", "0") as server, contextlib.closing(server.connect()) as connection:
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}

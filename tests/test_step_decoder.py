@@ -64,7 +64,7 @@ def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, bat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("delay", [1, 2, 5])
+@pytest.mark.parametrize("delay", [1, pytest.param(2, marks=pytest.mark.long), 5])
 def test_cached_decoding_equals_teacher_forcing(delay, batch):
     """Step by step in a cache that grows, forced to ROWS (rotated by example): logits against one pass."""
     params = jax.tree.map(jnp.asarray, oracle.random_params(CONFIG, np.random.default_rng(3)))

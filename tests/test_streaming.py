@@ -33,7 +33,7 @@ def texts(count):
     return [[*rng.integers(2, 12, rng.integers(1, 40)).tolist(), 1] for _ in range(count)]
 
 
-@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_events_add_up_to_the_record(strategy):
     made, given = generator(temperature=0.8, scores=True), texts(12)
     expected = made.decode(given, strategy=strategy, batch_size=4)

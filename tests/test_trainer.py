@@ -92,7 +92,9 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat, dropout", [("dots", 0.0), ("layers", 0.0), ("layers", 0.3)])
+@pytest.mark.parametrize(
+    "remat, dropout", [("dots", 0.0), pytest.param("layers", 0.0, marks=pytest.mark.long), ("layers", 0.3)]
+)
 def test_rematerialisation_changes_no_gradient(batches, remat, dropout):
     params = oracle.random_params(DEEP, np.random.default_rng(3))
     key = jax.random.key(0) if dropout else None
@@ -315,7 +317,7 @@ def test_schedules(schedule):
     "options",
     [
         pytest.param({"dropout": 0.1}, marks=pytest.mark.slow),
-        pytest.param({"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param({"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2}, marks=pytest.mark.long),
         pytest.param({"optimizer": "adafactor", "freeze": "encoder"}, marks=pytest.mark.long),
     ],
     ids=str,
