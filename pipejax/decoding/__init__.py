@@ -124,5 +124,5 @@ def check(name: str, decode: DecodeConfig, *, drafts: bool = False) -> None:
         )
     if decode.trace and not drafts and decode.draft == "none":
         raise UserError(
-            "decode.trace: found True with decode.draft = none; expected a drafter, since it shows what became of drafts"
+            "decode.trace: found True with decode.draft = none; expected a drafter, since a trace shows drafts"
         )

@@ -13,6 +13,7 @@ call already, and begins if they turn out right.
 import dataclasses
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import flax.struct
 import jax
@@ -26,7 +27,6 @@ from pipejax.decoding.drafters.interface import Drafter, Written
 from pipejax.decoding.gathering import Query, taken
 from pipejax.decoding.pipelined import NEVER, Pipelined
 from pipejax.decoding.sequential import Sequential
-from pipejax.decoding.trace import Trace
 from pipejax.grid import start
 
 MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
@@ -55,7 +55,7 @@ class State:
     guesses: Array  # i32 [B, R, D], the model's answers beyond what was accepted
     guessed: Array  # i32 [B, R], how many
     drafter: object  # the drafter's own
-    trace: Trace | None = None  # what became of drafts, if it is kept
+    trace: Any = None  # a `Trace` of what became of drafts, if it is kept
 
 
 @dataclasses.dataclass(frozen=True)
