@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from pipejax.inference.picture import LEFT, Cell, fill, html, main, svg
-from pipejax.inference.picture_page import shorten, text_width
+from pipejax.inference.picture import html, svg
+from pipejax.inference.picture.command import main
+from pipejax.inference.picture.grid import LEFT, Cell, fill
+from pipejax.inference.picture.text import shorten, text_width
 from pipejax.system.errors import UserError
 
 FIGURE_2 = [["A", "B", "C"], ["D", "E"]]
