@@ -11,6 +11,7 @@ from pipejax.inference.picture.grid import LEFT, RIGHT, Grid, column_of, top_of
 from pipejax.inference.picture.text import FONT, INK, QUIET, count, escape, label, shorten
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
+MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read
 FILL = {"own": "#9dc5eb", "accepted": "#cfe39a"}
 MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}  # colours are not for everybody
 SAID = {"own": "the model's own token", "accepted": "accepted draft", "rejected": "rejected draft"}
@@ -78,7 +79,7 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
     first = {one.row: last - n for n, call in enumerate(reversed(calls)) for one in call}  # call that asks a row
     height_in_rows = max(first.keys() | {cell.row for cell in grid.cells}, default=-1) + 1
     columns = max([grid.steps, *(mark.time for mark in found)]) + 1
-    column, size = column_of((MARKS[mark.kind] + mark.text for mark in found), columns)
+    column, size = column_of((MARKS[mark.kind] + mark.text for mark in found), min(columns, MOST))
     pitch, top = BOX + DRAFT + GAP, top_of(page=True)
     width, height = LEFT + max(columns * column, 240) + RIGHT, top + height_in_rows * pitch + 6
     parts = [
@@ -95,7 +96,7 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
         parts.append(label(LEFT - 12, middle + 4, _name(i, grid), anchor="end"))
         if drafted:
             sums = label(LEFT - 12, middle + BOX / 2 + 12, f"{accepted} of {drafted}", size=10, anchor="end")
-            parts.append(f"<g><title>{escape(_sums(accepted, drafted))}</title>{sums}</g>")
+            parts.append(sums.replace("<text ", f'<text data-sum="{i}" ', 1))
         if i * grid.delay > 0:
             parts.append(
                 f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
@@ -129,10 +130,10 @@ def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: fl
     shown = shorten(MARKS[mark.kind] + mark.text, (column - 10) / size)
     words = label(left + column / 2, y + tall / 2 + size * 0.35, shown, size=size, ink=INK)
     if mark.kind == "rejected":
-        words = words.replace(f'fill="{INK}"', 'class="out" text-decoration="line-through"')
+        words = words.replace(f'fill="{INK}"', 'class="out"')
     return (
-        f'<g class="{" ".join(classes)}" data-call="{mark.call}"{extra}><title>{escape(tip)}</title>'
-        f"<rect {_box(left, y, column, tall)} {shape}/>{words}</g>"
+        f'<g class="{" ".join(classes)}" data-row="{mark.row}" data-call="{mark.call}"{extra}>'
+        f"<title>{escape(tip)}</title><rect {_box(left, y, column, tall)} {shape}/>{words}</g>"
     )
 
 
@@ -156,10 +157,6 @@ def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
 
 def _name(row: int, grid: Grid) -> str:
     return "empty row" if len(grid.rows) == row < grid.height else f"row {row + 1}"
-
-
-def _sums(accepted: int, drafted: int) -> str:
-    return f"{accepted} of {count(drafted, 'drafted token')} accepted"
 
 
 def _box(left: float, y: float, column: int, height: int) -> str:

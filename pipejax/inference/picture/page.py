@@ -47,7 +47,7 @@ mark.off { background: none; }
 mark sup { position: absolute; top: -5px; right: -5px; font-size: 10px; line-height: 1; color: var(--quiet); }
 mark.off sup { visibility: hidden; }
 .controls { display: flex; flex-wrap: wrap; align-items: center; gap: 6px 14px; max-width: 640px; }
-.view h2 { font-size: 15px; color: var(--ink); }
+.view h2 { margin-bottom: 6px; font-size: 15px; color: var(--ink); }
 .view .facts, .view .controls { margin-bottom: 14px; }
 .controls[hidden] { display: none; }
 button { width: 84px; padding: 5px 0; border: 1px solid var(--line); border-radius: 7px; background: none; }
@@ -68,21 +68,21 @@ li { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; }
 li.off { opacity: .3; }
 rect.out { stroke: var(--out); }
 text.out { fill: var(--out); }
-.grid g.rejected.past { opacity: .5; }
+.grid g.rejected.past { opacity: .6; }
 .grid g.rejected.off { display: none; }
 .grid g.own:not(.past) rect, .grid g.accepted:not(.past) rect { stroke: var(--ink); stroke-width: 2.4; }
 .legend { display: flex; flex-wrap: wrap; gap: 6px 20px; margin: 0 0 14px; color: var(--quiet); font-size: 13px; }
 .key { padding: 1px 8px; margin-right: 5px; border: 1px solid; border-radius: 4px; color: $ink; }
 .key.own { background: $own; }
 .key.accepted { border-radius: 11px; background: $accepted; }
-.key.rejected { border: 1px dashed var(--out); color: var(--out); text-decoration: line-through; }
+.key.rejected { border: 1px dashed var(--out); color: var(--out); }
 .key.fresh { border: 2.4px solid var(--ink); color: inherit; }
 details { margin-top: 14px; }
 .scroll { overflow-x: auto; }
 table { margin-top: 8px; border-collapse: collapse; font-size: 13px; }
 th, td { padding: 2px 16px 2px 0; text-align: left; vertical-align: top; font-weight: 400; }
 thead th { color: var(--quiet); }
-td:nth-child(4) { text-decoration: line-through; color: var(--out); }
+td:nth-child(4) { color: var(--out); }
 tbody th { white-space: nowrap; }
 @media (max-width: 760px) {
   body { padding: 20px 16px; }
@@ -167,16 +167,23 @@ function player(section, parameter, show, place) {
 const drafts = document.querySelector("#calls");
 if (drafts) {
   const called = [...drafts.querySelectorAll("[data-call]")];
+  const sums = [...drafts.querySelectorAll("[data-sum]")];
   const of = (call) => called.filter((element) => Number(element.dataset.call) === call);
   player(drafts, "call", (call, last) => {
     for (const {classList, dataset} of called) {
       classList.toggle("off", Number(dataset.call) > call || Number(dataset.until ?? Infinity) <= call);
       classList.toggle("past", Number(dataset.call) < call);
     }
-    const count = (kind) => of(call).filter((element) => element.classList.contains(kind)).length;
-    const [accepted, rejected] = [count("accepted"), count("rejected")];
-    return `Call $${call} of $${last}: ` + (accepted + rejected
-      ? `$${accepted} of $${accepted + rejected} drafted accepted` : call ? "nothing drafted" : "nothing asked");
+    const count = (elements) => {
+      const [accepted, rejected] = ["accepted", "rejected"].map(
+        (kind) => elements.filter((element) => element.classList.contains(kind)).length);
+      return accepted + rejected ? `$${accepted} of $${accepted + rejected}` : "";
+    };
+    for (const sum of sums) {  // of a row, so far
+      sum.textContent = count(called.filter(({dataset}) => dataset.row === sum.dataset.sum && dataset.call <= call));
+    }
+    const found = count(of(call));
+    return `Call $${call} of $${last}: $${found ? found + " drafted accepted" : "nothing drafted"}`;
   }, (call) => {
     const boxes = of(call).map((element) => element.querySelector("rect"));
     const edges = boxes.map((box) => [Number(box.getAttribute("x")), Number(box.getAttribute("width"))]);
