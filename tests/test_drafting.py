@@ -18,6 +18,8 @@ from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromSource, Jacobi
 from pipejax.inference.generator import Generator
+from pipejax.inference.picture import command as picture
+from pipejax.inference.records import as_line
 from pipejax.inference.report import Report
 from pipejax.system.errors import UserError
 from support import oracle, wavefront
@@ -278,6 +280,45 @@ def test_records_are_those_without_drafts(strategy, draft):
     sources_ = [one.source(text, "", i) for i, text in enumerate(texts) if 32 < len(text) <= 48]
     assert list(one.stream(sources_, strategy=None, batch_size=1, report=report))
     assert report.shapes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+def test_records_hold_the_trace(strategy, tokenizer, tmp_path):
+    """It adds up to the answer, changes nothing else, and the page can be drawn of it."""
+    grid = GridConfig(delay=2, time_max=20, sub_max=5)
+    decode = DecodeConfig(max_length=20, batch_size=4, draft="jacobi", draft_tokens=3)
+    config = Config(model=MODEL, grid=grid, train=TrainConfig(objective=strategy), decode=decode)
+    params = oracle.random_params(MODEL, np.random.default_rng(5))
+    rng = np.random.default_rng(6)
+    texts = [rng.integers(2, 9, rng.integers(1, 15)).tolist() for _ in range(4)]
+    expected = Generator(config, params, tokenizer).decode(texts)
+    tracing = dataclasses.replace(config, decode=dataclasses.replace(decode, trace=True))
+    found = Generator(tracing, params, tokenizer).decode(texts)
+    assert [{k: v for k, v in one.items() if k not in ("trace", "pieces")} for one in found] == expected
+    drafted = 0
+    for record in found:
+        assert len(record["trace"]) == record["calls"]
+        rows = [[one for call in record["trace"] for one in call if one.row == i] for i in range(5)]
+        written = [sum(one.written for one in row) for row in rows]
+        cut = record["truncated"] is not None
+        for row, ids in enumerate(record["row_ids"]):
+            assert written[row] in (len(ids) + 1, len(ids) + 1 - cut)
+            front = 0
+            for one in rows[row]:
+                assert [*ids, 1][front : front + one.accepted] == one.drafted[: one.accepted]
+                front += one.written
+                drafted += len(one.drafted)
+        for i in {*sum(record["row_ids"], []), *(i for call in record["trace"] for one in call for i in one.drafted)}:
+            assert record["pieces"][str(i)] == tokenizer.piece(i)
+    assert drafted > 20
+    lines = tmp_path / "records.jsonl"
+    lines.write_text("".join(as_line(record) for record in found))
+    if strategy == "pipelined":
+        for record in found:
+            page = tmp_path / f"{record['id']}.html"
+            assert picture.main([str(lines), "--id", str(record["id"]), "--delay", "2", "--output", str(page)]) == 0
+            assert f"{len(record['trace'])} decoder calls for {record['steps']} time-steps" in page.read_text()
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])

@@ -115,11 +115,11 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
 
 def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: float) -> str:
     left, tall = LEFT + mark.time * column, BOX
-    tip = f"call {mark.call}, {_name(mark.row, grid)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]})"
+    early = ", right, but a row above was not so far" if mark.kind == "rejected" and mark.is_written else ""
+    tip = f"call {mark.call}, {_name(mark.row, grid)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]}{early})"
     classes, extra = [mark.kind], ""
     if mark.kind == "rejected":
         tall, size = DRAFT, 10.0
-        tip += ", right, but a row above was not so far" if mark.is_written else ""
         extra = f' data-until="{mark.until}"' if mark.until else ""
         classes += ["off"] if mark.until else []
         shape = 'rx="4" fill="none" class="out" stroke-dasharray="3 2"'

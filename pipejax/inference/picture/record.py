@@ -100,7 +100,8 @@ def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] |
                 and accepted <= len(drafted)
                 and (written == accepted + 1 or (written == accepted and (ends if written else not before)))
             ):
-                raise UserError(f"{at}; expected what row_ids allow: {wanted_of[row] - before} tokens are left")
+                left = f"the {wanted_of[row] - before} tokens that row_ids leave"
+                raise UserError(f"{at}; expected the accepted drafts and one more of {left}")
             right = [here in (i, None) for i, here in zip(drafted, line[before:], strict=False)]
             if not all(right[:accepted]):
                 raise UserError(f"{at}; expected accepted drafts that are in row_ids")
