@@ -5,6 +5,7 @@ pipejax picture RECORDS.jsonl --id ID --output PICTURE.html
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipejax.config import GRID
 from pipejax.inference.picture import record
@@ -28,10 +29,14 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
     place, found = record.find(flags.records, flags.id)
     rows, texts = record.tokens(found, place)
-    drawing = {
+    steps = record.steps(found, rows, flags.delay, place)
+    calls = record.calls(found, flags.delay, place)
+    drawing: dict[str, Any] = {
         "delay": flags.delay,
         "truncated": found.get("truncated"),
-        "steps": record.steps(found, rows, flags.delay, place),
+        "steps": steps,
+        # A record does not say it, but a trace does.
+        "empty_row": calls is None or any(one.written and one.row == len(rows) for call in calls for one in call),
     }
     if output.suffix == ".svg":
         drawn = svg(rows, **drawing)
@@ -41,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         drawn = html(
             rows,
             **drawing,
-            calls=record.calls(found, flags.delay, place),
+            calls=calls,
             texts=texts,
             source=source if isinstance(source, str) else "",
             title=f"Record {name}",

@@ -48,7 +48,14 @@ class Grid:
         return max((cell.row for cell in self.cells), default=-1) + 1
 
 
-def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = None, steps: int | None = None) -> Grid:
+def fill(
+    rows: Sequence[Sequence[str]],
+    *,
+    delay: int,
+    truncated: str | None = None,
+    steps: int | None = None,
+    empty_row: bool = True,
+) -> Grid:
     """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3).
 
     Args:
@@ -56,6 +63,7 @@ def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = N
       delay: time-steps between the starts of two rows, at least 1.
       truncated: as in a record: None, "sub_max" (no empty row) or "time_max" (a row may lack its eos).
       steps: the time-steps that were run; default: as many as the rows need.
+      empty_row: whether an empty row began, if there was time for it and `truncated` does not say that there is none.
 
     Raises:
       ValueError: the delay or `truncated` is none of these.
@@ -72,7 +80,7 @@ def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = N
     cells = []
     for i, row in enumerate([*rows, ()]):
         start = i * delay
-        if i == len(rows) and (truncated == "sub_max" or start >= steps):
+        if i == len(rows) and (not empty_row or truncated == "sub_max" or start >= steps):
             break
         cells.append(Cell(i, start, "bos", "bos"))
         cells += [Cell(i, start + j, "token", text) for j, text in enumerate(row, start=1)]
@@ -91,6 +99,7 @@ def svg(
     until: int | None = None,
     truncated: str | None = None,
     steps: int | None = None,
+    empty_row: bool = True,
 ) -> str:
     """The grid as a standalone SVG that reads well on white and on dark.
 
@@ -103,8 +112,9 @@ def svg(
       until: draw the state after this time-step; default: the last.
       truncated: see `fill`.
       steps: see `fill`.
+      empty_row: see `fill`.
     """
-    grid = fill(rows, delay=delay, truncated=truncated, steps=steps)
+    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
     return draw(grid, until=until, page=False)
 
 

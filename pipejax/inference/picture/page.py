@@ -225,6 +225,7 @@ def html(
     delay: int,
     truncated: str | None = None,
     steps: int | None = None,
+    empty_row: bool = True,
     source: str = "",
     texts: Sequence[str] | None = None,
     calls: Sequence[Sequence[Asked]] | None = None,
@@ -238,13 +239,14 @@ def html(
       delay: time-steps between the starts of two rows.
       truncated: see `fill`.
       steps: see `fill`.
+      empty_row: see `fill`.
       source: the document, shown above the grid.
       texts: the text of each row, shown beside it; default: its tokens with spaces between them.
       calls: of each decoder call the rows that were asked, if it is to be shown what became of drafts.
       highlight: mark the rows that occur in the source.
       title: the page's.
     """
-    grid = fill(rows, delay=delay, truncated=truncated, steps=steps)
+    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
     texts = [" ".join(row) for row in rows] if texts is None else texts
     ends = {cell.row: cell.time for cell in grid.cells if cell.kind == "eos"}
     finished = [ends.get(i, grid.steps) for i in range(len(rows))]
