@@ -14,7 +14,7 @@ import pytest
 from experiments import drafts as experiment
 from experiments import scripted
 from pipejax import config as config_lib
-from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromSource, Jacobi
@@ -26,20 +26,7 @@ from pipejax.system.errors import UserError
 from support import oracle, wavefront
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
-from support.tiny import MODEL
-
-TINY = T5Config(
-    vocab_size=9,
-    d_model=12,
-    d_kv=4,
-    d_ff=16,
-    num_heads=2,
-    num_layers=1,
-    num_decoder_layers=2,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=20,
-)
-
+from support.tiny import FEW_WORDS, MODEL
 
 GUESSED = 16  # tokens of a row in a table of guesses
 
@@ -195,12 +182,14 @@ def test_drafted_is_undrafted(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
     drafted = Drafted(plain, drafter, 4, queries=(batch + 2,))
-    without = compiled(TINY, plain)
-    program = compiled(TINY, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,)))
+    without = compiled(FEW_WORDS, plain)
+    program = compiled(
+        FEW_WORDS, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,))
+    )
     fewer = 0
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
-        params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
+        params, texts = oracle.random_params(FEW_WORDS, rng), sources(rng, batch, FEW_WORDS.vocab_size)
         source, length = padded(texts)
         expected = jax.device_get(without(params, source, length))
         found = jax.device_get(program(params, source, length))
