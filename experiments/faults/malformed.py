@@ -364,14 +364,20 @@ KINDS: tuple[Kind, ...] = (
     _flags("an unknown family of scores", "pipejax.metrics.__main__", ("bleu", "{here}/in.jsonl"), "'bleu'"),
     _flags("no predictions", "pipejax.metrics.__main__", ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
     _flags(
-        "a picture of no record", "pipejax.inference.picture", ("{here}/in.jsonl", "--output={here}/x.svg"), "row_ids"
+        "a picture of no record",
+        "pipejax.inference.picture.command",
+        ("{here}/in.jsonl", "--output={here}/x.svg"),
+        "row_ids",
     ),
     _flags(
-        "a picture of another kind", "pipejax.inference.picture", ("{here}/in.jsonl", "--output={here}/x.png"), ".svg"
+        "a picture of another kind",
+        "pipejax.inference.picture.command",
+        ("{here}/in.jsonl", "--output={here}/x.png"),
+        ".svg",
     ),
     _flags(
         "a delay for nobody",
-        "pipejax.inference.picture",
+        "pipejax.inference.picture.command",
         (f"--delay={10**30}", "x", "--output={here}/x.svg"),
         "--delay",
     ),

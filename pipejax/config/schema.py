@@ -131,6 +131,7 @@ class DecodeConfig:
     limit: str = setting("none", choices=LIMITS)  # "source": only tokens of the source are written
     draft: str = setting("none", choices=DRAFTS)  # who guesses tokens ahead, for fewer decoder calls: docs/drafting.md
     draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
+    trace: bool = setting(False)  # records hold what was drafted in each call, and what was accepted
     batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
     dtype: str = setting("auto", choices=DTYPES)  # of the computation, as train.dtype
     weights: str = setting("auto", choices=WEIGHTS)  # what weights are held in; "auto": in the dtype, as trained

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -42,6 +42,8 @@ class Record(TypedDict):
     sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
     log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
     log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
+    trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: of each call, what was drafted and accepted
+    pieces: NotRequired[dict[str, str]]  # with `decode.trace` and a tokenizer: by id, as texts, the tokens of both
     seconds: NotRequired[float]  # by `evaluation`, at batch size 1
 
 
@@ -325,6 +327,11 @@ class Generator:
             record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
             spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows)]
             record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
+        if found.trace is not None:
+            record["trace"] = decoding.listed(found.trace, place, record["calls"])
+            if self.tokenizer is not None:
+                seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
+                record["pieces"] = {str(i): self.tokenizer.piece(i) for i in sorted(seen)}
         return record
 
     def count(self, record: Record, strategy: str, report: Report) -> None:
