@@ -17,27 +17,30 @@ from typing import Any
 from benchmarks.decode import rows_of
 from benchmarks.forced import Fixed
 from benchmarks.systems import CTranslate2, HuggingFace
+from pipejax.config import GridConfig
 from pipejax.grid import sequential_steps
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving import command
 from pipejax.system import cli
 
+PEERS = tuple(f"{name}{how}" for name in ("hf", "ct2-fp32", "ct2-int8") for how in ("", "-batch"))
 BATCH = 8  # requests that are decoded together: the places of `pipejax serve`
-SUB_MAX, TIME_MAX = 20, 64  # of the grid, as in `benchmarks.decode`
 Answers = Callable[[list[list[int]]], list[list[Any]]]  # of sources of one length, as token ids
 
 
 def main(argv: Sequence[str]) -> int:
     """Serves until it is told to end."""
     parser = cli.Parser(prog="python -m benchmarks.apps", description=__doc__)
-    parser.add_argument("name", help="pipejax, hf, ct2-fp32 or ct2-int8; the last three also with -batch")
+    parser.add_argument("name", choices=("pipejax", *PEERS))
     parser.add_argument("directory", metavar="DIR", help="a checkpoint, or for others a model of Hugging Face's")
     parser.add_argument("--answer", required=True, metavar="NxM", help="rows and tokens of each answer")
+    parser.add_argument("--sub-max", type=cli.whole(1), default=20, metavar="S", help="rows of pipejax's grid")
+    parser.add_argument("--time-max", type=cli.whole(1), default=64, metavar="T", help="its time-steps")
     parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N")
     flags, more = parser.parse_known_args(argv)
     rows = rows_of(flags.answer)
     if flags.name == "pipejax":
-        force(Generator, rows)
+        force(Generator, rows, GridConfig(delay=1, time_max=flags.time_max, sub_max=flags.sub_max))
         return command.main(["--checkpoint", flags.directory, "--port", "0", *more])
     kind, _, together = flags.name.partition("-batch")
     answers = of_peer(kind, Path(flags.directory), sequential_steps(rows), threads=flags.threads)
@@ -45,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def force(generator: type[Generator] | Generator, rows: Sequence[int]) -> None:
+def force(generator: type[Generator] | Generator, rows: Sequence[int], grid: GridConfig) -> None:
     """Lets a generator, or all of them, write answers of these rows, whatever the weights say."""
-    fixed = Fixed(1, TIME_MAX, SUB_MAX, lengths=tuple(rows))
+    fixed = Fixed(grid.delay, grid.time_max, grid.sub_max, lengths=tuple(rows))
     setattr(generator, "make_strategy", lambda *given: fixed)  # noqa: B010  (mypy takes no assignment to a method)
 
 
@@ -96,12 +99,12 @@ def serve(name: str, answers: Answers, size: int) -> None:
     threading.Thread(target=work, daemon=True).start()
     app = FastAPI()
 
-    @app.post("/v1/completions")
     def complete(asked: Asked) -> dict[str, list[Any]]:
         future: Future[list[Any]] = Future()
         waiting.put((asked.prompt, future))
         return {"tokens": future.result()}
 
+    app.add_api_route("/v1/completions", complete, methods=["POST"])
     listener = command.listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
 

@@ -1,7 +1,6 @@
 """Speed of `pipejax serve` beside other servers that do the same work, and beside decoding without a server.
 
-    python -m benchmarks.serve --model base --weights float32,int8 --concurrency 1,4,8,16 \\
-        --peers hf,hf-batch,ct2-fp32,ct2-int8 --rounds 3 --json OUT
+    python -m benchmarks.serve --model base --weights float32,int8 --concurrency 1,8 --peers hf,ct2-int8 --json OUT
 
 One T5 with random weights; each answer is forced to the same rows, as in `benchmarks.decode`. Each server is a process
 on this machine (`benchmarks.apps`). So many connections ask, each for its next answer as soon as it has one, for some
@@ -37,7 +36,6 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
-PEERS = tuple(f"{name}{how}" for name in ("hf", "ct2-fp32", "ct2-int8") for how in ("", "-batch"))
 SOURCES = 32  # different ones, in turn
 PATIENCE = 600.0  # seconds until a server has started, or has answered
 
@@ -48,9 +46,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", choices=SIZES, default="base")
     parser.add_argument("--weights", default="float32", metavar="NAME,...", help="of pipejax: float32, int8 (float32)")
     parser.add_argument("--concurrency", default="1,4,8,16", metavar="N,...", help="connections that ask at a time")
-    parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench")
+    parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(apps.PEERS)}; make venv-bench")
     parser.add_argument("--answer", default="8x14", metavar="NxM", help="rows and tokens of each answer (8x14)")
     parser.add_argument("--source", type=cli.whole(1, 4096), default=512, metavar="L", help="tokens of each (512)")
+    parser.add_argument("--sub-max", type=cli.whole(1), default=20, metavar="S", help="rows of pipejax's grid (20)")
+    parser.add_argument("--time-max", type=cli.whole(1), default=64, metavar="T", help="its time-steps (64)")
     parser.add_argument("--rounds", type=cli.whole(1), default=3, metavar="N")
     parser.add_argument("--seconds", type=cli.whole(1), default=10, metavar="S", help="of each turn, at least (10)")
     parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="of all together (2)")
@@ -59,29 +59,34 @@ def main(argv: Sequence[str]) -> int:
     cli.check_output("--json", flags.json)
     levels, rows = whole_numbers("--concurrency", flags.concurrency), rows_of(flags.answer)
     weights, peers = flags.weights.split(","), [name for name in flags.peers.split(",") if name]
-    for flag, given, known in (("--weights", weights, SUFFIXES), ("--peers", peers, PEERS)):
+    for flag, given, known in (("--weights", weights, SUFFIXES), ("--peers", peers, apps.PEERS)):
         if unknown := set(given) - {*known}:
             raise UserError(f"{flag}: found {', '.join(sorted(unknown))}; expected {', '.join(known)}")
-    if len(rows) >= apps.SUB_MAX or len(rows) + max(rows) > apps.TIME_MAX:
-        raise UserError(f"--answer {flags.answer}: found more than a grid of {apps.SUB_MAX} x {apps.TIME_MAX} can hold")
+    if len(rows) >= flags.sub_max or len(rows) + max(rows) > flags.time_max:
+        bounds = f"{flags.sub_max} x {flags.time_max}"
+        raise UserError(f"--answer {flags.answer}: found more than a grid of {bounds} can hold")
+    grid = GridConfig(delay=1, time_max=flags.time_max, sub_max=flags.sub_max)
     use_threads(flags.threads)
     config = SIZES[flags.model]
     sources = np.random.default_rng(1).integers(3, config.vocab_size, (SOURCES, flags.source)).tolist()
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as name, contextlib.ExitStack() as stack:
-        directory, model = prepare(config, Path(name), flags.source)
+        directory, model = prepare(config, grid, Path(name), flags.source)
 
         def start(name: str, where: Path, *more: str) -> int:
             cli.note(f"starting {name} {' '.join(more)}")
             command = ["benchmarks.apps", name, str(where), "--answer", flags.answer, "--threads", str(flags.threads)]
+            command += ["--sub-max", str(grid.sub_max), "--time-max", str(grid.time_max)]
             return stack.enter_context(server([*command, *more], directory.parent / f"{name}.log")).port
 
         systems: list[System] = []
         for held in weights:
             settings = [f"decode.weights={held}", "decode.dtype=float32"]
             port = start("pipejax", directory, "--warm-up", "0", *(f"--set={one}" for one in settings))
-            systems += [Ours(f"pipejax{way}{SUFFIXES[held]}", port, sources, rows, bool(way)) for way in ("", "-stream")]
+            systems += [
+                Ours(f"pipejax{way}{SUFFIXES[held]}", port, sources, rows, bool(way)) for way in ("", "-stream")
+            ]
             generator = load(directory, overrides=settings)
-            apps.force(generator, rows)
+            apps.force(generator, rows, grid)
             systems.append(Offline(f"offline{SUFFIXES[held]}", generator, sources, rows))
         systems += [Peer(name, start(name, model), sources, rows) for name in peers]
         found = measure(systems, levels, flags.rounds, flags.seconds)
@@ -94,12 +99,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def prepare(config: T5Config, scratch: Path, longest: int) -> tuple[Path, Path]:
+def prepare(config: T5Config, grid: GridConfig, scratch: Path, longest: int) -> tuple[Path, Path]:
     """A checkpoint without a tokenizer and a model of Hugging Face's, with the same random weights."""
     params = random_params(config)
     run = Config(
         model=config,
-        grid=GridConfig(delay=1, time_max=apps.TIME_MAX, sub_max=apps.SUB_MAX),
+        grid=grid,
         data=DataConfig(max_source=longest),
         train=TrainConfig(objective="pipelined"),
     )
@@ -326,9 +331,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{'at a time':>9}  {'system':<22}{'answers':>8}{'a second':>10}" + "".join(f"{c:>11}" for c in columns)]
     for r in results:
         times = "".join(f"{r[name][p]:>11.1f}" for name in ("token", "row", "end") for p in ("p50_ms", "p99_ms"))
-        lines.append(
-            f"{r['concurrency']:>9}  {r['system']:<22}{r['requests']:>8}{r['requests_per_s']:>10.2f}{times}"
-        )
+        lines.append(f"{r['concurrency']:>9}  {r['system']:<22}{r['requests']:>8}{r['requests_per_s']:>10.2f}{times}")
     return lines
 
 

@@ -2,9 +2,9 @@
 
     python -m experiments.serve_stress --checkpoint runs/demo_long_pipelined [--requests 10000] [--at-a-time 16]
 
-The checkpoint's task must be the demo's. Requests are mixed: of both strategies, greedy or sampled, whole or streamed, as
-text or as records. Tells how the server's resident memory grew from request 500 to the end. Needs Linux. Exit code 1: an
-answer was another, was lost, or the memory grew by more than 5 %.
+The prompts are the demo's. Requests are mixed: of both strategies, greedy or sampled, whole or streamed, as text or as
+records. Tells how the server's resident memory grew from request 500 to the end. Needs Linux. The exit code is 1 if an
+answer was another or was lost, or if the memory grew by more than 5 %.
 """
 
 import collections
