@@ -12,6 +12,7 @@ import dataclasses
 import http.client
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -361,4 +362,5 @@ def verdicts(found: Found, levels: Sequence[int], suffixes: Sequence[str], peers
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     cli.run(main, sys.argv[1:])
