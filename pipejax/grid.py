@@ -4,6 +4,10 @@ Rows and times are 0-based here (the paper's i is 1-based): the bos of row i sta
 j-th generated token (j = 1, 2, ..., eos included) at time i * delay + j. The time-step t of Algorithm 1 feeds the
 tokens at time t - 1 and generates those at time t. Everything works on NumPy and on traced arrays alike; no model, no
 files.
+
+With a delay of 0, which the paper does not have, all rows start at time 0, side by side. Somebody else says how many
+there are: no row is first to be seen empty, so training has no empty row either. Who sees whom stays as it is: a row
+sees those above it up to its own time.
 """
 
 from collections.abc import Sequence
@@ -29,12 +33,17 @@ def start(row: Any, delay: int) -> Any:
 
 def is_start(time: Any, delay: int) -> Any:
     """Whether a row starts at that time."""
-    return time % delay == 0
+    return time % delay == 0 if delay else time == 0
 
 
 def next_start(time: Any, delay: int) -> Any:
-    """The first time from `time` on at which a row starts."""
-    return -(-time // delay) * delay
+    """The first time from `time` on at which a row starts; `time` itself if none does any more."""
+    return -(-time // delay) * delay if delay else time
+
+
+def starting(delay: int, rows: int) -> int:
+    """How many of so many rows start at a time at which any does."""
+    return 1 if delay else rows
 
 
 class Flat(NamedTuple):
@@ -50,11 +59,11 @@ class Flat(NamedTuple):
 def flatten(rows: Sequence[Sequence[int]], *, delay: int, bos: int, eos: int, final: bool = True) -> Flat:
     """Lays rows of token ids out for teacher forcing (paper section 3.3, eq. 5).
 
-    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last. An eos is fed, without
-    a target of its own, only where a token that has a target can see it: elsewhere the slot would change nothing. One
-    row without `final` is an ordinary T5 target.
+    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last, unless the delay is 0.
+    An eos is fed, without a target of its own, only where a token that has a target can see it: elsewhere the slot
+    would change nothing. One row without `final` is an ordinary T5 target.
     """
-    every = [list(row) for row in rows] + ([[]] if final else [])
+    every = [list(row) for row in rows] + ([[]] if final and delay else [])
     last_times = [start(i, delay) + len(row) for i, row in enumerate(every)]  # of each row's last query
     inputs: list[int] = []
     targets: list[int] = []

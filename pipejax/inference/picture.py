@@ -64,26 +64,26 @@ def fill(rows: Sequence[Sequence[str]], *, delay: int, truncated: str | None = N
 
     Args:
       rows: token texts of each row, without bos and eos.
-      delay: time-steps between the starts of two rows, at least 1.
+      delay: time-steps between the starts of two rows; with 0 there is no empty row.
       truncated: as in a record: None, "sub_max" (no empty row) or "time_max" (a row may lack its eos).
       steps: the time-steps that were run; default: as many as the rows need.
 
     Raises:
       ValueError: the delay or `truncated` is none of these.
     """
-    if delay < 1:
-        raise ValueError(f"delay: expected at least 1; got {delay}")
+    if delay < 0:
+        raise ValueError(f"delay: expected at least 0; got {delay}")
     if truncated not in TRUNCATIONS:
         raise ValueError(f"truncated: expected None, 'sub_max' or 'time_max'; got {truncated!r}")
     if steps is None:
         ends = [i * delay + len(row) + 1 for i, row in enumerate(rows)]
-        if truncated is None:
+        if truncated is None and delay:
             ends.append(len(rows) * delay + 1)
         steps = max(max(ends, default=0) - (truncated == "time_max"), 0)
     cells = []
     for i, row in enumerate([*rows, ()]):
         start = i * delay
-        if i == len(rows) and (truncated == "sub_max" or start >= steps):
+        if i == len(rows) and (truncated == "sub_max" or start >= steps or not delay):
             break
         cells.append(Cell(i, start, "bos", "bos"))
         cells += [Cell(i, start + j, "token", text) for j, text in enumerate(row, start=1)]
@@ -301,7 +301,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("records", metavar="RECORDS.jsonl", help="what `pipejax decode --output` wrote")
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
-    parser.add_argument("--delay", type=whole(1, GRID), default=1, help="grid.delay of the decode (default: 1)")
+    parser.add_argument("--delay", type=whole(0, GRID), default=1, help="grid.delay of the decode (default: 1)")
     parser.add_argument("--input", metavar="FILE.jsonl", help="the decoded file, to show the source (html)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)
