@@ -64,6 +64,7 @@ class Table:
         (1, 15, 5, False, 4),
         (2, 15, 5, True, 4),
         (1, 14, 1, False, 4),
+        (0, 12, 5, False, 4),
         pytest.param(1, 9, 3, True, 3, marks=pytest.mark.slow),
         pytest.param(2, 13, 6, False, 2, marks=pytest.mark.slow),
         pytest.param(3, 10, 4, False, 5, marks=pytest.mark.slow),
@@ -117,6 +118,7 @@ SETTINGS = [
     (1, 6, 20, False, 3),
     (1, 20, 2, False, 4),
     (1, 1, 1, False, 2),
+    (0, 12, 4, False, 5),
     (None, 14, 1, False, 6),
     (None, 30, 1, False, 1),
 ]

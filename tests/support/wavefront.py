@@ -15,7 +15,7 @@ def calls(rows: Sequence[Sequence[int]], drafts: Drafts, *, delay: int, time_max
     Args:
       rows: the outcome of Algorithm 1, with bos and, where they ended, eos.
       drafts: asked in each call for each row that is open or may begin.
-      delay: Δt.
+      delay: Δt; with 0 all rows begin in the first call.
       time_max: time-steps at the most.
       eos: ends a row.
     """
@@ -44,7 +44,7 @@ def calls(rows: Sequence[Sequence[int]], drafts: Drafts, *, delay: int, time_max
             for t, token in enumerate([cells[i, now], *guess], now):
                 if t < time_max:
                     fed[i, t] = token
-            if guess[:1] == [eos] and now == i * delay:
+            if guess[:1] == [eos] and now == i * delay and delay:  # no row follows an empty one
                 break
             if eos not in guess:
                 reach = min(reach, now + len(guess))
