@@ -155,8 +155,9 @@ def main(argv: Sequence[str]) -> int:
     for name, result in results.items():
         right = [texts(r) == list(e.targets) for e, r in zip(test, records[name], strict=True)]
         result |= {"documents": 100 * mean(right), "well_formed": sum(map(well_formed, records[name]))}
-    found = {"results": results, "steps_of_the_targets": simulated(test)}
-    print(table(results) + "\n\n" + steps_table(found["steps_of_the_targets"]))
+    steps = simulated(test)
+    print(table(results) + "\n\n" + steps_table(steps))
+    found = {"results": results, "steps_of_the_targets": steps}
     (root / "named_rows.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
