@@ -1,4 +1,4 @@
-"""Rows that begin as told, one after the other or all at once, wherever they run: against Algorithm 1 in plain lists."""
+"""Rows that begin as told, one after the other or all at once, wherever they run, against Algorithm 1."""
 
 import dataclasses
 import json
