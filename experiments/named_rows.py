@@ -27,57 +27,31 @@ from pipejax.inference.generator import load as open_run
 from pipejax.system import cli
 from pipejax.training.loop import fit
 
-PEOPLE = ("anna", "bela", "carl", "dora", "emil", "frida", "gustav", "hanna", "ivar", "julia", "karl", "lena")
-FAMILIES = ("berg", "holm", "lund", "strand", "dahl", "falk", "sjo", "vik", "ek", "alm", "hagen", "nord")
-MONTHS = ("january", "march", "april", "june", "july", "august", "october", "december")
-CITIES = ("oslo", "bergen", "malmo", "lund", "turku", "aarhus", "odense", "visby", "kiruna", "tampere", "reykjavik")
-NUMBERS = tuple(map(str, range(2, 31)))
-COLOURS = ("red", "green", "blue", "white", "black", "yellow")
-SIZES = ("small", "large", "heavy", "tiny")
-THINGS = ("lamps", "boxes", "books", "ropes", "tiles", "bells", "coats", "chairs", "maps", "clocks")
-NONE = "none"
-
-Value = Callable[[random.Random], list[str]]
-
-
-def _person(chance: random.Random) -> list[str]:
-    return [chance.choice(PEOPLE), chance.choice(FAMILIES)]
-
-
-def _day(chance: random.Random) -> list[str]:
-    return [chance.choice(NUMBERS), chance.choice(MONTHS)]
-
-
-def _city(chance: random.Random) -> list[str]:
-    return [chance.choice(CITIES)]
-
-
-def _goods(chance: random.Random) -> list[str]:
-    described = [chance.choice(words) for words in (SIZES, COLOURS) if chance.random() < 0.5]
-    return [chance.choice(NUMBERS), *described, chance.choice(THINGS)]
-
-
-def _money(chance: random.Random) -> list[str]:
-    return [chance.choice(NUMBERS), "crowns"]
-
-
-# Two fields of each kind: which of two values belongs to which is told by the letter's words alone.
-FIELDS: dict[str, Value] = {
-    "sender": _person,
-    "receiver": _person,
-    "sent": _day,
-    "due": _day,
-    "origin": _city,
-    "goal": _city,
-    "goods": _goods,
-    "gift": _goods,
-    "price": _money,
-    "fee": _money,
+# What the words of each field are drawn from, one list after the other. No word is in two fields: a small model learns
+# in minutes to find such words and to copy them.
+FIELDS = {
+    "sender": ("anna bela carl dora emil frida gustav hanna", "berg holm lund strand dahl falk vik nord"),
+    "receiver": ("north south west east royal free", "bank mill school library theatre museum"),
+    "sent": ("first second third fourth fifth sixth seventh eighth", "march april june july august october"),
+    "due": ("monday tuesday wednesday thursday friday saturday", "morning noon evening night"),
+    "origin": ("oslo bergen malmo turku aarhus odense visby kiruna tampere",),
+    "goal": ("spain france italy greece poland austria ireland latvia",),
+    "goods": ("small large heavy tiny", "red green blue white black", "lamps boxes books ropes tiles bells coats maps"),
+    "gift": ("sweet sour salted fresh", "apple cherry lemon plum pear", "jam cake juice tea pie bread"),
+    "price": ("2 3 4 5 6 7 8 9 10 11 12", "crowns marks francs pounds"),
+    "fee": ("half double full reduced", "rate"),
 }
 NAMES = tuple(f"{field}:" for field in FIELDS)
-ABSENT = 1 / 7  # of the fields
-_LISTS = (FIELDS, NAMES, PEOPLE, FAMILIES, MONTHS, CITIES, NUMBERS, COLOURS, SIZES, THINGS)
-WORDS = tuple(dict.fromkeys((".", "the", "is", NONE, "crowns", *(word for words in _LISTS for word in words))))
+NONE, ABSENT = "none", 1 / 7  # what stands for a field that is left out, and how many are
+WORDS = (
+    ".",
+    "the",
+    "is",
+    NONE,
+    *FIELDS,
+    *NAMES,
+    *(w for lists in FIELDS.values() for words in lists for w in words.split()),
+)
 EXAMPLES = {"train": 20_000, "test": 1_000}
 CONFIG = Config(
     name="named_rows",
@@ -85,7 +59,7 @@ CONFIG = Config(
     grid=GridConfig(time_max=32, sub_max=12),
     data=DataConfig(task="jsonl", max_source=96, max_target=96, separator=f" {demo.SEPARATOR} "),
     train=TrainConfig(
-        steps=1500,
+        steps=500,
         batch_size=16,
         shapes=2,
         learning_rate=2e-3,
@@ -112,11 +86,12 @@ def examples(split: str) -> list[Example]:
     chance, found = random.Random(split), list[Example]()
     for number in range(EXAMPLES[split]):
         values = {
-            field: [] if chance.random() < ABSENT else value(chance) for field, value in FIELDS.items()
-        }  # in the order of the fields
-        said = [f"the {field} is {' '.join(words)} ." for field, words in values.items() if words]
+            field: "" if chance.random() < ABSENT else " ".join(chance.choice(words.split()) for words in lists)
+            for field, lists in FIELDS.items()
+        }
+        said = [f"the {field} is {value} ." for field, value in values.items() if value]
         chance.shuffle(said)
-        rows = tuple(f"{field}: {' '.join(words) or NONE}" for field, words in values.items())
+        rows = tuple(f"{field}: {value or NONE}" for field, value in values.items())
         found.append(Example(f"{split}-{number}", " ".join(said), rows))
     return found
 

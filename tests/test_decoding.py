@@ -53,8 +53,6 @@ SETTINGS = [
     (GATED, 3, 11, 5, False, 4),
     (TINY, 1, 1, 1, False, 2),
     (TINY, 4, 3, 5, False, 3),
-    (TINY, 0, 10, 5, False, 5),  # all five rows at once
-    (GATED, 0, 8, 3, True, 4),
 ]
 MODELS = 24  # random models a setting
 

@@ -118,7 +118,6 @@ SETTINGS = [
     (1, 6, 20, False, 3),
     (1, 20, 2, False, 4),
     (1, 1, 1, False, 2),
-    (0, 12, 4, False, 5),
     (None, 14, 1, False, 6),
     (None, 30, 1, False, 1),
 ]

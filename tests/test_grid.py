@@ -74,6 +74,13 @@ def test_rows_that_start_together_have_no_empty_one():
     assert flat.weights.tolist() == [1, 1, 0, 1, 1, 1] and flat.time.tolist() == [0, 1, 2, 0, 1, 2]
 
 
+def test_names_are_fed_and_not_asked_for():
+    flat = grid.flatten([[A, B, C], [D, E]], delay=0, bos=BOS, eos=EOS, names=[1, 2])
+    assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E]
+    assert flat.weights.tolist() == [0, 1, 1, 1, 0, 0, 1]
+    assert flat.targets[flat.weights > 0].tolist() == [B, C, EOS, EOS]
+
+
 def test_an_eos_is_fed_where_a_later_token_sees_it():
     """Δt = 2: row 1 is "A" and ends at time 2, where row 2 begins; the first row's eos is a key of all of row 2."""
     flat = grid.flatten([[A], [D, E]], delay=2, bos=BOS, eos=EOS)

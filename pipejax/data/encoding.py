@@ -63,17 +63,19 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
 
     if config.train.objective == "sequential":
         joined, cut = _join(example.targets, spell, config.data.separator, most - 1)
-        open_end, final, kept = cut, False, [joined]
+        open_end, final, kept, names = cut, False, [joined], []
     else:
         rows = [row for row in map(spell, example.targets) if row]
-        if config.grid.row_names:
-            _check_names(example, rows, [prefix_ids(tokenizer, name) for name in config.grid.row_names])
+        names = [prefix_ids(tokenizer, name) for name in config.grid.row_names]
+        if names:
+            _check_names(example, rows, names)
         ends = np.cumsum([len(row) + 1 for row in rows])
         cut = bool(rows) and int(ends[-1]) + 1 > most
         kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows
         open_end, final = cut and len(kept[-1]) + 1 > most, not cut
     kept = [row[: most - 1] for row in kept]
-    target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final)
+    given = [min(len(name), most - 1) for name in names]
+    target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final, names=given)
     if open_end:
         target.weights[-1] = 0.0  # the row was cut, so the eos after it is not in the data
     return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)

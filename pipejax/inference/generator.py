@@ -298,20 +298,17 @@ class Generator:
         separator = self.config.data.separator
         rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
         count, truncated = self.rows_of(source, strategy).most, TRUNCATIONS[int(found.truncated[place])]
-        if truncated == "sub_max" and count == len(rows):
+        if truncated == "sub_max" and count == len(rows):  # as many as there were to be
             truncated = None
-        # Rows that start at once are as many as were asked for, and empty ones among them.
-        fixed = count if strategy == "pipelined" and self.config.grid.delay == 0 else None
-        every = strategy == "sequential" or fixed is not None
-        kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows[:fixed]) if n or every]
+        kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None
         said: list[str] | None = None
         if self.tokenizer is not None:
             said = [self.tokenizer.decode(row) for _, row in kept]
-            if not every:  # tokens may be no text, and a sequential text has no empty rows either
+            if strategy != "sequential":  # tokens may be no text, and a sequential text has no empty rows either
                 kept = [one for one, text in zip(kept, said, strict=True) if text.strip()]
                 said = [text for text in said if text.strip()]
-            text = separator.join(filter(None, said))
+            text = separator.join(said)
             said = split_rows(text, separator) if strategy == "sequential" else said
         record: Record = {
             "id": source.id,

@@ -32,20 +32,25 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
       tokenizer: for texts.
 
     Raises:
-      UserError: all rows start at once, and nobody says how many, or there are more than the grid has; or the grid has
-        names, and nobody has a tokenizer.
+      UserError: all rows start at once, and not each of them has a prefix, or there are more than the grid has; or the
+        grid has names, and nobody has a tokenizer.
     """
     prefixes, count = source.prefixes, source.max_rows
     if strategy == "pipelined":
         if not prefixes and count is None and config.row_names:
             prefixes, count = config.row_names, len(config.row_names)
         if config.delay == 0:
-            count = len(prefixes) if count is None else count
-            if not 1 <= count <= config.sub_max:
-                found = f"{count} rows" if count else "no row_prefixes, max_rows or grid.row_names"
+            # T5 has no positions: rows that see nothing but bos would all write the same token first.
+            if not prefixes or (count or 0) > len(prefixes):
                 raise UserError(
-                    f"source {source.id}: found {found} with grid.delay = 0; expected 1 to grid.sub_max = "
-                    f"{config.sub_max} rows, which start at once"
+                    f"source {source.id}: found grid.delay = 0, {len(prefixes)} row_prefixes and "
+                    f"{'no' if count is None else count} max_rows; expected a prefix for each row, since nothing else "
+                    "tells rows apart that start at once"
+                )
+            if (count := len(prefixes)) > config.sub_max:
+                raise UserError(
+                    f"source {source.id}: found {count} row_prefixes with grid.delay = 0; expected at most "
+                    f"grid.sub_max = {config.sub_max}, since all rows start at once"
                 )
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:

@@ -56,8 +56,8 @@ def fit(
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
     if config.grid.delay == 0 and config.train.objective == "pipelined" and not config.grid.row_names:
         raise UserError(
-            "grid.delay: found 0 without grid.row_names; expected the names of the rows, since all of them start at "
-            "once; number rows that have none"
+            "grid.delay: found 0 without grid.row_names; expected the names of the rows, since nothing else tells rows "
+            "apart that start at once"
         )
     environment.check()
     decoding.check(config.train.objective, config.decode)  # what evaluations will ask for

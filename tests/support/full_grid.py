@@ -37,9 +37,7 @@ def decode(model: T5, params: Any, strategy: Pipelined, source: np.ndarray, leng
     steps, done, empty = [0] * batch, np.zeros(batch, bool), np.zeros(batch, bool)
     for now in range(times):
         for b in (~done).nonzero()[0].tolist():
-            if strategy.delay == 0:
-                tokens[b, :, 0], started[b] = strategy.bos, rows
-            elif now % strategy.delay == 0 and started[b] < rows and (strategy.literal or not empty[b]):
+            if now % strategy.delay == 0 and started[b] < rows and (strategy.literal or not empty[b]):
                 tokens[b, started[b], now] = strategy.bos
                 started[b] += 1
         first = np.arange(rows) * strategy.delay
@@ -64,6 +62,6 @@ def decode(model: T5, params: Any, strategy: Pipelined, source: np.ndarray, leng
         texts.append([tokens[b, i, i * strategy.delay + 1 : stop[i]].tolist() for i in range(started[b])])
         cut = (end[b, : started[b]] == NEVER).any()
         late = None if strategy.literal else "time_max"
-        closed = None if empty[b] or not strategy.delay else "sub_max" if started[b] == rows else late
+        closed = None if empty[b] else "sub_max" if started[b] == rows else late
         truncated.append("time_max" if cut else closed)
     return {"rows": texts, "steps": steps, "truncated": truncated}
