@@ -54,6 +54,7 @@ class Table:
         (1, 15, 5, False, 4),
         (2, 15, 5, True, 4),
         (1, 14, 1, False, 4),
+        (0, 12, 5, False, 4),
         pytest.param(1, 9, 3, True, 3, marks=pytest.mark.slow),
         pytest.param(2, 13, 6, False, 2, marks=pytest.mark.slow),
         pytest.param(3, 10, 4, False, 5, marks=pytest.mark.slow),
@@ -97,7 +98,7 @@ def test_calls_and_what_they_accept_are_those_of_the_wavefront(delay, time_max, 
         saved += expected.calls - len(calls)
         in_vain += sum(not written for call in calls for _, written, _, _ in call)
     assert saved > 48
-    assert in_vain > 4 or sub_max == 1
+    assert in_vain > 4 or sub_max == 1 or delay == 0  # there all rows begin
 
 
 def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():

@@ -76,6 +76,7 @@ def test_figure_2() -> None:
     [
         ([], {"delay": 1}, 1, 0, [1]),
         ([["a"]], {"delay": 3}, 4, 1, [2, 4]),
+        ([["a"] * 2, ["b"] * 3], {"delay": 0}, 4, 1, [3, 4]),  # side by side, and no empty row
         ([["a"] * 5, ["b"]], {"delay": 2, "truncated": "sub_max"}, 6, 1, [6, 4]),  # nothing after the second row
         ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is cut
         ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),  # both are, and no row 3 began
@@ -103,8 +104,8 @@ def test_steps_are_those_of_the_paper() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="delay: expected at least 1; got 0"):
-        fill([], delay=0)
+    with pytest.raises(ValueError, match="delay: expected at least 0; got -1"):
+        fill([], delay=-1)
     with pytest.raises(ValueError, match="truncated: expected None"):
         fill([], delay=1, truncated="max_length")
 
@@ -297,7 +298,7 @@ def test_command_draws_pages(tmp_path: Path) -> None:
         (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
         (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found another shape"),
         (RECORD, ("--id", "y"), "found no record with the id y"),
-        (RECORD, ("--delay", "0"), "--delay: found 0; expected at least 1"),
+        (RECORD, ("--delay", "-1"), "--delay: found -1; expected at least 0"),
         (RECORD, ("--output", "x.png"), "expected a name that ends in .html or .svg"),
         (RECORD, ("--output", "/no/such/x.svg"), "/no/such/x.svg: cannot be written"),
         (RECORD, ("--colour", "red"), "unrecognized arguments: --colour red"),

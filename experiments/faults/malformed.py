@@ -326,7 +326,7 @@ KINDS: tuple[Kind, ...] = (
     _flags("no such checkpoint", "decode", ("--checkpoint={here}/no",), "no such checkpoint"),
     _flags("the hub's name for a checkpoint", "decode", ("--checkpoint=google/t5",), "from-hf"),
     _flags("a step for a checkpoint", "decode", ("--checkpoint={here}/run/checkpoints/4",), "it is a part of"),
-    _flags("decoding a model of another grid", "decode", ("--set=grid.delay=0",), "grid.delay: found 0"),
+    _flags("decoding a model of another grid", "decode", ("--set=grid.delay=-1",), "grid.delay: found -1"),
     _flags(
         "--limit of none",
         "pipejax.inference.evaluation",

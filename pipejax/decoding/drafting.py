@@ -143,8 +143,9 @@ class Drafted:
 
         def reached(count: Array) -> tuple[Array, Array]:
             """The rows that are asked if so much is drafted, and how much of it can count."""
-            # An ended row holds nobody up, none follows an empty one.
-            far = jnp.where(before_eos < count, jnp.where(state.length + before_eos == 0, -1, NEVER), newest + count)
+            # An ended row holds nobody up; none that starts later follows an empty one.
+            closes = (state.length + before_eos == 0) & (self.grid.delay > 0)
+            far = jnp.where(before_eos < count, jnp.where(closes, -1, NEVER), newest + count)
             limit = _below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
             asks = is_open | (begins & (limit >= newest))
             return asks, jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
@@ -283,6 +284,8 @@ class Drafted:
 
     def _may_begin(self, ended: Array, length: Array) -> Array:
         """bool [B, R], whether Algorithm 1 starts a row once those before it are written up to its start."""
+        if self.grid.delay == 0:
+            return jnp.ones_like(ended)
         if not self.grid.literal:
             return ~_below(jax.lax.cummax, self._is_empty(ended, length).astype(jnp.int32), 0).astype(bool)
         # It stops when all rows have ended: some row before it must be open when it starts.

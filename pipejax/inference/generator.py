@@ -24,6 +24,7 @@ from pipejax.inference.report import Report
 from pipejax.inference.running_batch import Choice, RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.inference.wishes import Rows
 from pipejax.model.precision import compute_dtype
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
@@ -144,7 +145,9 @@ class Generator:
         if source.prefixes or source.max_rows is not None:
             raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
         if strategy not in self._streams:
-            self._streams[strategy] = RunningBatch(self.programs, made, 1)
+            self._streams[strategy] = RunningBatch(
+                self.programs, made, 1, forced=wishes.forced_of(self.rows_of(source, strategy), made)
+            )
         seed = wishes.seed_of(source, config.seed)
         choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
@@ -189,8 +192,10 @@ class Generator:
         Raises:
           UserError: the strategy cannot do what a source asks for.
         """
+        name = strategy or self.default_strategy
         for source in given:
-            if (strategy or self.default_strategy) == "sequential":
+            self.rows_of(source, name)
+            if name == "sequential":
                 if len(source.prefixes) > 1 or source.max_rows is not None:
                     what = "max_rows" if source.max_rows is not None else "several row_prefixes"
                     raise UserError(f"source {source.id}: found {what} with sequential decoding; expected pipelined")
@@ -232,7 +237,7 @@ class Generator:
                     ids,
                     self.config.decode,
                     chosen,
-                    prefixes=[self._prefixes(chunk[i]) for i in part],
+                    rows=[self.rows_of(chunk[i], name) for i in part],
                     separator=separator,
                     vocabulary=self.architecture.vocab_size,
                 )
@@ -272,15 +277,9 @@ class Generator:
             report.cut_sources += len(cut) < len(content)
         return cut
 
-    def _prefixes(self, source: Source) -> list[Sequence[int]]:
-        """The ids with which its rows begin."""
-        found: list[Sequence[int]] = []
-        for prefix in source.prefixes:
-            if isinstance(prefix, str):
-                assert self.tokenizer is not None  # `check` saw to it
-                prefix = self.tokenizer.encode(prefix)
-            found.append(prefix)
-        return found
+    def rows_of(self, source: Source, strategy: str) -> Rows:
+        """What is known of the rows of its answer; raises a UserError if too little to start all at once."""
+        return wishes.rows_of(source, strategy, self.config.grid, self.tokenizer)
 
     def _separator(self, strategy: str) -> list[int]:
         """The ids that part the rows of a sequential answer."""
@@ -300,6 +299,9 @@ class Generator:
         """
         separator = self.config.data.separator
         rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
+        count, truncated = self.rows_of(source, strategy).most, TRUNCATIONS[int(found.truncated[place])]
+        if truncated == "sub_max" and count == len(rows):  # as many as there were to be
+            truncated = None
         kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None
         said: list[str] | None = None
@@ -317,7 +319,7 @@ class Generator:
             "row_ids": [row for _, row in kept],
             "steps": int(found.steps[place]),
             "calls": int(found.calls[place]),
-            "truncated": TRUNCATIONS[int(found.truncated[place])],
+            "truncated": truncated,
         }
         if self.config.decode.samples > 1:
             record["sample"] = source.sample

@@ -30,14 +30,14 @@ def trace(
     Args:
       rows: the outcome of Algorithm 1, with bos and, where they ended, eos.
       drafts: asked in each call for each row that is open or may begin.
-      delay: Δt.
+      delay: Δt; with 0 all rows begin in the first call.
       time_max: time-steps at the most.
       sub_max: rows at the most, those included that are asked and then do not begin; 0: none of these.
       literal: as in Algorithm 1, rows start until all have ended; else until one is empty.
       eos: ends a row.
     """
     cells = {(i, i * delay + j): token for i, row in enumerate(rows) for j, token in enumerate(row)}
-    most = max(min(sub_max, -(-time_max // delay)), len(rows))
+    most = max(min(sub_max, -(-time_max // delay)), len(rows)) if delay else len(rows)
     written = {(i, i * delay) for i in range(most)}  # every bos is known, though not whether its row begins
     valid: set[tuple[int, int]] = set()  # cells that were fed and count
 
@@ -52,6 +52,8 @@ def trace(
 
     def none_starts() -> bool:
         """Whether what is written says that no further row starts."""
+        if not delay:
+            return False
         begun = [i for i in range(most) if newest(i) > i * delay]
         if literal:
             return bool(begun) and all(ended(i) and newest(i) <= len(begun) * delay for i in begun)
@@ -75,7 +77,7 @@ def trace(
             proposed[i] = guess
             for t, token in enumerate([cells.get((i, now), 0), *guess], now):
                 fed[i, t] = token
-            if guess[:1] == [eos] and now == i * delay:
+            if guess[:1] == [eos] and now == i * delay and delay:  # no row follows an empty one
                 break
             if eos not in guess:
                 reach = min(reach, now + len(guess))

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("records", metavar="RECORDS.jsonl", help="what `pipejax decode --output` wrote")
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
-    parser.add_argument("--delay", type=whole(1, GRID), default=1, help="grid.delay of the decode (default: 1)")
+    parser.add_argument("--delay", type=whole(0, GRID), default=1, help="grid.delay of the decode (default: 1)")
     parser.add_argument("--input", metavar="FILE.jsonl", help="the decoded file, to show the source (html)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)

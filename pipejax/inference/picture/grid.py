@@ -60,7 +60,7 @@ def fill(
 
     Args:
       rows: token texts of each row, without bos and eos.
-      delay: time-steps between the starts of two rows, at least 1.
+      delay: time-steps between the starts of two rows; with 0 there is no empty row.
       truncated: as in a record: None, "sub_max" (no empty row) or "time_max" (a row may lack its eos).
       steps: the time-steps that were run; default: as many as the rows need.
       empty_row: whether an empty row began, if there was time for it and `truncated` does not say that there is none.
@@ -68,19 +68,19 @@ def fill(
     Raises:
       ValueError: the delay or `truncated` is none of these.
     """
-    if delay < 1:
-        raise ValueError(f"delay: expected at least 1; got {delay}")
+    if delay < 0:
+        raise ValueError(f"delay: expected at least 0; got {delay}")
     if truncated not in TRUNCATIONS:
         raise ValueError(f"truncated: expected None, 'sub_max' or 'time_max'; got {truncated!r}")
     if steps is None:
         ends = [i * delay + len(row) + 1 for i, row in enumerate(rows)]
-        if truncated is None:
+        if truncated is None and delay:
             ends.append(len(rows) * delay + 1)
         steps = max(max(ends, default=0) - (truncated == "time_max"), 0)
     cells = []
     for i, row in enumerate([*rows, ()]):
         start = i * delay
-        if i == len(rows) and (not empty_row or truncated == "sub_max" or start >= steps):
+        if i == len(rows) and (not (empty_row and delay) or truncated == "sub_max" or start >= steps):
             break
         cells.append(Cell(i, start, "bos", "bos"))
         cells += [Cell(i, start + j, "token", text) for j, text in enumerate(row, start=1)]
