@@ -26,7 +26,8 @@ from pipejax.system.errors import UserError
 from support import oracle, wavefront
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
-from support.tiny import FEW_WORDS, MODEL
+from support.tiny import FEW_WORDS as TINY
+from support.tiny import MODEL
 
 GUESSED = 16  # tokens of a row in a table of guesses
 
@@ -130,6 +131,12 @@ def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
     assert same.calls.tolist() == found.calls.tolist()
 
 
+@pytest.mark.parametrize("name, beams", [("pipelined", 1), ("sequential", 1), ("sequential", 2)])
+def test_a_trace_without_a_drafter_is_refused(name, beams):
+    with pytest.raises(UserError, match=r"^decode\.trace: found True with decode\.draft = none; expected a drafter"):
+        make(name, GridConfig(), DecodeConfig(beams=beams, trace=True), bos=0, eos=1)
+
+
 MODELS = 46  # random models a setting: more than 500 for each drafter in all of them
 # delay, time_max, sub_max, literal, batch; None: sequential, and time_max is max_length
 SETTINGS = [
@@ -183,14 +190,12 @@ def test_drafted_is_undrafted(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
     drafted = Drafted(plain, drafter, 4, queries=(batch + 2,))
-    without = compiled(FEW_WORDS, plain)
-    program = compiled(
-        FEW_WORDS, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,))
-    )
+    without = compiled(TINY, plain)
+    program = compiled(TINY, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,)))
     fewer = 0
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
-        params, texts = oracle.random_params(FEW_WORDS, rng), sources(rng, batch, FEW_WORDS.vocab_size)
+        params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
         source, length = padded(texts)
         expected = jax.device_get(without(params, source, length))
         found = jax.device_get(program(params, source, length))
@@ -205,12 +210,6 @@ def test_beams_with_a_draft_are_refused():
     beams = DecodeConfig(beams=2, draft="source")
     with pytest.raises(UserError, match=r"^decode\.draft: found source with decode\.beams = 2; expected none"):
         make("sequential", GridConfig(), beams, bos=0, eos=1)
-
-
-@pytest.mark.parametrize("name, beams", [("pipelined", 1), ("sequential", 1), ("sequential", 2)])
-def test_a_trace_without_a_drafter_is_refused(name, beams):
-    with pytest.raises(UserError, match=r"^decode\.trace: found True with decode\.draft = none; expected a drafter"):
-        make(name, GridConfig(), DecodeConfig(beams=beams, trace=True), bos=0, eos=1)
 
 
 def test_names_of_drafters_are_checked():
