@@ -17,6 +17,7 @@ from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.export import export
 from pipejax.inference.generator import Generator
+from pipejax.inference.picture.command import main as draw
 from pipejax.inference.records import settings_of
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
@@ -177,6 +178,22 @@ def test_a_stream_and_an_engine_write_them(named):
     with pytest.raises(UserError, match="row_prefixes"):
         engine.submit(Request(Source(0, [3, 1], prefixes=([4],)), "pipelined"))
     engine.close(drain=True, seconds=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_picture_shows_them_with_their_drafts(tokenizer, tmp_path, delay):
+    drafted = {"draft": "jacobi", "trace": True}
+    made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=delay, sub_max=4, decode=drafted)
+    records = made.decode(["the clerk slept .", "the baker sang ."])
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, records)))
+    for record in records:
+        page = tmp_path / f"{record['id']}.html"
+        assert (
+            draw([f"{tmp_path}/rows.jsonl", "--id", str(record["id"]), "--delay", str(delay), "--output", str(page)])
+            == 0
+        )
+        assert page.read_text().count("<li data-done") == len(NAMES)
 
 
 @pytest.mark.slow

@@ -331,6 +331,8 @@ class Generator:
             record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
         if found.trace is not None:
             record["trace"] = decoding.listed(found.trace, place, record["calls"])
+            if strategy == "pipelined" and self.config.grid.delay == 0:  # rows that nobody named end as they begin
+                record["trace"] = [[one for one in call if one.row < (count or 0)] for call in record["trace"]]
             if self.tokenizer is not None:
                 seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
                 record["pieces"] = {str(i): self.tokenizer.piece(i) for i in sorted(seen)}
