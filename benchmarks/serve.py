@@ -72,14 +72,15 @@ def main(argv: Sequence[str]) -> int:
     sources = np.random.default_rng(1).integers(3, config.vocab_size, (SOURCES, flags.source)).tolist()
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as name, contextlib.ExitStack() as stack:
         directory, model = prepare(config, grid, Path(name), flags.source)
+        systems: list[System] = []
 
         def start(name: str, where: Path, *more: str) -> int:
             cli.note(f"starting {name} {' '.join(more)}")
             command = ["benchmarks.apps", name, str(where), "--answer", flags.answer, "--threads", str(flags.threads)]
             command += ["--sub-max", str(grid.sub_max), "--time-max", str(grid.time_max)]
-            return stack.enter_context(server([*command, *more], directory.parent / f"{name}.log")).port
+            log = directory.parent / f"{len(systems)}-{name}.log"
+            return stack.enter_context(server([*command, *more], log)).port
 
-        systems: list[System] = []
         for held in weights:
             settings = [f"decode.weights={held}", "decode.dtype=float32"]
             port = start("pipejax", directory, "--warm-up", "0", *(f"--set={one}" for one in settings))
@@ -89,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
             generator = load(directory, overrides=settings)
             apps.force(generator, rows, grid)
             systems.append(Offline(f"offline{SUFFIXES[held]}", generator, sources, rows))
-        systems += [Peer(name, start(name, model), sources, rows) for name in peers]
+        for name in peers:
+            systems.append(Peer(name, start(name, model), sources, rows))
         found = measure(systems, levels, flags.rounds, flags.seconds)
     results = [summary(system, level, found[system.name, level]) for level in levels for system in systems]
     print("\n".join([*table(results), "", *verdicts(found, levels, [*SUFFIXES.values()], peers)]))
