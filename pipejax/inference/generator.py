@@ -17,7 +17,8 @@ from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Pipelined, Sequential, Strategy
-from pipejax.inference import backends, programs, sources, streaming, wishes
+from pipejax.decoding.drafters import FromModel
+from pipejax.inference import backends, programs, small, sources, streaming, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
@@ -78,6 +79,10 @@ class Generator:
         dtype = _dtype(config)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
+        self._small: small.Small | None = None
+        if config.decode.draft == "model":
+            self._small = small.load(config, dtype, devices=self.programs.devices, backend=backend)
+            self.programs.small = self._small.programs
         self._streams: dict[str, RunningBatch] = {}  # of `stream_rows`, by strategy
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
@@ -255,7 +260,13 @@ class Generator:
         """The strategy of that name with this config's settings; `drafter`: instead of the config's."""
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
-        return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
+        if not isinstance(made, Drafted):
+            return made
+        if isinstance(made.drafter, FromModel):
+            if self._small is None:
+                raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")
+            self._small.check(name, self.config.grid)
+        return programs.for_drafts(made, self.programs.devices[0].platform)
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
