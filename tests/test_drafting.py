@@ -16,7 +16,7 @@ from pipejax import config as config_lib
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, drafters, make
-from pipejax.decoding.drafters import Draft, FromSource, Jacobi
+from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.system.errors import UserError
@@ -135,8 +135,9 @@ def assert_equal(found, expected, batch):
     assert found.truncated.tolist() == expected.truncated.tolist()
 
 
-QUICK = [(SETTINGS[3], FromSource())]
-SLOW = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi())]
+DRAFTERS = (FromSource(), Jacobi(), FromModel(least=0.2))
+QUICK = [(SETTINGS[3], FromSource()), (SETTINGS[10], FromModel(least=0.2))]
+SLOW = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi()), (SETTINGS[3], FromModel(least=0.2))]
 
 
 def marks(setting, drafter):
@@ -150,28 +151,73 @@ def marks(setting, drafter):
     [
         pytest.param(setting, drafter, marks=marks(setting, drafter))
         for setting in SETTINGS
-        for drafter in (FromSource(), Jacobi())
+        for drafter in DRAFTERS
     ],
-    ids=lambda x: type(x).__name__ if isinstance(x, FromSource | Jacobi) else "-".join(map(str, x)),
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else type(x).__name__,
 )
 def test_drafted_is_undrafted(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
     drafted = Drafted(plain, drafter, 4, queries=(batch + 2,))
     without = compiled(TINY, plain)
-    program = compiled(TINY, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,)))
+    sizes = Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,))
+    drafts_itself = isinstance(drafter, FromModel)
+    program = compiled(TINY, drafted, sizes, small=TINY if drafts_itself else None)
     fewer = 0
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
         params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
         source, length = padded(texts)
         expected = jax.device_get(without(params, source, length))
-        found = jax.device_get(program(params, source, length))
+        small = (resembling(params, rng, seed % 4 / 4),) if drafts_itself else ()
+        found = jax.device_get(program(params, source, length, *small))
         assert_equal(found, expected, batch)
         calls = plain.calls(expected)
         assert (found.calls <= calls).all()
         fewer += (calls - found.calls).sum()
     assert fewer > 0 or drafted.grid.rows > drafted.grid.time_max // 2  # where time runs out, drafts save nothing
+
+
+def resembling(params, rng, noise):
+    """Parameters that are so far from these: with much noise of the size that each has, another model's."""
+    return jax.tree.map(lambda x: (x + noise * x.std() * rng.standard_normal(x.shape)).astype(np.float32), params)
+
+
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max, literal",
+    [
+        (None, 30, 1, False),
+        pytest.param(1, 14, 5, False, marks=pytest.mark.slow),
+        pytest.param(2, 12, 4, True, marks=pytest.mark.long),
+        pytest.param(3, 16, 4, False, marks=pytest.mark.long),
+    ],
+)
+def test_a_t5_drafts_for_itself(delay, time_max, sub_max, literal):
+    """It is always right, so calls are those of the wavefront with perfect guesses, in batches as well."""
+    most, batch = 4, 3
+    drafted = Drafted(strategy_of(delay, time_max, sub_max, literal), FromModel(least=0.0), most)
+    program = compiled(TINY, drafted, Sizes.fit(drafted, batch), small=TINY)
+    for seed in range(8):
+        rng = np.random.default_rng([seed, time_max])
+        params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
+        found = jax.device_get(program(params, *padded(texts), params))
+        for b, text in enumerate(texts):
+            expected = oracle.algorithm1(
+                oracle.grid_next_tokens(params, TINY, oracle.encode(params, TINY, text), delay or 1),
+                delay=delay or 1,
+                time_max=time_max,
+                sub_max=sub_max,
+                stop="literal" if literal else "empty_row",
+            )
+            rows = expected.all_rows
+            calls = wavefront.calls(
+                rows,
+                lambda i, length, rows=rows: rows[i][1 + length : 1 + length + most],
+                delay=delay or 1,
+                time_max=time_max,
+            )
+            assert [row for row in rows_of(found, b) if row] == expected.rows
+            assert found.calls[b] == calls
 
 
 def test_beams_with_a_draft_are_refused():
