@@ -144,9 +144,8 @@ class Drafting:
         assert isinstance(strategy.drafter, FromModel)
         decoder = self.backend.decoder(self.model, weights, source.memory)
         # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
-        drafter = strategy.drafter.over(
-            decoder, strategy.grid, strategy.width - 1, strategy.queries[::3], len(source.ids)
-        )
+        few, batch = strategy.queries[::3], len(source.ids)
+        drafter = strategy.drafter.over(decoder, strategy.grid, strategy.width - 1, queries=few, batch=batch)
         return dataclasses.replace(strategy, drafter=drafter)
 
 

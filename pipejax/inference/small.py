@@ -1,4 +1,4 @@
-"""The small T5 that drafts for another one: opened, checked, and ready to encode and decode (`decoding.drafters.model`)."""
+"""The small T5 that drafts for another one: opened, checked, and ready to run (`decoding.drafters.model` asks it)."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -110,9 +110,7 @@ class Looking:
         count = state.live.sum(axis=1)
         fed = state.fed + count
         at = jnp.maximum(count - 1, 0)[:, None]
-        token, log_prob = (
-            jnp.take_along_axis(x.reshape(state.live.shape), at, axis=1)[:, 0] for x in answers
-        )
+        token, log_prob = (jnp.take_along_axis(x.reshape(state.live.shape), at, axis=1)[:, 0] for x in answers)
         asks = (count > 0) & ~state.ended & (fed > state.length)
         drafts = asks & (log_prob >= math.log(max(self.least, 1e-30)))
         here = drafts[:, :, None] & (jnp.arange(self.grid.time_max) == state.length[:, :, None])
@@ -162,7 +160,9 @@ class FromModel:
     sizes: Sizes | None = None
     decoder: Model[Any] | None = None
 
-    def over(self, decoder: Model[Any], grid: Pipelined, most: int, queries: tuple[int, ...], batch: int) -> "FromModel":
+    def over(
+        self, decoder: Model[Any], grid: Pipelined, most: int, *, queries: tuple[int, ...], batch: int
+    ) -> "FromModel":
         """The drafter for one batch.
 
         Args:
