@@ -8,7 +8,8 @@ right, and drafts are right as often as they are for it. A T5 that drafts says t
 bound, for Hugging Face's assistant as well. With --nothing the answers are random tokens that stand nowhere in the
 source and come once: drafts can only cost time.
 
-The systems take turns document by document, one document at a time; the first round does not count.
+The systems take turns document by document, one document at a time; the first round does not count. Ours pad
+all sources to --max-source tokens, for one compiled encoder; Hugging Face pads none.
 """
 
 import dataclasses
@@ -140,9 +141,9 @@ class Prepared:
 class Ours:
     """pipejax with one strategy."""
 
-    def __init__(self, name: str, own: Prepared, strategy: Strategy, small: Prepared | None = None) -> None:
-        """Nothing compiles yet. `small`: drafts."""
-        self.name, self.own, self.strategy, self.small = name, own, strategy, small
+    def __init__(self, name: str, own: Prepared, strategy: Strategy, length: int, small: Prepared | None) -> None:
+        """Nothing compiles yet. `length`: sources are padded to it; `small`: drafts."""
+        self.name, self.own, self.strategy, self.length, self.small = name, own, strategy, length, small
         self.sizes = programs.schedule(strategy, 1)
         self._encode = {
             id(each): jax.jit(partial(programs.encode_batch, each.model, backend=each.backend))
@@ -160,7 +161,7 @@ class Ours:
         script = np.full((1, self._inner.rows, WIDTH), EOS, np.int32)
         for i, row in enumerate(rows):
             script[0, i, : len(row)] = row
-        ids, length = pad([document.source], bucket(len(document.source))), np.asarray([len(document.source)], np.int32)
+        ids, length = pad([document.source], self.length), np.asarray([len(document.source)], np.int32)
         with precision(self.own.model.dtype):
             begun = time.perf_counter()
             memory, of_small = self._encoded(self.own, ids, length), None
@@ -350,7 +351,7 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
         if "+" in name:
             drafter = drafters.make(name.partition("+")[2])
             strategy = programs.for_drafts(Drafted(inner, drafter, flags.tokens), jax.default_backend())
-        systems.append(Ours(name, own, strategy, other if name.endswith("model") else None))
+        systems.append(Ours(name, own, strategy, bucket(flags.max_source), other if name.endswith("model") else None))
     if theirs := [name for name in names if name.startswith("hf")]:
         import torch
         from transformers import T5ForConditionalGeneration
