@@ -5,8 +5,8 @@
 The weights are random, and every system writes the same answers: a column of logits gets the token of the file's
 "targets" as its maximum, once the system has computed it. So the work is that of a T5 of this size which is always
 right, and drafts are right as often as they are for it. A T5 that drafts says the same, so it is never wrong: an upper
-bound, for Hugging Face's assistant as well. With --nothing the answers are random tokens that stand nowhere in the
-source and come once: drafts can only cost time.
+bound, for Hugging Face's assistant as well. Where nothing can be copied, drafts only cost time: --answers shuffled draws
+the answer's tokens from the source without order, --answers foreign from what is not in the source.
 
 The systems take turns document by document, one document at a time; the first round does not count. Ours pad
 all sources to --max-source tokens, for one compiled encoder; Hugging Face pads none.
@@ -48,6 +48,7 @@ from pipejax.system.progress import Progress
 
 Array = jax.Array
 EOS, SEPARATOR = 1, "; "
+ANSWERS = ("gold", "shuffled", "foreign")
 SYSTEMS = (
     *("sequential", "sequential+source", "sequential+jacobi", "sequential+model"),
     *("pipelined", "pipelined+source", "pipelined+jacobi", "pipelined+model"),
@@ -85,7 +86,7 @@ class Told:
     """The memory of a batch, and what its decoder is to say."""
 
     inner: Memory
-    script: Array  # i32 [B, R, W], the tokens of each row; eos after the last
+    script: Any  # i32 [B, R, W], the tokens of each row; eos after the last
 
     @property
     def mask(self) -> Array:
@@ -129,6 +130,11 @@ class Telling:
         return Saying(self.inner.decoder(model, weights, memory.inner), memory.script, self.delay)
 
 
+def told(backend: Backend) -> Any:
+    """`Telling`, as a backend: nobody asks for the rest."""
+    return Telling(backend)
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """A T5 that is ready to run."""
@@ -150,8 +156,8 @@ class Ours:
             for each in (own, small)
             if each
         }
-        drafting = Drafting(small.model, Telling(small.backend)) if small else None  # type: ignore[arg-type]
-        options = {"sizes": self.sizes, "backend": Telling(own.backend), "drafting": drafting}
+        drafting = Drafting(small.model, told(small.backend)) if small else None
+        options: dict[str, Any] = {"sizes": self.sizes, "backend": told(own.backend), "drafting": drafting}
         decode = partial(programs.decode_batch, own.model, strategy, **options)
         self._decode = jax.jit(decode, static_argnames="slots")
 
@@ -264,16 +270,16 @@ def read(file: str, tokenizer: Tokenizer, *, count: int, most: int) -> list[Docu
     return fitting[:: max(len(fitting) // count, 1)][:count]
 
 
-def nothing_to_copy(document: Document, vocabulary: int, rng: np.random.Generator) -> Document:
-    """The document with an answer of the same lengths, of tokens that stand nowhere else."""
-    free = np.setdiff1d(np.arange(3, vocabulary), document.source)
+def drawn(document: Document, tokens: np.ndarray, rng: np.random.Generator, known: bool) -> Document:
+    """The document with an answer of the same lengths, of some of these tokens; `known`: in the source, else not."""
+    tokens = np.setdiff1d(tokens, [EOS] if known else document.source)
     length = max(len(document.line), sum(map(len, document.rows)))
-    drawn = rng.choice(free, length, replace=False).tolist()
+    chosen = rng.choice(tokens, length, replace=len(tokens) < length).tolist()
     rows, place = [], 0
     for row in document.rows:
-        rows.append(drawn[place : place + len(row)])
+        rows.append(chosen[place : place + len(row)])
         place += len(row)
-    return Document(document.source, rows, drawn[: len(document.line)])
+    return Document(document.source, rows, chosen[: len(document.line)])
 
 
 def prepared(config: T5Config, params: Any, weights: str) -> Prepared:
@@ -297,7 +303,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=cli.whole(1, 100), default=3, metavar="N")
     parser.add_argument("--tokens", type=cli.whole(1, 64), default=8, metavar="D", help="drafted in a call (8)")
     parser.add_argument("--max-source", type=cli.whole(2, 2048), default=512, metavar="L")
-    parser.add_argument("--nothing", action="store_true", help="answers that copy nothing")
+    parser.add_argument("--answers", choices=ANSWERS, default=ANSWERS[0], help="what is written (gold)")
     parser.add_argument("--threads", type=cli.whole(1, 256), default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
@@ -311,9 +317,10 @@ def main(argv: Sequence[str]) -> int:
     documents = read(flags.file, Tokenizer.load(Path(flags.tokenizer)), count=flags.documents, most=flags.max_source)
     if (most := max(max(d.source.max(), *d.line) for d in documents)) >= config.vocab_size:
         raise UserError(f"--tokenizer: found the id {most}; expected ids below {config.vocab_size}, those of the model")
-    if flags.nothing:
+    if flags.answers != "gold":
         rng = np.random.default_rng(0)
-        documents = [nothing_to_copy(d, config.vocab_size, rng) for d in documents]
+        known = flags.answers == "shuffled"
+        documents = [drawn(d, d.source if known else np.arange(3, config.vocab_size), rng, known) for d in documents]
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
         systems = made(names, flags, config, Path(scratch))
     progress = Progress("measuring", len(documents) * (flags.rounds + 1), unit="document")
@@ -361,7 +368,7 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
         for part, (architecture, weights) in {"own": (config, params), "small": (SIZES[flags.small], small)}.items():
             directory = write(architecture, weights, scratch / part)
             loaded.append(T5ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval())
-        systems += [HuggingFace(name, *loaded, flags.tokens) for name in theirs]
+        systems += [HuggingFace(name, loaded[0], loaded[1], flags.tokens) for name in theirs]
     return systems
 
 
@@ -391,7 +398,7 @@ def summary(name: str, rounds: list[list[Measured]], all_rounds: dict[str, list[
 def table(results: list[dict[str, Any]], documents: Sequence[Document], flags: Any) -> str:
     """Lines for people; a drafted system is compared with the same one without drafts."""
     tokens = statistics.mean(len(d.line) for d in documents)
-    what = f"{len(documents)} documents, {tokens:.1f} tokens an answer{', nothing to copy' * flags.nothing}"
+    what = f"{len(documents)} documents, {tokens:.1f} tokens an answer, {flags.answers}"
     lines = [
         f"{what}; {flags.model}, ours in {flags.weights}; {flags.rounds} rounds",
         f"{'system':<20}{'calls':>7}{'decoding, s':>13}{'with encoder':>14}{'drafts decode':>15}{'with encoder':>14}",

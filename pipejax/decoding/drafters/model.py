@@ -99,7 +99,8 @@ class Looking:
         fed = jnp.take_along_axis(state.tokens, at, axis=2).swapaxes(1, 2)
         fed = jnp.where(cell == 0, self.grid.bos, fed)
         row = jnp.broadcast_to(rows, live.shape)
-        return state.replace(live=live), Query(*(x.reshape(len(x), -1) for x in (fed, row, time, live)))
+        state = dataclasses.replace(state, live=live)
+        return state, Query(*(x.reshape(len(x), -1) for x in (fed, row, time, live)))
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
         """The most likely token i32 [N], and its log-probability f32 [N]."""
@@ -114,7 +115,8 @@ class Looking:
         asks = (count > 0) & ~state.ended & (fed > state.length)
         drafts = asks & (log_prob >= math.log(max(self.least, 1e-30)))
         here = drafts[:, :, None] & (jnp.arange(self.grid.time_max) == state.length[:, :, None])
-        return state.replace(
+        return dataclasses.replace(
+            state,
             tokens=jnp.where(here, token[:, :, None], state.tokens),
             length=state.length + drafts,
             ended=state.ended | (drafts & (token == self.grid.eos)),
