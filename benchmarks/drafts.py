@@ -5,8 +5,8 @@
 The weights are random, and every system writes the same answers: a column of logits gets the token of the file's
 "targets" as its maximum, once the system has computed it. So the work is that of a T5 of this size which is always
 right, and drafts are right as often as they are for it. A T5 that drafts says the same, so it is never wrong: an upper
-bound, for Hugging Face's assistant as well. Where nothing can be copied, drafts only cost time: --answers shuffled draws
-the answer's tokens from the source without order, --answers foreign from what is not in the source.
+bound, for Hugging Face's assistant as well. Where nothing can be copied, drafts only cost time: --answers shuffled
+draws the answer's tokens from the source without order, --answers foreign from what is not in the source.
 
 The systems take turns document by document, one document at a time; the first round does not count. Ours pad
 all sources to --max-source tokens, for one compiled encoder; Hugging Face pads none.
