@@ -30,6 +30,28 @@ class State:
     lengths: Array  # i32 [B, S], tokens of each row without its eos; 0 for the empty row and those after it
 
 
+def ended(strategy: Pipelined | Sequential, state: Any, next_tokens: Array, lengths: Array) -> Array:
+    """The tokens i32 [B, S] of a step, with eos where a row has its length i32 [B or 1, S], and nowhere else."""
+    if isinstance(strategy, Pipelined):
+        position = state.time[:, None] - jnp.arange(strategy.rows) * strategy.delay
+    else:
+        position = state.length[:, None]
+    other = jnp.where(next_tokens == strategy.eos, strategy.eos + 1, next_tokens)
+    return jnp.where(position >= lengths, strategy.eos, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Pipelined):
+    """Pipelined decoding in which every answer has rows of the same given lengths: for what takes no other strategy."""
+
+    lengths: tuple[int, ...] = ()  # tokens of each row without its eos; fewer than `sub_max`
+
+    def advance(self, state: Any, next_tokens: Array) -> Any:
+        """As the model would, but for where rows end."""
+        lengths = jnp.asarray([*self.lengths, *[0] * (self.rows - len(self.lengths))])
+        return super().advance(state, ended(self, state, next_tokens, lengths[None]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Forced:
     """A strategy that takes the model's choices, except that each row ends when its length says so."""
@@ -65,12 +87,7 @@ class Forced:
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Puts eos where a row is to end, and another token where the model would end it."""
-        if isinstance(self.inner, Pipelined):
-            position = state.inner.time[:, None] - jnp.arange(self.rows) * self.inner.delay
-        else:
-            position = state.inner.length[:, None]
-        other = jnp.where(next_tokens == self.inner.eos, self.inner.eos + 1, next_tokens)
-        forced = jnp.where(position >= state.lengths, self.inner.eos, other)
+        forced = ended(self.inner, state.inner, next_tokens, state.lengths)
         return State(self.inner.advance(state.inner, forced), state.lengths)
 
     def kept(self, state: State) -> None:

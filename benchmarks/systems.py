@@ -216,12 +216,17 @@ class CTranslate2:
 
     def _timed(self, words: list[list[str]], length: int) -> float:
         begun = time.perf_counter()
+        found = self.generate(words, length)
+        after = time.perf_counter()
+        check_lengths(found, [length] * len(words))
+        return after - begun
+
+    def generate(self, words: list[list[str]], length: int) -> list[list[str]]:
+        """Greedy answers of exactly this length."""
         found = self.translator.translate_batch(
             words, beam_size=1, min_decoding_length=length, max_decoding_length=length, max_input_length=0
         )
-        after = time.perf_counter()
-        check_lengths([r.hypotheses[0] for r in found], [length] * len(words))
-        return after - begun
+        return [r.hypotheses[0] for r in found]
 
     def steps(self, rows: Rows) -> int:
         """The most of any example."""

@@ -47,7 +47,7 @@ def default(field: dataclasses.Field[Any]) -> str:
     if field.default is dataclasses.MISSING:
         return "must be given"
     value = field.default
-    if value is None or value == "":
+    if value is None or value == "" or value == ():
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

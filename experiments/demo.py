@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     test = list(make_task(config.data).examples("test"))
     results, records = compare(generators, test)
     print(table(results), flush=True)
-    draw(generators["pipelined"].config, test, records, root / "demo.html")
+    draw(generators["pipelined"].config, test, records["pipelined"], root / "demo.html")
     generators.clear()
     cli.note("\n--- T5-Base's size, random weights")
     timed = at_size(ARCHITECTURES["base"], ANSWERS, source=SOURCE, rounds=3)
@@ -67,8 +67,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def compare(generators: Mapping[str, Generator], test: list[Example]) -> tuple[dict[str, dict[str, Any]], list[Record]]:
-    """The evaluation of each strategy at batch 1, and the pipelined records.
+def compare(
+    generators: Mapping[str, Generator], test: list[Example]
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[Record]]]:
+    """The evaluation of each generator at batch 1, and its records. One of them is called "sequential".
 
     To each evaluation it adds "milliseconds", the median of a document, and "speed_up", the median of how many times
     as fast as the sequential decoder it was, on the same document in the same round. The decoders take turns.
@@ -76,7 +78,8 @@ def compare(generators: Mapping[str, Generator], test: list[Example]) -> tuple[d
     results: dict[str, dict[str, Any]] = {}
     records: dict[str, list[Record]] = {}
     seconds: dict[str, list[float]] = {strategy: [] for strategy in generators}  # of all rounds, one after the other
-    progress = Progress(f"decoding the test split, {ROUNDS} times with each", 2 * ROUNDS * len(test), unit="answer")
+    total = len(generators) * ROUNDS * len(test)
+    progress = Progress(f"decoding the test split, {ROUNDS} times with each", total, unit="answer")
     for number in range(ROUNDS):
         for strategy in list(generators)[:: -1 if number % 2 else 1]:
             results[strategy], records[strategy] = evaluate(generators[strategy], test, batch_size=1, tick=progress.add)
@@ -85,7 +88,7 @@ def compare(generators: Mapping[str, Generator], test: list[Example]) -> tuple[d
     for strategy, own in seconds.items():
         ratios = [other / mine for other, mine in zip(seconds["sequential"], own, strict=True)]
         results[strategy] |= {"milliseconds": 1000 * median(own), "speed_up": median(ratios)}
-    return results, records["pipelined"]
+    return results, records
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -27,7 +27,7 @@ COMMANDS = {
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
     "checkpoint": ("list and verify the steps of a run", "pipejax.checkpoint.__main__"),
     "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
-    "picture": ("draw a record's grid as SVG, or as a page that plays it", "pipejax.inference.picture"),
+    "picture": ("draw a record's grid as SVG, or as a page that plays it", "pipejax.inference.picture.command"),
 }
 
 

@@ -4,6 +4,10 @@ Rows and times are 0-based here (the paper's i is 1-based): the bos of row i sta
 j-th generated token (j = 1, 2, ..., eos included) at time i * delay + j. The time-step t of Algorithm 1 feeds the
 tokens at time t - 1 and generates those at time t. Everything works on NumPy and on traced arrays alike; no model, no
 files.
+
+With a delay of 0, which the paper does not have, all rows start at time 0, side by side, each with a name that is
+given. The names say how many there are: no empty row ends the answer, so training has none either. Who sees whom stays
+as it is: a row sees those above it up to its own time.
 """
 
 from collections.abc import Sequence
@@ -29,12 +33,17 @@ def start(row: Any, delay: int) -> Any:
 
 def is_start(time: Any, delay: int) -> Any:
     """Whether a row starts at that time."""
-    return time % delay == 0
+    return time % delay == 0 if delay else time == 0
 
 
 def next_start(time: Any, delay: int) -> Any:
-    """The first time from `time` on at which a row starts."""
-    return -(-time // delay) * delay
+    """The first time from `time` on at which a row starts; `time` itself if none does any more."""
+    return -(-time // delay) * delay if delay else time
+
+
+def starting(delay: int, rows: int) -> int:
+    """How many of so many rows start at a time at which any does."""
+    return 1 if delay else rows
 
 
 class Flat(NamedTuple):
@@ -47,14 +56,17 @@ class Flat(NamedTuple):
     time: np.ndarray  # i32 [N]
 
 
-def flatten(rows: Sequence[Sequence[int]], *, delay: int, bos: int, eos: int, final: bool = True) -> Flat:
+def flatten(
+    rows: Sequence[Sequence[int]], *, delay: int, bos: int, eos: int, final: bool = True, names: Sequence[int] = ()
+) -> Flat:
     """Lays rows of token ids out for teacher forcing (paper section 3.3, eq. 5).
 
-    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last. An eos is fed, without
-    a target of its own, only where a token that has a target can see it: elsewhere the slot would change nothing. One
-    row without `final` is an ordinary T5 target.
+    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last, unless the delay is 0.
+    An eos is fed, without a target of its own, only where a token that has a target can see it: elsewhere the slot
+    would change nothing. One row without `final` is an ordinary T5 target. `names` are the tokens at the beginning of
+    each row that decoding puts there: they are fed like others, and have weight 0.
     """
-    every = [list(row) for row in rows] + ([[]] if final else [])
+    every = [list(row) for row in rows] + ([[]] if final and delay else [])
     last_times = [start(i, delay) + len(row) for i, row in enumerate(every)]  # of each row's last query
     inputs: list[int] = []
     targets: list[int] = []
@@ -66,7 +78,8 @@ def flatten(rows: Sequence[Sequence[int]], *, delay: int, bos: int, eos: int, fi
         fed = [bos, *row] + ([eos] if eos_is_seen else [])
         inputs += fed
         targets += [*row, eos] + ([eos] if eos_is_seen else [])
-        weights += [1.0] * (len(row) + 1) + ([0.0] if eos_is_seen else [])
+        name = names[i] if i < len(names) else 0
+        weights += [0.0] * name + [1.0] * (len(row) + 1 - name) + ([0.0] if eos_is_seen else [])
         row_of += [i] * len(fed)
         time_of += range(start(i, delay), start(i, delay) + len(fed))
     int_arrays = (np.asarray(x, np.int32) for x in (inputs, targets, row_of, time_of))

@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, plot, systems
+from benchmarks import apps, decode, plot, serve, systems
 from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
+from pipejax.config import Config, GridConfig, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
+from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
 from support import oracle
 
@@ -23,7 +25,8 @@ def params():
 @pytest.fixture(autouse=True)
 def all_processors(monkeypatch):
     """The suite keeps its threads."""
-    monkeypatch.setattr(decode, "use_threads", lambda count: None)
+    for command in (decode, serve):
+        monkeypatch.setattr(command, "use_threads", lambda count: None)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,70 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "bad.json").write_text("[]")
     with pytest.raises(UserError, match=r"not what benchmarks\.decode writes"):
         plot.main([str(tmp_path / "bad.json"), "--output", str(tmp_path / "x.svg")])
+
+
+@pytest.mark.slow
+def test_a_generator_is_forced_as_a_batch_is(params):
+    """By a strategy that the engine takes for the pipelined one."""
+    config = Config(model=SIZES["tiny"], train=TrainConfig(objective="pipelined"))
+    generator = Generator(config, params, None)
+    for rows in ([3, 1, 5], [7]):
+        apps.force(generator, rows, GridConfig(delay=1, sub_max=6, time_max=12))
+        assert isinstance(generator.make_strategy("pipelined"), Pipelined)
+        for record in generator.decode(SOURCE.tolist()):
+            assert [len(row) for row in record["row_ids"]] == rows
+            assert record["steps"] == oracle.pipelined_steps(rows, 1, 6, 12)
+
+
+def test_figures_of_a_server():
+    Reply, offline = serve.Reply, serve.Offline("offline", None, [], [])
+    replies = [Reply(10.0, 10.1, 10.2, 11.0), Reply(10.0, 10.3, 10.4, 12.0), Reply(11.0, 11.1, 11.2, 14.0)]
+    assert serve.rate(replies) == 3 / 4
+    slower = [Reply(0.0, 6.0, 6.0, 6.0), Reply(0.0, 6.0, 6.0, 6.0)]
+    found = serve.summary(offline, 2, [replies, slower, slower])
+    assert (found["requests"], found["requests_per_s"], found["end"]["p50_ms"]) == (7, 1 / 3, 6000)
+    assert serve.summary(offline, 2, [replies])["row"]["p50_ms"] == pytest.approx(200, abs=1e-6)
+    served = {("pipejax", 1): [replies], ("offline", 1): [slower], ("hf", 1): [[Reply(0.0, 8.0, 8.0, 8.0)]]}
+    assert serve.verdicts(served, [1], [""], ["hf"]) == [
+        "pipejax, 1 at a time: answers a second are 2.25 x offline, 6.00 x hf",
+        "pipejax, alone: -4000.0 ms more than offline at p50",
+    ]
+
+
+@pytest.mark.slow
+def test_a_server_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")
+    flags = ["--model", "tiny", "--answer", "3x4", "--source", "20", "--rounds", "1", "--seconds", "1"]
+    flags += ["--sub-max", "5", "--time-max", "8"]
+    assert serve.main([*flags, "--concurrency", "2", "--json", str(tmp_path / "found.json")]) == 0
+    assert "pipejax, 2 at a time" in capsys.readouterr().out
+    results = json.loads((tmp_path / "found.json").read_text())["results"]
+    names = ["pipejax", "pipejax-stream", "offline"]
+    assert [(r["system"], r["concurrency"]) for r in results] == [(name, 2) for name in names]
+    for r in results:
+        assert r["requests"] >= r["concurrency"] and r["requests_per_s"] > 0
+        assert 0 < r["token"]["p50_ms"] <= r["row"]["p50_ms"] <= r["end"]["p50_ms"] <= r["end"]["p99_ms"]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--peers", "hg"], "found hg; expected hf"),
+        (["--weights", "int4"], "found int4; expected float32"),
+        (["--answer", "30x2"], "more than a grid of 20 x 64"),
+        (["--concurrency", "0"], "expected whole numbers"),
+    ],
+)
+def test_servers_that_there_are_not(flags, said):
+    with pytest.raises(UserError, match=said):
+        serve.main(["--model", "tiny", *flags])
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start(tmp_path):
+    command, said = ["benchmarks.apps", "nobody", "nowhere"], r"benchmarks\.apps nobody: the server did not start \("
+    with pytest.raises(UserError, match=said), serve.server(command, tmp_path / "log"):
+        pass
 
 
 def test_bytes_of_a_step_are_those_of_its_arguments(params):

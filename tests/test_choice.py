@@ -9,16 +9,13 @@ from scipy import stats
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pipejax import grid
-from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Sampling, Step, Wishes, choice
 from pipejax.inference.generator import Generator
 from pipejax.model import t5
 from pipejax.system.errors import UserError
 from support import oracle
-
-TINY = T5Config(
-    vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
-)
+from support.tiny import MORE_WORDS
 
 
 def asked(row, time):
@@ -93,9 +90,9 @@ TEXTS = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1]]
 
 def generator(strategy="pipelined", params=None, **decode):
     config = Config(
-        model=TINY, grid=GRID, train=TrainConfig(objective=strategy), decode=DecodeConfig(max_length=14, **decode)
+        model=MORE_WORDS, grid=GRID, train=TrainConfig(objective=strategy), decode=DecodeConfig(max_length=14, **decode)
     )
-    return Generator(config, params or oracle.random_params(TINY, np.random.default_rng(4)), None)
+    return Generator(config, params or oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,7 @@ def test_log_probabilities_are_the_models(strategy, draft):
     """Of greedy and drawn tokens, beside one pass over the whole answer; drafts change neither tokens nor scores."""
     made = generator(strategy, temperature=1.5, scores=True, draft=draft, seed=3)
     records = made.decode(TEXTS)
-    model, params = t5.T5(TINY), oracle.random_params(TINY, np.random.default_rng(4))
+    model, params = t5.T5(MORE_WORDS), oracle.random_params(MORE_WORDS, np.random.default_rng(4))
     if draft != "none":
         plain = generator(strategy, temperature=1.5, scores=True, seed=3).decode(TEXTS)
         assert [record["row_ids"] for record in records] == [record["row_ids"] for record in plain]

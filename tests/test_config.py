@@ -41,7 +41,7 @@ def refusal(function, *arguments, **options) -> str:
 
 
 def written(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value) if isinstance(value, list) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 # The configs of the repository.
@@ -100,6 +100,8 @@ def test_leaves_are_in_order_and_without_sections():
         ("data.separator=''", ""),
         ("name='a\"", "'a\""),
         ("name=true", "true"),
+        ('grid.row_names=["date:", "party:"]', ["date:", "party:"]),
+        ("grid.row_names=[]", []),
         ("name=Grüße 👋", "Grüße 👋"),
     ],
 )
@@ -158,7 +160,12 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("train.learning_rate=inf", "train.learning_rate: found inf; expected a number"),
         ("train.weight_decay=-inf", "train.weight_decay: found -inf; expected a number"),
         ("train.learning_rate=0", "train.learning_rate: found 0.0; expected more than 0"),
-        ("grid.delay=0", "grid.delay: found 0; expected at least 1"),
+        ("grid.delay=-1", "grid.delay: found -1; expected at least 0"),
+        ("grid.row_names=date:", "grid.row_names: found 'date:'; expected a list of texts"),
+        ('grid.row_names=["a", 1]', "grid.row_names: found ('a', 1); expected a list of texts"),
+        ('grid.row_names=["a", " "]', "grid.row_names: found an empty one; expected text in each"),
+        ('grid.row_names=["a\\ud800"]', "grid.row_names: found ('a\\ud800',); expected valid Unicode"),
+        (f"grid.row_names={json.dumps(['a'] * 99)}", "grid.row_names: found 99; expected at most grid.sub_max = "),
         ("grid.time_max=-1", "grid.time_max: found -1; expected at least 1"),
         ("grid.sub_max=99999999999", "grid.sub_max: found 99999999999; expected at most 32768"),
         ("decode.max_length=0", "decode.max_length: found 0; expected at least 1"),
@@ -233,7 +240,7 @@ def test_types_are_checked_in_python_too():
         ('{"grid": {"dealy": 1}}', "x.json: grid.dealy: unknown key (did you mean grid.delay?)"),
         ('{"grid": {"delay": true}}', "x.json: grid.delay: found True; expected a whole number"),
         ('{"grid": {"delay": 1.0}}', "x.json: grid.delay: found 1.0; expected a whole number"),
-        ('{"grid": {"delay": 0}}', "x.json: grid.delay: found 0; expected at least 1"),
+        ('{"grid": {"delay": -1}}', "x.json: grid.delay: found -1; expected at least 0"),
         ('{"train": {"clip_norm": NaN}}', "x.json: train.clip_norm: found nan; expected a number"),
         ('{"model": {"vocab_size": 8}}', "x.json: model.d_model: missing"),
     ],
@@ -269,7 +276,7 @@ def test_json_may_leave_keys_out():
         (IMPORTS + "config = Config(grid=GridConfig(dealy=2))\n", ":2", "unexpected keyword argument 'dealy'"),
         (IMPORTS + "config = Config(\n    modle=None)\n", ":2", "unexpected keyword argument 'modle'"),
         (IMPORTS + "config = Config(model=T5Config(vocab_size=3))", ":2", "T5Config.__init__() missing 6 required"),
-        (IMPORTS + "config = Config(grid=GridConfig(delay=0))", "", ": grid.delay: found 0; expected at least 1"),
+        (IMPORTS + "config = Config(grid=GridConfig(delay=-1))", "", ": grid.delay: found -1; expected at least 0"),
         (IMPORTS + "config = Config(grid=GridConfig(delay=True))", "", ": grid.delay: found True; expected a whole"),
         (IMPORTS + "config = Config(grid=None)\n", "", ": grid: found None; expected GridConfig"),
         (IMPORTS + "config = override(Config(), ['grid.dealy=2'])", "grid.dealy: unknown key", ""),
@@ -289,8 +296,8 @@ def test_the_config_of_a_run_is_a_config_file(tmp_path):
     assert load(path, ["train.steps=5"]) == override(Config(grid=GridConfig(delay=3)), ["train.steps=5"])
     path.write_bytes(b'{"name": "\xe9"}')
     assert refusal(load, path).startswith(f"{path}: not valid JSON (")
-    path.write_text('{"grid": {"delay": 0}}')
-    assert refusal(load, path).startswith(f"{path}: grid.delay: found 0; ")
+    path.write_text('{"grid": {"delay": -1}}')
+    assert refusal(load, path).startswith(f"{path}: grid.delay: found -1; ")
 
 
 def test_a_mistyped_argument_has_a_suggestion(tmp_path):

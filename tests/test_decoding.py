@@ -9,18 +9,8 @@ from pipejax.decoding import TRUNCATIONS, Pipelined, Sequential, Sizes
 from support import oracle
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
+from support.tiny import FEW_WORDS
 
-TINY = T5Config(
-    vocab_size=9,
-    d_model=12,
-    d_kv=4,
-    d_ff=16,
-    num_heads=2,
-    num_layers=1,
-    num_decoder_layers=2,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=20,
-)
 GATED = T5Config(
     vocab_size=7,
     d_model=8,
@@ -38,21 +28,21 @@ GATED = T5Config(
 
 # config, delay, time_max, sub_max, literal, batch
 SETTINGS = [
-    (TINY, 1, 12, 5, False, 7),
-    (TINY, 1, 12, 5, True, 4),
-    (TINY, 2, 15, 6, False, 5),
-    (TINY, 2, 9, 4, True, 3),
-    (TINY, 3, 14, 4, False, 6),
-    (TINY, 4, 18, 6, False, 2),
-    (TINY, 4, 10, 3, True, 7),
-    (TINY, 3, 16, 20, True, 1),
-    (TINY, 1, 6, 20, False, 3),
-    (TINY, 1, 20, 2, False, 4),
+    (FEW_WORDS, 1, 12, 5, False, 7),
+    (FEW_WORDS, 1, 12, 5, True, 4),
+    (FEW_WORDS, 2, 15, 6, False, 5),
+    (FEW_WORDS, 2, 9, 4, True, 3),
+    (FEW_WORDS, 3, 14, 4, False, 6),
+    (FEW_WORDS, 4, 18, 6, False, 2),
+    (FEW_WORDS, 4, 10, 3, True, 7),
+    (FEW_WORDS, 3, 16, 20, True, 1),
+    (FEW_WORDS, 1, 6, 20, False, 3),
+    (FEW_WORDS, 1, 20, 2, False, 4),
     (GATED, 1, 14, 8, False, 7),
     (GATED, 2, 12, 4, True, 5),
     (GATED, 3, 11, 5, False, 4),
-    (TINY, 1, 1, 1, False, 2),
-    (TINY, 4, 3, 5, False, 3),
+    (FEW_WORDS, 1, 1, 1, False, 2),
+    (FEW_WORDS, 4, 3, 5, False, 3),
 ]
 MODELS = 24  # random models a setting
 
@@ -111,7 +101,7 @@ def test_the_random_models_run_into_every_case():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [TINY, GATED], ids=["tied", "gated"])
+@pytest.mark.parametrize("config", [FEW_WORDS, GATED], ids=["tied", "gated"])
 def test_sequential_is_greedy_t5_and_pipelined_with_one_row(config):
     sequential = small_steps(config, Sequential(max_length=12), 4)
     one_row = small_steps(config, Pipelined(delay=3, time_max=12, sub_max=1), 4)

@@ -1,6 +1,7 @@
 """Drafted decoding writes what greedy decoding writes, in the calls that the wavefront rule says."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -15,30 +16,20 @@ from experiments import drafts as experiment
 from experiments import scripted
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
-from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, drafters, make
+from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference.generator import Generator
+from pipejax.inference.picture import command as picture
+from pipejax.inference.records import as_line
 from pipejax.inference.report import Report
 from pipejax.system.errors import UserError
 from support import oracle, wavefront
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
+from support.tiny import FEW_WORDS as TINY
 from support.tiny import MODEL
-
-TINY = T5Config(
-    vocab_size=9,
-    d_model=12,
-    d_kv=4,
-    d_ff=16,
-    num_heads=2,
-    num_layers=1,
-    num_decoder_layers=2,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=20,
-)
-
 
 GUESSED = 16  # tokens of a row in a table of guesses
 
@@ -66,13 +57,14 @@ class Table:
         (1, 15, 5, False, 4),
         (2, 15, 5, True, 4),
         (1, 14, 1, False, 4),
+        (0, 12, 5, False, 4),
         pytest.param(1, 9, 3, True, 3, marks=pytest.mark.slow),
         pytest.param(2, 13, 6, False, 2, marks=pytest.mark.slow),
         pytest.param(3, 10, 4, False, 5, marks=pytest.mark.slow),
         pytest.param(3, 16, 4, True, 1, marks=pytest.mark.slow),
     ],
 )
-def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, most):
+def test_calls_and_what_they_accept_are_those_of_the_wavefront(delay, time_max, sub_max, literal, most):
     """Of a perfect model and guesses that are wrong now and then; bounds cut answers in the middle of a draft."""
     rng = np.random.default_rng([delay, time_max, sub_max, most])
     answers, tables = [], []
@@ -83,8 +75,8 @@ def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, mos
         tables.append([[token if rng.random() > wrong else 9 for token in row] for row in table])
         answers.append(answer)
     inner = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
-    strategy = Drafted(inner, Table(), most)
-    saved = 0
+    strategy = Drafted(inner, Table(), most, trace=True)
+    saved, in_vain = 0, 0
     for answer, table in zip(answers, tables, strict=True):
         found = scripted.decode(strategy, [[token for row in table for token in row]], [answer], width=10)
         expected = oracle.algorithm1(
@@ -101,10 +93,50 @@ def test_calls_are_those_of_the_wavefront(delay, time_max, sub_max, literal, mos
         assert [row for row in rows_of(found, 0) if row] == expected.rows
         assert found.steps[0] == expected.steps
         assert TRUNCATIONS[found.truncated[0]] == expected.truncated
-        calls = wavefront.calls(expected.all_rows, drafts, delay=delay, time_max=time_max)
-        assert found.calls[0] == calls
-        saved += expected.calls - calls
+        calls = wavefront.trace(
+            expected.all_rows, drafts, delay=delay, time_max=time_max, sub_max=sub_max, literal=literal
+        )
+        assert found.calls[0] == len(calls)
+        assert listed(found.trace, 0, len(calls)) == calls
+        saved += expected.calls - len(calls)
+        in_vain += sum(not written for call in calls for _, written, _, _ in call)
     assert saved > 48
+    assert in_vain > 4 or sub_max == 1 or delay == 0  # there all rows begin
+
+
+def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
+    """In a batch each example has its own; without it the loop carries nothing more, and does the same."""
+    answers = [[[2, 3, 4], [5]], [[6] * 5, [7, 8], [2]], []]
+    tables = [[[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, [], [], [], []][:4]] for answer in answers]
+    tables[1][0][2] = 9
+    inner = Pipelined(delay=2, time_max=12, sub_max=4)
+    strategy = Drafted(inner, Table(), 3, trace=True)
+    sources_ = [[token for row in table for token in row] for table in tables]
+    found = scripted.decode(strategy, sources_, answers, width=8)
+    for b, (answer, table) in enumerate(zip(answers, tables, strict=True)):
+        rows = oracle.algorithm1(
+            oracle.scripted_next_tokens(answer), delay=2, time_max=12, sub_max=4, stop="empty_row"
+        ).all_rows
+        calls = wavefront.trace(rows, lambda i, n, table=table: table[i][n : n + 3], delay=2, time_max=12, sub_max=4)
+        assert listed(found.trace, b, int(found.calls[b])) == calls
+    # By hand: the first row's third token is guessed wrong; then all of it is right up to its eos, row 2 included.
+    assert listed(found.trace, 1, 2) == [
+        [(0, 3, 2, [6, 6, 9]), (1, 1, 0, [7])],
+        [(0, 3, 3, [6, 6, 1]), (1, 2, 2, [8, 1]), (2, 2, 2, [2, 1]), (3, 1, 1, [1])],
+    ]
+    untraced = dataclasses.replace(strategy, trace=False)
+    state = untraced.init(3, SourceIds(np.zeros((3, 4 * GUESSED), np.int32), np.zeros(3, np.int32)))
+    assert state.trace is None
+    same = scripted.decode(untraced, sources_, answers, width=8)
+    assert same.trace is None
+    assert_equal(same, found, 3)
+    assert same.calls.tolist() == found.calls.tolist()
+
+
+@pytest.mark.parametrize("name, beams", [("pipelined", 1), ("sequential", 1), ("sequential", 2)])
+def test_a_trace_without_a_drafter_is_refused(name, beams):
+    with pytest.raises(UserError, match=r"^decode\.trace: found True with decode\.draft = none; expected a drafter"):
+        make(name, GridConfig(), DecodeConfig(beams=beams, trace=True), bos=0, eos=1)
 
 
 MODELS = 46  # random models a setting: more than 500 for each drafter in all of them
@@ -321,6 +353,49 @@ def test_records_are_those_without_drafts(strategy, draft, tmp_path):
     sources_ = [one.source(text, "", i) for i, text in enumerate(texts) if 32 < len(text) <= 48]
     assert list(one.stream(sources_, strategy=None, batch_size=1, report=report))
     assert report.shapes == 0
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("pipelined", marks=pytest.mark.slow), pytest.param("sequential", marks=pytest.mark.long)]
+)
+def test_records_hold_the_trace(strategy, tokenizer, tmp_path):
+    """It adds up to the answer, and the page can be drawn of it."""
+    config = Config(
+        model=MODEL,
+        grid=GridConfig(delay=2, time_max=20, sub_max=5),
+        train=TrainConfig(objective=strategy),
+        decode=DecodeConfig(max_length=20, draft_tokens=3, trace=True),
+    )
+    rng = np.random.default_rng(6)
+    texts = [rng.integers(2, 9, 12).tolist() for _ in range(4)]
+    generator = Generator(config, oracle.random_params(MODEL, np.random.default_rng(5)), tokenizer)
+    found = generator.decode(texts, drafter=Jacobi((0.99,)), batch_size=1)
+    drafted = 0
+    for record in found:
+        assert len(record["trace"]) == record["calls"]
+        rows = [[one for call in record["trace"] for one in call if one.row == i] for i in range(5)]
+        written = [sum(one.written for one in row) for row in rows]
+        cut = record["truncated"] is not None
+        for row, ids in enumerate(record["row_ids"]):
+            assert written[row] in (len(ids) + 1, len(ids) + 1 - cut)
+            front = 0
+            for one in rows[row]:
+                assert [*ids, 1][front : front + one.accepted] == one.drafted[: one.accepted]
+                front += one.written
+                drafted += len(one.drafted)
+        for i in {
+            *itertools.chain(*record["row_ids"]),
+            *(i for call in record["trace"] for one in call for i in one.drafted),
+        }:
+            assert record["pieces"][str(i)] == tokenizer.piece(i)
+    assert drafted > 20
+    lines = tmp_path / "records.jsonl"
+    lines.write_text("".join(as_line(record) for record in found))
+    if strategy == "pipelined":
+        for record in found:
+            page = tmp_path / f"{record['id']}.html"
+            assert picture.main([str(lines), "--id", str(record["id"]), "--delay", "2", "--output", str(page)]) == 0
+            assert f"{len(record['trace'])} decoder calls for {record['steps']} time-steps" in page.read_text()
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.inference.backends import OwnKernel
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
@@ -15,27 +15,24 @@ from pipejax.inference.running_batch import RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from support import oracle
-
-TINY = T5Config(
-    vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
-)
+from support.tiny import MORE_WORDS
 
 
 @pytest.fixture(scope="module")
 def generator():
     config = Config(
-        model=TINY,
+        model=MORE_WORDS,
         grid=GridConfig(delay=2, time_max=24, sub_max=9),
         train=TrainConfig(objective="pipelined"),
         decode=DecodeConfig(max_length=30, scores=True),
     )
-    return Generator(config, oracle.random_params(TINY, np.random.default_rng(4)), None)
+    return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
 
 
 @pytest.fixture(scope="module")
 def fast(kernel):
     """One that our kernel decodes; its answers are long."""
-    sizes = dataclasses.replace(TINY, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
+    sizes = dataclasses.replace(MORE_WORDS, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
     config = Config(model=sizes, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=100_000))
     params = oracle.random_params(sizes, np.random.default_rng(4))
     return Generator(config, params, None, backend=OwnKernel("auto", kernel))
@@ -133,7 +130,7 @@ def test_what_an_engine_does_not_have_is_refused(generator):
     for key, value, strategy in (("limit", "source", "pipelined"), ("beams", 2, "sequential")):
         decode = DecodeConfig(max_length=30, **{key: value})
         config = dataclasses.replace(generator.config, decode=decode, train=TrainConfig(objective=strategy))
-        other = Generator(config, oracle.random_params(TINY, np.random.default_rng(4)), None)
+        other = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
         with pytest.raises(UserError, match=f"decode.{key}: found"):
             Engine(other, places=1, queue=1)
 

@@ -163,7 +163,7 @@ def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> Non
             ["--set", "data.task=demo"],
             "--set data.task=demo: cannot change in an export; expected a key of grid",
         ),
-        (["--set", "grid.delay=0"], "grid.delay: found 0; expected at least 1"),
+        (["--set", "grid.delay=-1"], "grid.delay: found -1; expected at least 0"),
         (["--strategy", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),
         (["--set", "decode.temperature=0.5"], "decode.temperature: found 0.5; expected 0.0, all that an export knows"),
         (["--best"], "found no best/; expected a run that was evaluated at least once"),

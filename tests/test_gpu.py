@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipejax.config import T5Config
 from pipejax.decoding import Beam, Pipelined, Sequential, Sizes
 from pipejax.inference import gpu
 from pipejax.inference.backends import XLA, Gpu, fastest
@@ -18,18 +17,7 @@ from pipejax.inference.weights import Matrix
 from pipejax.model.t5 import MASKED, Memory
 from support import oracle
 from support.one_program import compiled
-
-CONFIG = T5Config(
-    vocab_size=48,
-    d_model=32,
-    d_kv=16,
-    d_ff=48,
-    num_heads=2,
-    num_layers=1,
-    num_decoder_layers=1,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=20,
-)
+from support.tiny import IN_BLOCKS
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -38,7 +26,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def decoder(heads: int, width: int, batch: int, memory: Memory | None = None, kind: Any = GpuDecoder) -> Any:
     """Without weights, in float32; of the memory's sizes only the batch matters where none is looked into."""
-    config = dataclasses.replace(CONFIG, num_heads=heads, d_kv=width, layer_norm_epsilon=1e-3)
+    config = dataclasses.replace(IN_BLOCKS, num_heads=heads, d_kv=width, layer_norm_epsilon=1e-3)
     memory = memory or Memory((), (), jnp.ones((batch, 1), bool))
     more = {"interpret": True} if kind is GpuDecoder else {}
     return kind(config, None, memory, jnp.dtype(jnp.float32), **more)
@@ -140,7 +128,7 @@ def test_what_does_not_fit_is_xlas() -> None:
 )
 def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str, tied: bool) -> None:
     """In caches that grow, with and without queries gathered from several examples."""
-    config = dataclasses.replace(CONFIG, feed_forward=feed_forward, tied_head=tied)
+    config = dataclasses.replace(IN_BLOCKS, num_decoder_layers=1, feed_forward=feed_forward, tied_head=tied)
     rng = np.random.default_rng(batch)
     source, length = rng.integers(0, 48, (batch, 12)).astype(np.int32), rng.integers(1, 13, batch).astype(np.int32)
     sizes = Sizes.fit(strategy, batch, queries=(4,), slots=(21,))
@@ -169,4 +157,4 @@ finish = gpu._finish
 def test_elsewhere_nobody_asks_for_them() -> None:
     assert jax.default_backend() == "cpu"
     assert not gpu.use()
-    assert not isinstance(fastest(CONFIG, jnp.bfloat16), Gpu)
+    assert not isinstance(fastest(IN_BLOCKS, jnp.bfloat16), Gpu)

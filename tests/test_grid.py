@@ -36,13 +36,24 @@ SEES = {
 }
 
 
+# The same rows with delay 0: they start together, and none is empty.
+PLACES_TOGETHER = {"bos1": (0, 0), "A": (0, 1), "B": (0, 2), "C": (0, 3), "bos2": (1, 0), "D": (1, 1), "E": (1, 2)}
+SEES_TOGETHER = {
+    **{name: SEES[name] for name in ("bos1", "A", "B", "C")},
+    "bos2": {"bos1": 1, "bos2": 0},  # nothing of the row above is written yet
+    "D": {"bos1": 2, "A": 1, "bos2": 1, "D": 0},
+    "E": {"bos1": 3, "A": 2, "B": 1, "bos2": 2, "D": 1, "E": 0},
+}
+
+
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_mask_and_distances_of_figure_2(array):
-    for query, key in itertools.product(PLACES, PLACES):
-        pair = (*map(array, PLACES[query]), *map(array, PLACES[key]))
-        assert bool(grid.visible(*pair)) == (key in SEES[query]), (query, key)
-        if key in SEES[query]:
-            assert int(grid.distance(*pair)) == SEES[query][key], (query, key)
+@pytest.mark.parametrize("places, sees", [(PLACES, SEES), (PLACES_TOGETHER, SEES_TOGETHER)], ids=["figure", "together"])
+def test_mask_and_distances_of_figure_2(places, sees, array):
+    for query, key in itertools.product(places, places):
+        pair = (*map(array, places[query]), *map(array, places[key]))
+        assert bool(grid.visible(*pair)) == (key in sees[query]), (query, key)
+        if key in sees[query]:
+            assert int(grid.distance(*pair)) == sees[query][key], (query, key)
 
 
 def test_flattening_figure_2():
@@ -51,6 +62,23 @@ def test_flattening_figure_2():
     assert flat.targets.tolist() == [A, B, C, EOS, D, E, EOS, EOS]
     assert list(zip(flat.row.tolist(), flat.time.tolist(), strict=True)) == list(PLACES.values())
     assert flat.weights.tolist() == [1.0] * 8
+
+
+def test_rows_that_start_together_have_no_empty_one():
+    flat = grid.flatten([[A, B, C], [D, E]], delay=0, bos=BOS, eos=EOS)
+    assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E]
+    assert flat.targets.tolist() == [A, B, C, EOS, D, E, EOS]
+    assert list(zip(flat.row.tolist(), flat.time.tolist(), strict=True)) == list(PLACES_TOGETHER.values())
+    flat = grid.flatten([[A], [D, E]], delay=0, bos=BOS, eos=EOS)  # E sees that the row above is over
+    assert flat.inputs.tolist() == [BOS, A, EOS, BOS, D, E]
+    assert flat.weights.tolist() == [1, 1, 0, 1, 1, 1] and flat.time.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_names_are_fed_and_not_asked_for():
+    flat = grid.flatten([[A, B, C], [D, E]], delay=0, bos=BOS, eos=EOS, names=[1, 2])
+    assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E]
+    assert flat.weights.tolist() == [0, 1, 1, 1, 0, 0, 1]
+    assert flat.targets[flat.weights > 0].tolist() == [B, C, EOS, EOS]
 
 
 def test_an_eos_is_fed_where_a_later_token_sees_it():
@@ -66,7 +94,7 @@ def test_an_eos_left_out_is_one_that_nobody_sees():
     rng = np.random.default_rng(0)
     left_out = 0
     for _ in range(200):
-        delay = int(rng.integers(1, 5))
+        delay = int(rng.integers(0, 5))
         rows = [rng.integers(2, 9, rng.integers(1, 6)).tolist() for _ in range(rng.integers(0, 6))]
         flat = grid.flatten(rows, delay=delay, bos=BOS, eos=EOS)
         found = {(r, t) for r, t, w in zip(flat.row, flat.time, flat.weights, strict=True) if not w}
@@ -101,6 +129,8 @@ STEPS = [
     ([1], 3, 20, 50, 4, 2),  # the empty row starts after step 3
     ([], 2, 20, 50, 1, 1),
     ([9, 9], 1, 20, 5, 5, 20),
+    ([3, 2, 5], 0, 3, 50, 6, 13),  # side by side: the longest row with its eos
+    ([9, 2], 0, 2, 5, 5, 13),
     ([14] * 8, 1, 20, 50, 22, 120),
     ([4] * 5, 1, 20, 50, 9, 25),
     ([40] * 7, 1, 20, 50, 47, 287),

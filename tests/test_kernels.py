@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipejax.config import T5Config
 from pipejax.decoding import Pipelined, Step
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, fastest
@@ -21,19 +20,7 @@ from pipejax.system import compile_cache, processor
 from pipejax.system.errors import UserError
 from support import oracle, quantised
 from support.one_program import compiled
-
-CONFIG = T5Config(
-    vocab_size=48,
-    d_model=32,
-    d_kv=16,
-    d_ff=48,
-    num_heads=2,
-    num_layers=1,
-    num_decoder_layers=2,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=20,
-)
-
+from support.tiny import IN_BLOCKS
 
 HERE = [level.name for level in kernels.LEVELS if level.needs <= processor.features()]
 
@@ -60,7 +47,7 @@ LOGITS = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}
 @functools.cache
 def made(shape, weights, level):
     """A model with random weights, for our kernel; and NumPy's rounding of the weights."""
-    config = dataclasses.replace(CONFIG, **SHAPES[shape])
+    config = dataclasses.replace(IN_BLOCKS, **SHAPES[shape])
     model, params = t5.T5(config), oracle.random_params(config, np.random.default_rng(5))
     backend = OwnKernel(weights, level)
     ready = jax.jit(programs.prepare, static_argnames=("model", "backend"))(
@@ -254,7 +241,7 @@ def test_int8_is_within_half_a_step_of_each_output():
 def test_decodes_are_those_without_it(kernel, kernel_cache, monkeypatch, changes):
     """And where it does not fit, XLA decodes."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
-    config = dataclasses.replace(CONFIG, **changes)
+    config = dataclasses.replace(IN_BLOCKS, **changes)
     backend = fastest(config, jnp.float32)
     assert isinstance(backend, OwnKernel) == (config.d_model % 16 == 0)
     if config.d_model % 16:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from pipejax.inference.picture import LEFT, Cell, fill, html, main, svg
-from pipejax.inference.picture_page import shorten, text_width
+from pipejax.inference.picture import html, svg
+from pipejax.inference.picture.command import main
+from pipejax.inference.picture.grid import LEFT, Cell, fill
+from pipejax.inference.picture.text import shorten, text_width
 from pipejax.system.errors import UserError
+from support import oracle, wavefront
 
 FIGURE_2 = [["A", "B", "C"], ["D", "E"]]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -73,6 +76,7 @@ def test_figure_2() -> None:
     [
         ([], {"delay": 1}, 1, 0, [1]),
         ([["a"]], {"delay": 3}, 4, 1, [2, 4]),
+        ([["a"] * 2, ["b"] * 3], {"delay": 0}, 4, 1, [3, 4]),  # side by side, and no empty row
         ([["a"] * 5, ["b"]], {"delay": 2, "truncated": "sub_max"}, 6, 1, [6, 4]),  # nothing after the second row
         ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is cut
         ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),  # both are, and no row 3 began
@@ -100,8 +104,8 @@ def test_steps_are_those_of_the_paper() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="delay: expected at least 1; got 0"):
-        fill([], delay=0)
+    with pytest.raises(ValueError, match="delay: expected at least 0; got -1"):
+        fill([], delay=-1)
     with pytest.raises(ValueError, match="truncated: expected None"):
         fill([], delay=1, truncated="max_length")
 
@@ -294,7 +298,7 @@ def test_command_draws_pages(tmp_path: Path) -> None:
         (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
         (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found another shape"),
         (RECORD, ("--id", "y"), "found no record with the id y"),
-        (RECORD, ("--delay", "0"), "--delay: found 0; expected at least 1"),
+        (RECORD, ("--delay", "-1"), "--delay: found -1; expected at least 0"),
         (RECORD, ("--output", "x.png"), "expected a name that ends in .html or .svg"),
         (RECORD, ("--output", "/no/such/x.svg"), "/no/such/x.svg: cannot be written"),
         (RECORD, ("--colour", "red"), "unrecognized arguments: --colour red"),
@@ -311,3 +315,193 @@ def test_command_refuses(tmp_path: Path, record: Any, flags: tuple[str, ...], me
 def test_command_refuses_absent_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         main([str(tmp_path / "none.jsonl"), "--output", "x.svg"])
+
+
+# Drafts, call by call. "A B C" and "D E" at Δt = 1: "A" is drafted and right and "x" wrong, row 1 ends in drafts
+# while row 3 is asked in vain, and then row 2 and the empty row end.
+CALLS = [
+    [[0, 2, 1, [5, 9]]],
+    [[0, 2, 2, [7, 1]], [1, 1, 0, []], [2, 0, 0, [4]]],
+    [[1, 2, 1, [9]], [2, 1, 1, [1]]],
+]
+TRACED: dict[str, Any] = {
+    "id": "x",
+    "text": "A B C ; D E",
+    "rows": ["A B C", "D E"],
+    "row_ids": [[5, 6, 7], [8, 9]],
+    "steps": 4,
+    "calls": 3,
+    "truncated": None,
+    "trace": CALLS,
+    "pieces": {"1": "</s>", "4": "y", "5": "A", "6": "B", "7": "C", "8": "D", "9": "E"},
+}
+
+
+def section_of(page: str) -> str:
+    """What the page shows by call."""
+    assert page.count('id="calls"') == 1
+    return page[page.index('<section class="view" id="calls">') : page.index("<script>")]
+
+
+def drawing_of(page: str) -> ET.Element:
+    """The picture in it."""
+    section = section_of(page)
+    return ET.fromstring(section[section.index("<svg") : section.index("</svg>") + len("</svg>")])
+
+
+def marked_cells(page: str) -> list[ET.Element]:
+    return [g for g in drawing_of(page).iter(f"{SVG}g") if g.get("data-row")]
+
+
+def marks_of(page: str) -> list[tuple[int, str, int, float, str]]:
+    """Row, kind, call, place from left to right, and text of each token that is written or drafted."""
+    found = []
+    for g in marked_cells(page):
+        kinds = {"own", "accepted", "rejected"} & set(str(g.get("class")).split())
+        text, place = g.find(f"{SVG}text"), number(g.find(f"{SVG}rect"), "x")
+        assert text is not None
+        found.append((int(g.get("data-row", "")), kinds.pop(), int(g.get("data-call", "")), place, text.text or ""))
+    return found
+
+
+def test_page_shows_what_became_of_drafts(tmp_path: Path) -> None:
+    page = draw(tmp_path, TRACED, output="x.html")
+    found = marks_of(page)
+    assert [(row, kind, call, text) for row, kind, call, _, text in found] == [
+        (0, "accepted", 1, "✓ A"),
+        (0, "own", 1, "B"),
+        (0, "rejected", 1, "✗ E"),
+        (0, "accepted", 2, "✓ C"),
+        (0, "accepted", 2, "✓ eos"),
+        (1, "own", 2, "D"),
+        (2, "rejected", 2, "✗ y"),
+        (1, "accepted", 3, "✓ E"),
+        (1, "own", 3, "eos"),
+        (2, "accepted", 3, "✓ eos"),
+    ]
+    # A column is a time-step: A 1; B, the E in its place and D 2; C, E, the y and the empty row's eos 3.
+    across = sorted({place for *_, place, _ in found})
+    assert [across.index(place) + 1 for *_, place, _ in found] == [1, 2, 2, 3, 4, 2, 3, 3, 4, 3]
+    section = section_of(page)
+    assert "3 decoder calls for 4 time-steps; 5 of 7 drafted tokens accepted (71 %)" in section
+    rows = re.findall(r"<tr>(.*?)</tr>", section)[1:]
+    assert [re.findall(r">([^<]*)</t[dh]>", row) for row in rows] == [
+        ["1", "row 1", "A", "E", "B"],
+        ["2", "row 1", "C eos", "", ""],
+        ["2", "row 2", "", "", "D"],
+        ["2", "empty row", "", "y", "the row could not begin yet"],
+        ["3", "row 2", "E", "", "eos"],
+        ["3", "empty row", "eos", "", ""],
+    ]
+    assert 'max="3" value="3" step="1" aria-label="Decoder call"' in section
+    untraced = {key: value for key, value in TRACED.items() if key not in ("trace", "pieces")}
+    assert 'id="calls"' not in draw(tmp_path, untraced, output="x.html")
+    assert cells_of(draw(tmp_path, TRACED)) and "data-call" not in draw(tmp_path, TRACED)
+
+
+def test_page_tells_a_wrong_draft_from_one_that_came_too_early(tmp_path: Path) -> None:
+    """A rejected draft stays in sight until another one takes its place."""
+    calls = [
+        [[0, 1, 0, []]],
+        [[0, 1, 0, [9]], [1, 1, 0, [8, 4]]],  # row 2's D is right, but row 1's E is not
+        [[0, 1, 0, []], [1, 1, 0, [9]], [2, 1, 0, []]],
+        [[0, 1, 0, []], [1, 1, 0, []]],
+    ]
+    page = draw(tmp_path, TRACED | {"trace": calls, "calls": 4}, output="x.html")
+    tips = re.findall(r"<title>(call .*?)</title>", page)
+    early = "(rejected draft, right, but a row above was not so far)"
+    assert [tip for tip in tips if "rejected" in tip] == [
+        "call 2, row 1, time-step 2: E (rejected draft)",
+        f"call 2, row 2, time-step 2: D {early}",
+        "call 2, row 2, time-step 3: y (rejected draft)",
+        f"call 3, row 2, time-step 3: E {early}",
+    ]
+    ends = {str(g.find(f"{SVG}title").text): g.get("data-until") for g in marked_cells(page)}  # type: ignore[union-attr]
+    assert {tip[:35] for tip, until in ends.items() if until == "3"} == {"call 2, row 2, time-step 3: y (reje"}
+
+
+def test_every_place_is_written_once_whatever_was_drafted(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    for _ in range(40):
+        delay, count = rng.randint(1, 3), rng.randint(0, 6)
+        answer = [[rng.randint(2, 8) for _ in range(rng.randint(1, 7))] for _ in range(count)]
+        time_max = rng.randint(4, 25)
+        expected = oracle.algorithm1(
+            oracle.scripted_next_tokens(answer), delay=delay, time_max=time_max, sub_max=5, stop="empty_row"
+        )
+        table = [[*row, 1] for row in [*answer, *[[]] * 6]]
+
+        def drafts(i: int, length: int, table: list[list[int]] = table) -> list[int]:
+            return [token if rng.random() < 0.7 else rng.randint(1, 8) for token in table[i][length : length + 4]]
+
+        trace = wavefront.trace(expected.all_rows, drafts, delay=delay, time_max=time_max, sub_max=5)
+        record: dict[str, Any] = {
+            "id": "x",
+            "rows": None,
+            "row_ids": expected.rows,
+            "steps": expected.steps,
+            "calls": len(trace),
+        }
+        record |= {"truncated": expected.truncated, "trace": trace}
+        page = draw(tmp_path, record, "--delay", str(delay), output="x.html")
+        found = marks_of(page)
+        empty_row = any(row[1:] == [1] for row in expected.all_rows)
+        grid = fill(
+            [list(map(str, row)) for row in expected.rows],
+            empty_row=empty_row,
+            delay=delay,
+            truncated=expected.truncated,
+            steps=expected.steps,
+        )
+        column = number(drawing_of(page).find(f".//{SVG}rect"), "width") + 4
+        written = {
+            (row, round((place - LEFT - 2) / column)): text for row, kind, _, place, text in found if kind != "rejected"
+        }
+        cells = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
+        assert {place: text.removeprefix("✓ ") for place, text in written.items()} == cells
+        assert ("empty row" in re.findall(r">([^<]*)</text>", section_of(page))) == empty_row
+        drafted = [one for call in trace for one in call]
+        assert sum(kind == "accepted" for _, kind, *_ in found) == sum(one[2] for one in drafted)
+        assert sum(kind == "rejected" for _, kind, *_ in found) == sum(len(one[3]) - one[2] for one in drafted)
+
+
+def test_page_survives_any_piece(tmp_path: Path) -> None:
+    for text in HOSTILE:
+        page = draw(tmp_path, TRACED | {"pieces": {"4": text, "5": text}}, output="x.html")
+        assert marks_of(page)
+        assert Page(page).loads == [] and page.count("</script>") == 1
+
+
+def traced(call: int, entry: Any) -> dict[str, Any]:
+    """The record with something else as the first entry of a call."""
+    return TRACED | {"trace": [[entry, *one[1:]] if i == call else one for i, one in enumerate(CALLS)]}
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        (TRACED | {"trace": 3}, "trace: found 3; expected a list of calls"),
+        (TRACED | {"trace": CALLS[:2]}, "trace: found 2 calls; expected 3, as in calls"),
+        (TRACED | {"calls": None}, "trace: found 3 calls; expected None, as in calls"),
+        (TRACED | {"pieces": {"5": 7}}, "pieces: found {'5': 7}; expected an object with a text for each id"),
+        (TRACED | {"pieces": []}, r"pieces: found \[\]; expected an object"),
+        (traced(0, [0, 2]), r"call 1: found \[0, 2\]; expected \[row, written, accepted, \[drafted ids\]\]"),
+        (traced(0, [0, 2, 1, ["\n" * 5000]]), "expected \\[row, written, accepted"),
+        (traced(0, [0, True, 0, []]), "expected \\[row, written, accepted"),
+        (traced(0, [0, -1, 0, []]), "expected \\[row, written, accepted"),
+        (traced(0, [10**9, 2, 1, [5, 9]]), "expected a row from 0 to 0, in order"),
+        (traced(1, [1, 1, 0, []]), "expected a row from 2 to 2, in order"),
+        (traced(1, [2, 0, 0, [4]]), "expected a row from 0 to 1, in order"),
+        (traced(0, [0, 2, 3, [5, 6]]), "of the 4 tokens that row_ids leave"),
+        (traced(0, [0, 3, 1, [5, 9]]), "of the 4 tokens that row_ids leave"),
+        (traced(0, [0, 1, 1, [5, 9]]), "of the 4 tokens that row_ids leave"),  # no token of the model's
+        (traced(1, [0, 3, 2, [7, 1]]), "of the 2 tokens that row_ids leave"),
+        (traced(0, [0, 2, 1, [9, 9]]), "expected accepted drafts that are in row_ids"),
+        (traced(2, [1, 1, 0, [9]]), "trace: found 2 tokens of row 1; expected 3, as in row_ids"),
+    ],
+)
+def test_command_refuses_forged_traces(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        draw(tmp_path, record, output="x.html")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert not (tmp_path / "x.html").exists()

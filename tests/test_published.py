@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,23 @@ def test_sumpubmed_splits_and_spelling(tmp_path):
     assert example.targets == ("mice # .", f"cat {example.id} .")
 
 
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where temporary files lie meanwhile. TFDS's builders leave a directory there, each time one is made."""
+    directory = tmp_path / "scratch"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+def test_no_temporary_directory_is_left(tmp_path, scratch):
+    manual = lay(tmp_path / "manual", CASES["msqa"][0])
+    assert prepared("msqa", manual, tmp_path / "data").examples("train")
+    with pytest.raises(UserError, match="no such directory"):
+        prepare(PUBLISHED["msqa"], manual_dir=str(tmp_path / "no"), data_dir=str(tmp_path / "more"))
+    assert not [*scratch.iterdir()]
+
+
 # TFDS's own builders read the same files as we do.
 
 
@@ -138,7 +156,7 @@ def records(name, directory, data_dir):
     }
 
 
-def test_pubmed_is_as_tfds_reads_it(tmp_path):
+def test_pubmed_is_as_tfds_reads_it(tmp_path, scratch):
     files = {"train.txt": in_lines(PAPER, PAPER | {"article_id": "p2", "article_text": ["", "a\tb"]})}
     ours = records("pubmed", lay(tmp_path / "manual", files), tmp_path / "data")
     builder = scientific_papers.Builder(config="pubmed", data_dir=str(tmp_path))
@@ -146,7 +164,7 @@ def test_pubmed_is_as_tfds_reads_it(tmp_path):
     assert ours == {"train": [record for _, record in theirs]}
 
 
-def test_wikihow_is_as_tfds_reads_it(tmp_path):
+def test_wikihow_is_as_tfds_reads_it(tmp_path, scratch):
     rows = HEADLINES + '"All of it is summary","How to Nap","All of it is text"\n\n"",How to Sit,Sit down\n'
     files = {"wikihowAll.csv": "headline,title,text\n" + rows, "all_train.txt": "HowtoPaint1\nHowtoNap\nHowtoSit\n"}
     manual = lay(tmp_path / "manual", files)
@@ -156,7 +174,7 @@ def test_wikihow_is_as_tfds_reads_it(tmp_path):
     assert ours == {"train": [r for _, r in builder._generate_examples(str(manual / "wikihowAll.csv"), titles)]}
 
 
-def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, monkeypatch):
+def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
     texts = [
         STORY,
         "A caption\nIt said \u201cno\u201d\nwhy?\n@highlight\nNo",

@@ -144,7 +144,7 @@ def decode_flags(**changes):
         (decode_flags(batch_size="many"), ["--batch-size", "'many'"]),
         (decode_flags(set="grid.dealy=2"), ["grid.dealy: unknown key (did you mean grid.delay?)"]),
         (decode_flags(set="grid.delay=fast"), ["grid.delay: found 'fast'; expected a whole number"]),
-        (decode_flags(set="grid.delay=0"), ["grid.delay: found 0; expected at least 1"]),
+        (decode_flags(set="grid.delay=-1"), ["grid.delay: found -1; expected at least 0"]),
         (decode_flags(set="grid.delay"), ["grid.delay: found no '='"]),
         (decode_flags(set="grid=3"), ["grid: found a section"]),
         (decode_flags(set="decode.beams=3", strategy="pipelined"), ["decode.beams: found 3; expected 1", "pipelined"]),

@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from pipejax import checkpoint
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving import app, asked, command
 from pipejax.inference.serving.written import Growing, Writing
@@ -507,6 +509,17 @@ def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
     assert reply.headers["Content-Type"].startswith("text/html")
     assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
     assert not re.search(r"https?://|src=|@import|url\(", reply.text)
+
+
+def test_a_start_with_drafts_says_that_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save_params(tmp_path / "run", tiny.RUN, oracle.random_params(tiny.MODEL, np.random.default_rng(7)))
+    monkeypatch.setattr(command, "run", lambda service, listener: listener.close())
+    for draft, said in (("none", []), ("source", ["warning: decode.draft = source"])):
+        flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--warm-up", "0", f"--set=decode.draft={draft}"]
+        assert command.main(flags) == 0
+        assert [line.rpartition(":")[0] for line in capsys.readouterr().err.splitlines()] == said
 
 
 def test_every_field_is_described() -> None:

@@ -6,26 +6,23 @@ import json
 import numpy as np
 import pytest
 
-from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.inference.generator import Generator
 from pipejax.inference.records import decode_file
 from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.system.errors import UserError
 from support import oracle
-
-TINY = T5Config(
-    vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
-)
+from support.tiny import MORE_WORDS
 
 
 def generator(**decode):
     config = Config(
-        model=TINY,
+        model=MORE_WORDS,
         grid=GridConfig(delay=2, time_max=20, sub_max=6),
         train=TrainConfig(objective="pipelined"),
         decode=DecodeConfig(max_length=20, **decode),
     )
-    return Generator(config, oracle.random_params(TINY, np.random.default_rng(4)), None)
+    return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
 
 
 def texts(count):

@@ -120,6 +120,17 @@ def test_ids_and_texts_are_those_of_transformers(kind: str, request: pytest.Fixt
         assert ours.decode(ids) == again.decode(ids) == decoded
 
 
+@pytest.mark.parametrize("kind", ["t5", "demo", "byt5", "sentinels_inside"])
+def test_pieces_are_those_of_the_vocabulary(kind: str, request: pytest.FixtureRequest) -> None:
+    """The text of a piece, wherever it stands, and of what is outside nothing."""
+    tokenizer = Tokenizer.load(request.getfixturevalue(kind))
+    text = "deliver the old maps"
+    pieces = [tokenizer.piece(i) for i in tokenizer.encode(text)]
+    assert "".join(pieces).replace("▁", "").replace(" ", "") == text.replace(" ", "")
+    assert tokenizer.piece(1) == "</s>"
+    assert tokenizer.piece(tokenizer.size) == tokenizer.piece(-1) == ""
+
+
 def test_bytes(byt5: Path) -> None:
     tokenizer = Tokenizer.load(byt5)
     assert tokenizer.encode("né") == [ord("n") + 3, 0xC3 + 3, 0xA9 + 3]

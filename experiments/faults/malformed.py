@@ -326,7 +326,7 @@ KINDS: tuple[Kind, ...] = (
     _flags("no such checkpoint", "decode", ("--checkpoint={here}/no",), "no such checkpoint"),
     _flags("the hub's name for a checkpoint", "decode", ("--checkpoint=google/t5",), "from-hf"),
     _flags("a step for a checkpoint", "decode", ("--checkpoint={here}/run/checkpoints/4",), "it is a part of"),
-    _flags("decoding a model of another grid", "decode", ("--set=grid.delay=0",), "grid.delay: found 0"),
+    _flags("decoding a model of another grid", "decode", ("--set=grid.delay=-1",), "grid.delay: found -1"),
     _flags(
         "--limit of none",
         "pipejax.inference.evaluation",
@@ -364,14 +364,20 @@ KINDS: tuple[Kind, ...] = (
     _flags("an unknown family of scores", "pipejax.metrics.__main__", ("bleu", "{here}/in.jsonl"), "'bleu'"),
     _flags("no predictions", "pipejax.metrics.__main__", ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
     _flags(
-        "a picture of no record", "pipejax.inference.picture", ("{here}/in.jsonl", "--output={here}/x.svg"), "row_ids"
+        "a picture of no record",
+        "pipejax.inference.picture.command",
+        ("{here}/in.jsonl", "--output={here}/x.svg"),
+        "row_ids",
     ),
     _flags(
-        "a picture of another kind", "pipejax.inference.picture", ("{here}/in.jsonl", "--output={here}/x.png"), ".svg"
+        "a picture of another kind",
+        "pipejax.inference.picture.command",
+        ("{here}/in.jsonl", "--output={here}/x.png"),
+        ".svg",
     ),
     _flags(
         "a delay for nobody",
-        "pipejax.inference.picture",
+        "pipejax.inference.picture.command",
         (f"--delay={10**30}", "x", "--output={here}/x.svg"),
         "--delay",
     ),

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ config = Config(
     decode=DecodeConfig(max_length=8),
 )
 '''
+
+
+# multiprocessing asks after all children when it starts one, and a child's exit code can be read only once.
+_asking = threading.Lock()
 
 
 def prepare(directory: Path) -> Path:
@@ -70,11 +75,12 @@ class Command:
 
     def running(self) -> bool:
         """Whether it still runs."""
-        return self.process.is_alive()
+        with _asking:
+            return self.process.is_alive()
 
     def send(self, number: int) -> None:
         """Sends a signal, if it still runs."""
-        with contextlib.suppress(ProcessLookupError):
+        with _asking, contextlib.suppress(ProcessLookupError):
             if self.process.is_alive() and self.process.pid:
                 os.kill(self.process.pid, number)
 
@@ -84,11 +90,13 @@ class Command:
         Raises:
           TimeoutError: it hangs; it is then killed.
         """
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            self.process.kill()
-            raise TimeoutError(f"a command hung for {timeout:.0f} s: {self.said()[-3:]}")
-        return self.process.exitcode
+        wait([self.process.sentinel], timeout)
+        with _asking:
+            code = self.process.exitcode
+            if code is None:
+                self.process.kill()
+                raise TimeoutError(f"a command hung for {timeout:.0f} s: {self.said()[-3:]}")
+        return code
 
     def said(self) -> list[str]:
         """Its lines on standard error."""
@@ -100,7 +108,7 @@ class Commands:
 
     def __init__(self, scratch: Path) -> None:
         """Imports what all need, in a process that then forks."""
-        self.scratch, self.count, self._lock = scratch, 0, threading.Lock()
+        self.scratch, self.count = scratch, 0
         scratch.mkdir(parents=True, exist_ok=True)
         (scratch / "compiled").mkdir(mode=0o700, exist_ok=True)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(scratch / "compiled"))
@@ -146,7 +154,7 @@ class Commands:
           files: how many it may have open at once.
         """
         watch = (trap, self.library) if trap and self.library else None
-        with self._lock:  # forks one at a time
+        with _asking:
             self.count += 1
             said = self.scratch / f"{self.count}.err"
             said.touch()

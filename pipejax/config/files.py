@@ -15,7 +15,7 @@ from typing import Any
 
 from pipejax.config.schema import Config, T5Config, check
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.fields import alternatives, parse, types_of
+from pipejax.system.fields import TEXTS, alternatives, parse, types_of
 from pipejax.system.files import look
 
 # Files were once named TASK_SIZE_OBJECTIVE.py; what stands for the parts that differ from TASK.py.
@@ -88,11 +88,12 @@ def from_json(text: str | bytes, *, where: str) -> Config:
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """All leaves by dotted key, in order."""
+    """All leaves by dotted key, in order, as JSON has them."""
     leaves: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = prefix + field.name
+        value = list(value) if isinstance(value, tuple) else value
         leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return leaves
 
@@ -110,7 +111,7 @@ def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(value, keys[1:], text, full)})
-    if dataclasses.is_dataclass(value) or kind not in (int, float, bool, str):
+    if dataclasses.is_dataclass(value) or kind not in (int, float, bool, str, TEXTS):
         raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, value)}")
     return dataclasses.replace(node, **{keys[0]: parse(text, kind, full)})
 
@@ -127,6 +128,7 @@ def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
         section = next(
             (k for k in alternatives(kinds[key]) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
         )
+        value = tuple(value) if kinds[key] == TEXTS and isinstance(value, list) else value
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:
         return cls(**built)

@@ -50,10 +50,13 @@ class T5Config:
 class GridConfig:
     """The pipelined decoder's grid (paper section 3.4; times and rows are counts)."""
 
-    delay: int = setting(1, least=1, most=GRID)  # Δt: a new row starts every `delay` time-steps
+    delay: int = setting(1, least=0, most=GRID)  # Δt: a new row starts every `delay` time-steps; 0: all start at once
     time_max: int = setting(50, least=1, most=GRID)  # time-steps at the most
     sub_max: int = setting(20, least=1, most=GRID)  # rows at the most
     stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
+    row_names: tuple[str, ...] = setting(
+        ()
+    )  # what the rows of every answer begin with, a row each; none: they are free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +135,7 @@ class DecodeConfig:
     draft: str = setting("none", choices=DRAFTS)  # who guesses tokens ahead, for fewer decoder calls: docs/drafting.md
     draft_checkpoint: str = setting("")  # `draft` = "model": a small T5 of the same vocabulary
     draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
+    trace: bool = setting(False)  # records hold what was drafted in each call, and what was accepted
     batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
     dtype: str = setting("auto", choices=DTYPES)  # of the computation, as train.dtype
     weights: str = setting("auto", choices=WEIGHTS)  # what weights are held in; "auto": in the dtype, as trained
@@ -185,6 +189,12 @@ def check(config: Config, *, where: str) -> None:
         raise UserError(
             f"{where}: grid: found {places} places, time_max {config.grid.time_max} x sub_max {config.grid.sub_max}; "
             f"expected at most {PLACES}"
+        )
+    if any(not name.strip() for name in config.grid.row_names):
+        raise UserError(f"{where}: grid.row_names: found an empty one; expected text in each")
+    if (names := len(config.grid.row_names)) > config.grid.sub_max:
+        raise UserError(
+            f"{where}: grid.row_names: found {names}; expected at most grid.sub_max = {config.grid.sub_max}"
         )
     if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":
         raise UserError(

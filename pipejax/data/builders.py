@@ -115,7 +115,8 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
     name, *config, _ = published.directory.split("/")
     options = {"config": config[0]} if config else {}
     with contextlib.redirect_stdout(None if manual_dir else sys.stderr):  # TFDS would print sizes it does not know
-        builder = BUILDERS[name](data_dir=str(root), file_format="array_record", **options)
+        with _without_bucket():
+            builder = BUILDERS[name](data_dir=str(root), file_format="array_record", **options)
         if manual_dir:
             splits = generators(published, Manual(manual_dir, expected=published.files))
             builder._split_generators = lambda dl_manager: splits
@@ -134,6 +135,20 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
         except OSError as error:
             raise UserError(f"{directory}: cannot be prepared ({error})") from error
     return directory
+
+
+@contextlib.contextmanager
+def _without_bucket() -> Iterator[None]:
+    """Builders that are made meanwhile do not look for what TFDS's bucket says of their data set.
+
+    TFDS no longer asks the bucket, but still makes a temporary directory for the answer, and never removes it.
+    """
+    looks = tfds.core.DatasetInfo.initialize_from_bucket
+    tfds.core.DatasetInfo.initialize_from_bucket = lambda info: None
+    try:
+        yield
+    finally:
+        tfds.core.DatasetInfo.initialize_from_bucket = looks
 
 
 def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:

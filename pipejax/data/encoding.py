@@ -3,6 +3,7 @@
 Shapes: L source length.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from pipejax import grid
 from pipejax.config import Config, T5Config
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.system.errors import UserError
 
 
 class Encoded(NamedTuple):
@@ -29,6 +31,12 @@ def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
     return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
 
 
+@functools.lru_cache(maxsize=1024)
+def prefix_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The ids of a text with which rows begin: the same few come again with every example."""
+    return tuple(tokenizer.encode(text))
+
+
 def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Config) -> Encoded:
     """Encodes an example for training.
 
@@ -39,8 +47,11 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
     Args:
       example: the example as text.
       tokenizer: encodes the source and the rows.
-      config: for the length bounds, the objective, the separator and the delay.
+      config: for the length bounds, the objective, the separator and the grid.
       model: for the ids of eos and of the decoder's first input.
+
+    Raises:
+      UserError: the rows are not those that `grid.row_names` names.
     """
     bos, eos, most = model.decoder_start_token_id, model.eos_token_id, config.data.max_target
     full = [*tokenizer.encode(example.source), eos]
@@ -52,18 +63,34 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
 
     if config.train.objective == "sequential":
         joined, cut = _join(example.targets, spell, config.data.separator, most - 1)
-        open_end, final, kept = cut, False, [joined]
+        open_end, final, kept, names = cut, False, [joined], []
     else:
         rows = [row for row in map(spell, example.targets) if row]
+        names = [prefix_ids(tokenizer, name) for name in config.grid.row_names]
+        if names:
+            _check_names(example, rows, names)
         ends = np.cumsum([len(row) + 1 for row in rows])
         cut = bool(rows) and int(ends[-1]) + 1 > most
         kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows
         open_end, final = cut and len(kept[-1]) + 1 > most, not cut
     kept = [row[: most - 1] for row in kept]
-    target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final)
+    given = [min(len(name), most - 1) for name in names]
+    target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final, names=given)
     if open_end:
         target.weights[-1] = 0.0  # the row was cut, so the eos after it is not in the data
     return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)
+
+
+def _check_names(example: Example, rows: Sequence[list[int]], names: Sequence[tuple[int, ...]]) -> None:
+    """Raises a UserError unless each row begins with the tokens of its name, as it will in decoding."""
+    if len(rows) != len(names):
+        raise UserError(f"example {example.id}: found {len(rows)} rows; expected {len(names)}, as grid.row_names has")
+    for i, (row, name) in enumerate(zip(rows, names, strict=True)):
+        if (*row[: len(name)],) != name:
+            raise UserError(
+                f"example {example.id}: found row {i + 1} of {example.targets}; expected it to begin with the tokens "
+                f"of name {i + 1} in grid.row_names"
+            )
 
 
 def _join(rows: Sequence[str], spell: Callable[[str], list[int]], separator: str, most: int) -> tuple[list[int], bool]:

@@ -77,6 +77,14 @@ class Tokenizer:
             text: str = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.strip()
 
+    def piece(self, number: int) -> str:
+        """The vocabulary's entry for an id: "▁" stands for a space in most; "" outside the vocabulary."""
+        if not 0 <= number < self.size:
+            return ""
+        with self._lock:
+            found: str | None = self._inner.convert_ids_to_tokens(int(number))
+        return found or ""
+
     def save(self, directory: str | Path) -> None:
         """Writes the files from which `load` makes the same tokenizer."""
         self._inner.save_pretrained(str(directory))

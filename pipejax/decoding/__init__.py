@@ -25,11 +25,13 @@ from pipejax.decoding.drafting import Drafted
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
+from pipejax.decoding.trace import Asked, Trace, listed
 from pipejax.system.errors import UserError
 
 __all__ = [
     "STRATEGIES",
     "TRUNCATIONS",
+    "Asked",
     "Beam",
     "Carry",
     "Decoded",
@@ -46,10 +48,12 @@ __all__ = [
     "Step",
     "Strategy",
     "Stretch",
+    "Trace",
     "Wishes",
     "begin",
     "check",
     "decode",
+    "listed",
     "make",
     "refilled",
     "run",
@@ -92,7 +96,7 @@ def make(
         raise AssertionError(f"no strategy is made for {name}")
     if drafter is None and decode.draft != "none":
         drafter = drafters.make(decode.draft)
-    return inner if drafter is None else Drafted(inner, drafter, decode.draft_tokens)
+    return inner if drafter is None else Drafted(inner, drafter, decode.draft_tokens, trace=decode.trace)
 
 
 def check(name: str, decode: DecodeConfig, *, drafts: bool = False) -> None:
@@ -117,4 +121,8 @@ def check(name: str, decode: DecodeConfig, *, drafts: bool = False) -> None:
         raise UserError(
             f"decode.draft: found {found} with decode.beams = {decode.beams}; expected none, since drafts are for "
             "greedy decoding"
+        )
+    if decode.trace and not drafts and decode.draft == "none":
+        raise UserError(
+            "decode.trace: found True with decode.draft = none; expected a drafter, since a trace shows drafts"
         )

@@ -26,6 +26,7 @@ import numpy as np
 from pipejax.decoding import choice
 from pipejax.decoding.choice import Wishes
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, gather, taken, without
+from pipejax.decoding.trace import Trace
 
 Array = jax.Array
 Cache = TypeVar("Cache")
@@ -52,6 +53,7 @@ class Decoded:
     truncated: Array  # i32 [B], index into TRUNCATIONS
     calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
     log_probs: Any = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
+    trace: Trace | None = None  # what became of drafts, if `Drafted.trace`
 
 
 class Strategy(Protocol):

@@ -12,12 +12,14 @@ call already, and begins if they turn out right.
 
 import dataclasses
 from functools import cached_property
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipejax.decoding import trace as tracing
 from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.drafters.interface import Drafter, Written
@@ -52,6 +54,7 @@ class State:
     guesses: Array  # i32 [B, R, D], the model's answers beyond what was accepted
     guessed: Array  # i32 [B, R], how many
     drafter: object  # the drafter's own
+    trace: Any = None  # a `Trace` of what became of drafts, if it is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Drafted:
     tokens: int = 8  # D, drafted for a row in a call, at the most
     queries: tuple[int, ...] = ()  # the sizes of calls of a whole batch, ascending, but for the largest
     fixed: float = 3.0  # what a call costs in any case, in columns
+    trace: bool = False  # whether what becomes of drafts is kept (`Decoded.trace`)
 
     @cached_property
     def grid(self) -> Pipelined:
@@ -116,6 +120,8 @@ class Drafted:
             guesses=jnp.zeros((batch, rows, width - 1), jnp.int32),
             guessed=none,
             drafter=self.drafter.init(source, rows),
+            # There is a call a time-step at most: the open row that is furthest behind grows in each.
+            trace=tracing.empty(batch, times, rows, width - 1) if self.trace else None,
         )
 
     def query(self, state: State) -> tuple[State, Query]:
@@ -136,8 +142,9 @@ class Drafted:
 
         def reached(count: Array) -> tuple[Array, Array]:
             """The rows that are asked if so much is drafted, and how much of it can count."""
-            # An ended row holds nobody up, none follows an empty one.
-            far = jnp.where(before_eos < count, jnp.where(state.length + before_eos == 0, -1, NEVER), newest + count)
+            # An ended row holds nobody up; none that starts later follows an empty one.
+            closes = (state.length + before_eos == 0) & (self.grid.delay > 0)
+            far = jnp.where(before_eos < count, jnp.where(closes, -1, NEVER), newest + count)
             limit = below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
             asks = is_open | (begins & (limit >= newest))
             return asks, jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
@@ -220,6 +227,18 @@ class Drafted:
         )
         finished = ended | (self._first + length >= self.grid.time_max)
         over = (finished | (rows >= state.started[:, None])).all(axis=1) & self._closed(state)
+        if state.trace is not None:
+            state = dataclasses.replace(
+                state,
+                trace=tracing.noted(
+                    state.trace,
+                    state.step - 1,
+                    drafted=drafts.swapaxes(1, 2),
+                    count=jnp.where(asks, live.sum(axis=1) - 1, -1),
+                    accepted=jnp.clip(counts, 0, gain),
+                    written=gain,
+                ),
+            )
         return dataclasses.replace(state, done=state.done | over)
 
     def kept(self, state: State) -> Array:
@@ -246,6 +265,7 @@ class Drafted:
             steps=jnp.where(over, last, self.grid.time_max),
             truncated=truncated,
             calls=state.calls,
+            trace=state.trace,
         )
 
     def calls(self, decoded: Decoded) -> np.ndarray:

@@ -33,7 +33,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A new row every `delay` steps, one token a step for every open row.
+    """A new row every `delay` steps, one token a step for every open row. With a delay of 0 all rows start at once.
 
     By default only an empty row, or the last of `sub_max` rows, ends spawning, and decoding stops once no row can start
     and all have ended. `literal` follows the paper's lines 5-13 to the letter: rows keep starting after an empty one,
@@ -50,7 +50,7 @@ class Pipelined:
     @property
     def rows(self) -> int:
         """Those that start before time runs out."""
-        return min(self.sub_max, -(-self.time_max // self.delay))
+        return min(self.sub_max, -(-self.time_max // self.delay)) if self.delay else self.sub_max
 
     @property
     def slots(self) -> int:
@@ -74,7 +74,7 @@ class Pipelined:
         )
 
     def query(self, state: State) -> tuple[State, Query]:
-        """Starts a row where one is due (lines 5-7), then asks for every open row at once (line 8).
+        """Starts a row, or all, where due (lines 5-7), then asks for every open row at once (line 8).
 
         The eos of a row is fed once, since later rows may see it: together with the next query of a later row, the
         first that can see it, and at the place where it was generated.
@@ -83,8 +83,8 @@ class Pipelined:
         due = grid.is_start(state.time, self.delay) & (state.started < self.rows) & ~state.done
         if not self.literal:
             due &= ~state.empty_seen
-        started = state.started + due
-        born = due[:, None] & (rows == state.started[:, None])
+        started = state.started + due * grid.starting(self.delay, self.rows)
+        born = (rows >= state.started[:, None]) & (rows < started[:, None])
         is_open = self._open(started, state.end, state.done)
         highest = jnp.where(is_open, rows, -1).max(axis=1)
         ended = (state.end != NEVER) & ~state.retired & (rows < highest[:, None])
@@ -156,10 +156,13 @@ class Pipelined:
         return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated)
 
     def truncated(self, cut: Array, empty_seen: Array, started: Array) -> Array:
-        """Codes i32 [B], from whether a row was open at the end, whether one was empty, and how many had started."""
-        full = started == self.sub_max
+        """Codes i32 [B], from whether a row was open at the end, whether one was empty, and how many had started.
+
+        Rows that start together are as many as there are to be: none is missing.
+        """
+        full = (started == self.sub_max) & (self.delay > 0)
         code = {name: i for i, name in enumerate(TRUNCATIONS)}
-        otherwise = code[None] if self.literal else code["time_max"]
+        otherwise = code["time_max"] if self.delay and not self.literal else code[None]
         found = jnp.where(
             cut, code["time_max"], jnp.where(empty_seen, code[None], jnp.where(full, code["sub_max"], otherwise))
         )
@@ -175,6 +178,8 @@ class Pipelined:
 
         `ended`: bool [B, R], by eos; `length`: i32 [B, R], tokens of each row, eos included.
         """
+        if self.delay == 0:
+            return jnp.ones_like(ended)
         if not self.literal:
             return ~below(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
         # It stops when all rows have ended: some row before it must be open when it starts.

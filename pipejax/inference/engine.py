@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from pipejax.decoding import Decoded, Drafted, Pipelined, Sequential
+from pipejax.inference import wishes
 from pipejax.inference.generator import Generator, Record
 from pipejax.inference.running_batch import NO_END, Choice, RunningBatch, Switch
 from pipejax.inference.sources import Source
@@ -152,6 +153,7 @@ class Engine:
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
         self._strategy(request.strategy)
+        self.generator.rows_of(request.source, request.strategy)
         answer = Answer(request, self._switch.throw)
         with self._change:
             if not self._open:
@@ -216,8 +218,10 @@ class Engine:
         for answer in waiting:
             request, name = answer.request, answer.request.strategy
             if name not in self._batches:
+                made = self._strategy(name)
+                forced = wishes.forced_of(self.generator.rows_of(request.source, name), made)
                 self._batches[name] = RunningBatch(
-                    self.generator.programs, self._strategy(name), self.places, self._switch
+                    self.generator.programs, made, self.places, self._switch, forced=forced
                 )
                 self._running[name] = {}
             batch = self._batches[name]

@@ -27,11 +27,14 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
-from pipejax.decoding import TRUNCATIONS, Carry, Decoded, Drafted, SourceIds, Strategy
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.decoding import TRUNCATIONS, Carry, Decoded, Drafted, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
 from pipejax.inference.backends import Xla
 from pipejax.inference.programs import Ready
 from pipejax.inference.records import warn_of_objective
+from pipejax.inference.sources import Source
+from pipejax.inference.wishes import forced_of, rows_of
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.sharding import path_of
 from pipejax.model.t5 import T5
@@ -103,6 +106,10 @@ def export(
         warn_of_objective(name, objective)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
     chosen = {file: _strategy(config, *of) for file, of in made.items()}
+    tokenizer = restored.tokenizer_files()
+    spells = Tokenizer.load(tokenizer) if tokenizer else None
+    rows = {name: rows_of(Source("any", ""), name, config.grid, spells) for name in names}
+    forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
     model, ready = _prepared(config, restored.items["params"], platforms)
     stored, unpacked = _stored(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
@@ -111,7 +118,7 @@ def export(
         described = {}
         for file, (name, platform) in made.items():
             logger.info(f"tracing the {name} program for {platform}")
-            program = jax.jit(partial(_decode, model, chosen[file], platform, unpacked))
+            program = jax.jit(partial(_decode, model, chosen[file], platform, unpacked, forced[file]))
             with precision(model.dtype):
                 exported = jax_export.export(program, platforms=[platform])(*arguments)
             (partial_out / file).write_bytes(exported.serialize())
@@ -121,7 +128,7 @@ def export(
         np.savez(partial_out / WEIGHTS, allow_pickle=False, **arrays)
         facts = _description(config, restored, model, batch, length) | {"programs": described}
         (partial_out / DESCRIPTION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        if tokenizer := restored.tokenizer_files():
+        if tokenizer:
             shutil.copytree(tokenizer, partial_out / "tokenizer")
     for file in (*made, WEIGHTS):
         print(f"{out / file}: {(out / file).stat().st_size / 1e6:.1f} MB")
@@ -182,6 +189,7 @@ def _decode(
     strategy: Strategy,
     platform: str,
     unpacked: Callable[[Sequence[Any]], Ready],
+    forced: np.ndarray | None,
     weights: Sequence[jax.Array],
     source: jax.Array,
     length: jax.Array,
@@ -193,6 +201,7 @@ def _decode(
       strategy: decides what is fed.
       platform: where it will run, which decides the sizes that it goes through.
       unpacked: makes `Ready` of the weights.
+      forced: tokens that are the same in every answer, as `forced_of` gives them.
       weights: the arrays of the file.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
@@ -204,9 +213,12 @@ def _decode(
     if isinstance(strategy, Drafted):
         read = SourceIds(jax.numpy.pad(source, ((0, 0), (0, memory.mask.shape[1] - source.shape[1]))), length)
 
+    wishes = None if forced is None else Wishes(forced=jax.numpy.repeat(forced[None], len(source), axis=0))
+
     def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
         """As `decoding.run`, but in one program: a longer answer goes on with a larger cache."""
-        found = programs.decode_batch(model, strategy, ready.decoding, memory, carry, read, sizes=sizes, slots=slots[0])
+        given = ready.decoding, memory, carry, read, wishes
+        found = programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots[0])
         if not slots[1:]:
             return found.decoded
         result: Decoded = jax.lax.cond(found.over, lambda: found.decoded, lambda: stretches(slots[1:], found.carry))

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -17,7 +17,6 @@ from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Pipelined, Sequential, Strategy
-from pipejax.decoding.drafters import FromModel
 from pipejax.inference import backends, programs, small, sources, streaming, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
@@ -25,6 +24,7 @@ from pipejax.inference.report import Report
 from pipejax.inference.running_batch import Choice, RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.inference.wishes import Rows
 from pipejax.model.precision import compute_dtype
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
@@ -43,6 +43,8 @@ class Record(TypedDict):
     sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
     log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
     log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
+    trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: of each call, what was drafted and accepted
+    pieces: NotRequired[dict[str, str]]  # with `decode.trace` and a tokenizer: by id, as texts, the tokens of both
     seconds: NotRequired[float]  # by `evaluation`, at batch size 1
 
 
@@ -79,10 +81,7 @@ class Generator:
         dtype = _dtype(config)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
-        self._small: small.Small | None = None
-        if config.decode.draft == "model":
-            self._small = small.load(config, dtype, devices=self.programs.devices, backend=backend)
-            self.programs.small = self._small.programs
+        self._small = small.load(config, self.programs)
         self._streams: dict[str, RunningBatch] = {}  # of `stream_rows`, by strategy
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
@@ -147,7 +146,9 @@ class Generator:
         if source.prefixes or source.max_rows is not None:
             raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
         if strategy not in self._streams:
-            self._streams[strategy] = RunningBatch(self.programs, made, 1)
+            self._streams[strategy] = RunningBatch(
+                self.programs, made, 1, forced=wishes.forced_of(self.rows_of(source, strategy), made)
+            )
         seed = wishes.seed_of(source, config.seed)
         choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
@@ -192,8 +193,10 @@ class Generator:
         Raises:
           UserError: the strategy cannot do what a source asks for.
         """
+        name = strategy or self.default_strategy
         for source in given:
-            if (strategy or self.default_strategy) == "sequential":
+            self.rows_of(source, name)
+            if name == "sequential":
                 if len(source.prefixes) > 1 or source.max_rows is not None:
                     what = "max_rows" if source.max_rows is not None else "several row_prefixes"
                     raise UserError(f"source {source.id}: found {what} with sequential decoding; expected pipelined")
@@ -235,7 +238,7 @@ class Generator:
                     ids,
                     self.config.decode,
                     chosen,
-                    prefixes=[self._prefixes(chunk[i]) for i in part],
+                    rows=[self.rows_of(chunk[i], name) for i in part],
                     separator=separator,
                     vocabulary=self.architecture.vocab_size,
                 )
@@ -260,13 +263,8 @@ class Generator:
         """The strategy of that name with this config's settings; `drafter`: instead of the config's."""
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
-        if not isinstance(made, Drafted):
-            return made
-        if isinstance(made.drafter, FromModel):
-            if self._small is None:
-                raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")
-            self._small.check(name, self.config.grid)
-        return programs.for_drafts(made, self.programs.devices[0].platform)
+        small.check(self._small, made, name, self.config.grid)
+        return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
@@ -281,15 +279,9 @@ class Generator:
             report.cut_sources += len(cut) < len(content)
         return cut
 
-    def _prefixes(self, source: Source) -> list[Sequence[int]]:
-        """The ids with which its rows begin."""
-        found: list[Sequence[int]] = []
-        for prefix in source.prefixes:
-            if isinstance(prefix, str):
-                assert self.tokenizer is not None  # `check` saw to it
-                prefix = self.tokenizer.encode(prefix)
-            found.append(prefix)
-        return found
+    def rows_of(self, source: Source, strategy: str) -> Rows:
+        """What is known of the rows of its answer; raises a UserError if too little to start all at once."""
+        return wishes.rows_of(source, strategy, self.config.grid, self.tokenizer)
 
     def _separator(self, strategy: str) -> list[int]:
         """The ids that part the rows of a sequential answer."""
@@ -309,6 +301,9 @@ class Generator:
         """
         separator = self.config.data.separator
         rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
+        count, truncated = self.rows_of(source, strategy).most, TRUNCATIONS[int(found.truncated[place])]
+        if truncated == "sub_max" and count == len(rows):  # as many as there were to be
+            truncated = None
         kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None
         said: list[str] | None = None
@@ -326,7 +321,7 @@ class Generator:
             "row_ids": [row for _, row in kept],
             "steps": int(found.steps[place]),
             "calls": int(found.calls[place]),
-            "truncated": TRUNCATIONS[int(found.truncated[place])],
+            "truncated": truncated,
         }
         if self.config.decode.samples > 1:
             record["sample"] = source.sample
@@ -336,6 +331,11 @@ class Generator:
             record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
             spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows)]
             record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
+        if found.trace is not None:
+            record["trace"] = decoding.listed(found.trace, place, record["calls"])
+            if self.tokenizer is not None:
+                seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
+                record["pieces"] = {str(i): self.tokenizer.piece(i) for i in sorted(seen)}
         return record
 
     def count(self, record: Record, strategy: str, report: Report) -> None:

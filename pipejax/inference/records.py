@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from pipejax import config as config_lib
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
 from pipejax.inference.generator import WINDOW, Generator, Record
@@ -233,7 +234,7 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         "input": digest.hexdigest(),
         "weights": generator.origin.get("params_fp"),
         "strategy": strategy,
-        "grid": dataclasses.asdict(config.grid),
+        "grid": config_lib.flat(config.grid),
         "decode": decode,
         "data.max_source": config.data.max_source,
         "data.separator": config.data.separator,

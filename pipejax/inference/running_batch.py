@@ -66,9 +66,15 @@ class RunningBatch:
     """
 
     def __init__(
-        self, programs: Programs, strategy: Pipelined | Sequential, places: int, switch: "Switch | None" = None
+        self,
+        programs: Programs,
+        strategy: Pipelined | Sequential,
+        places: int,
+        switch: "Switch | None" = None,
+        *,
+        forced: np.ndarray | None = None,
     ) -> None:
-        """Nothing compiles yet. `switch`: lets `advance` pause."""
+        """Nothing compiles yet. `switch`: lets `advance` pause; `forced`: `Wishes.forced` of every answer, [R, W]."""
         self.strategy: Refillable = strategy
         self.delay = strategy.delay if isinstance(strategy, Pipelined) else 1
         self.places = places
@@ -81,6 +87,7 @@ class RunningBatch:
             top_p=np.ones(places, np.float32),
             seed=np.zeros(places, np.uint32),
         )
+        self._forced = None if forced is None else np.repeat(forced[None], places, axis=0)
         self._begins, self._ends = np.zeros(places, bool), np.zeros(places, bool)
         self._switch = switch or Switch()
         self._memory: Memory | None = None
@@ -156,7 +163,7 @@ class RunningBatch:
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """What is written, who is done, and how many steps it took."""
         assert self._memory is not None, "nobody has a place"
-        wishes = Wishes(sampling=self._sampling, scores=True, scored=self._scored.any())
+        wishes = Wishes(sampling=self._sampling, forced=self._forced, scores=True, scored=self._scored.any())
         with precision(self._model.dtype):
             while True:
                 given = self._ready.decoding, self._memory, self._carry, wishes, self._begins, self._ends

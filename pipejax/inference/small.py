@@ -1,15 +1,13 @@
 """The small T5 that drafts for another one: opened, checked, and ready to run (`decoding.drafters.model` asks it)."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 from pipejax import checkpoint
 from pipejax.config import Config, GridConfig
+from pipejax.decoding import Drafted, Strategy
+from pipejax.decoding.drafters import FromModel
 from pipejax.inference import backends
-from pipejax.inference.backends import Backend, Xla
+from pipejax.inference.backends import Xla
 from pipejax.inference.programs import Programs
 from pipejax.system.errors import UserError
 
@@ -20,31 +18,16 @@ class Small:
 
     directory: str
     config: Config
-    programs: Programs
-
-    def check(self, strategy: str, grid: GridConfig) -> None:
-        """Raises a UserError if it is known to have been trained for another strategy or delay."""
-        trained = self.config.train.objective
-        where = f"decode.draft_checkpoint: {self.directory}"
-        if trained not in ("none", strategy):
-            raise UserError(f"{where}: found a T5 trained for {trained} decoding; expected {strategy}")
-        if trained == "pipelined" and self.config.grid.delay != grid.delay:
-            raise UserError(f"{where}: found a T5 trained with delay {self.config.grid.delay}; expected {grid.delay}")
 
 
-def load(config: Config, dtype: Any, *, devices: Sequence[jax.Device], backend: Backend) -> Small:
-    """Opens the newest good step of `decode.draft_checkpoint`.
-
-    Args:
-      config: of the large T5.
-      dtype: of the computation.
-      devices: that decode.
-      backend: of the large T5: this one has the fastest for it too, unless that is XLA's products alone.
+def load(config: Config, large: Programs) -> Small | None:
+    """Opens the newest good step of `decode.draft_checkpoint` for the programs of the large T5; None: none drafts.
 
     Raises:
       UserError: there is no such checkpoint, or its vocabulary is another one.
     """
-    assert config.model is not None, "checked by the generator"
+    if config.decode.draft != "model":
+        return None
     directory = config.decode.draft_checkpoint
     try:
         restored = checkpoint.open_run(directory, packed=True)
@@ -53,14 +36,36 @@ def load(config: Config, dtype: Any, *, devices: Sequence[jax.Device], backend: 
     model = restored.config.model
     assert model is not None, "checked by open_run"
     for key in ("vocab_size", "eos_token_id", "decoder_start_token_id"):
-        found, expected = getattr(model, key), getattr(config.model, key)
+        found, expected = getattr(model, key), getattr(large.config, key)
         if found != expected:
             raise UserError(
                 f"decode.draft_checkpoint: {directory}: found a T5 with {key} = {found}; expected {expected}, that of "
                 "the T5 for which it drafts"
             )
-    if type(backend) is not Xla:
+    dtype, backend = large.model.dtype, large.backend
+    if type(backend) is not Xla:  # whoever asked for XLA's products alone gets them
         backend = backends.fastest(model, dtype, config.decode.weights)
-    programs = Programs(model, dtype, devices=devices, backend=backend)
-    programs.set_params(restored.items["params"])
-    return Small(directory, restored.config, programs)
+    large.small = Programs(model, dtype, devices=large.devices, backend=backend)
+    large.small.set_params(restored.items["params"])
+    return Small(directory, restored.config)
+
+
+def check(small: Small | None, made: Strategy, name: str, grid: GridConfig) -> None:
+    """Raises a UserError if a T5 is to draft that is not there, or is known to be trained for something else.
+
+    Args:
+      small: that was opened.
+      made: the strategy.
+      name: its name.
+      grid: of the large T5.
+    """
+    if not (isinstance(made, Drafted) and isinstance(made.drafter, FromModel)):
+        return
+    if small is None:
+        raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")
+    trained, delay = small.config.train.objective, small.config.grid.delay
+    where = f"decode.draft_checkpoint: {small.directory}"
+    if trained not in ("none", name):
+        raise UserError(f"{where}: found a T5 trained for {trained} decoding; expected {name}")
+    if trained == "pipelined" and delay != grid.delay:
+        raise UserError(f"{where}: found a T5 trained with delay {delay}; expected {grid.delay}")

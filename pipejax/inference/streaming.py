@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TextIO
 import jax
 import numpy as np
 
+from pipejax import grid
 from pipejax.decoding import Decoded
 from pipejax.inference.running_batch import Choice, RunningBatch
 
@@ -43,7 +44,7 @@ def events(
                 known[row] = j + 1
                 yield RowEvent(row, int(written[row, j]), text_of(written[row, : j + 1].tolist()), False)
             # Of an open row every step up to now has written a token.
-            now = int(decoded.steps[place]) - np.arange(strategy.rows) * batch.delay
+            now = int(decoded.steps[place]) - grid.start(np.arange(strategy.rows), batch.delay)
             for row in np.flatnonzero((decoded.lengths[place] < now) & ~ended & (known > 0)).tolist():
                 ended[row] = True
                 yield RowEvent(row, strategy.eos, text_of(written[row, : known[row]].tolist()), True)

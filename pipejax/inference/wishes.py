@@ -2,13 +2,79 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from pipejax import grid
-from pipejax.config import DecodeConfig
+from pipejax.config import DecodeConfig, GridConfig
+from pipejax.data.encoding import prefix_ids
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafted, Pipelined, Sampling, Sequential, Strategy, Wishes
 from pipejax.inference.sources import Source
+from pipejax.system.errors import UserError
+
+
+class Rows(NamedTuple):
+    """What is known of the rows of an answer before it is written."""
+
+    prefixes: tuple[Sequence[int], ...] = ()  # with which they begin, in turn
+    most: int | None = None  # after so many the answer ends; None: the model decides
+
+
+def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokenizer | None) -> Rows:
+    """What the source says of its rows; if it says nothing, what the grid says of those of every answer.
+
+    Args:
+      source: whose answer they are.
+      strategy: that decodes. The grid is the pipelined one's.
+      config: of the grid.
+      tokenizer: for texts.
+
+    Raises:
+      UserError: all rows start at once, and not each of them has a prefix, or there are more than the grid has; or the
+        grid has names, and nobody has a tokenizer.
+    """
+    prefixes, count = source.prefixes, source.max_rows
+    if strategy == "pipelined":
+        if not prefixes and count is None and config.row_names:
+            prefixes, count = config.row_names, len(config.row_names)
+        if config.delay == 0:
+            # T5 has no positions: rows that see nothing but bos would all write the same token first.
+            if not prefixes or (count or 0) > len(prefixes):
+                raise UserError(
+                    f"source {source.id}: found grid.delay = 0, {len(prefixes)} row_prefixes and "
+                    f"{'no' if count is None else count} max_rows; expected a prefix for each row, since nothing else "
+                    "tells rows apart that start at once"
+                )
+            if (count := len(prefixes)) > config.sub_max:
+                raise UserError(
+                    f"source {source.id}: found {count} row_prefixes with grid.delay = 0; expected at most "
+                    f"grid.sub_max = {config.sub_max}, since all rows start at once"
+                )
+
+    def ids(prefix: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prefix, str):
+            return prefix
+        if tokenizer is None:  # the prefixes of a source were checked
+            raise UserError("grid.row_names: found texts, but the checkpoint has no tokenizer; expected none")
+        return prefix_ids(tokenizer, prefix)
+
+    return Rows(tuple(map(ids, prefixes)), count)
+
+
+def forced_of(rows: Rows, strategy: Strategy) -> np.ndarray | None:
+    """i32 [R, W], the token of each row and time that is no choice of the model's, -1 elsewhere; None: all are."""
+    if not rows.prefixes and rows.most is None:
+        return None
+    number, times, delay, eos = _shape(strategy)
+    forced = np.full((number, times), -1, np.int32)
+    for row, prefix in enumerate(rows.prefixes[:number]):
+        here = forced[row, grid.start(row, delay) :]
+        here[: len(prefix)] = prefix[: len(here)]
+    for row in range(number if rows.most is None else rows.most, number):  # empty rows, the first of which ends it
+        forced[row, grid.start(row, delay)] = eos
+    return forced
 
 
 def of_batch(
@@ -17,7 +83,7 @@ def of_batch(
     decode: DecodeConfig,
     strategy: Strategy,
     *,
-    prefixes: Sequence[Sequence[Sequence[int]]],
+    rows: Sequence[Rows],
     separator: Sequence[int],
     vocabulary: int,
 ) -> Wishes | None:
@@ -28,7 +94,7 @@ def of_batch(
       ids: of each source.
       decode: the settings.
       strategy: that decodes.
-      prefixes: of each source the ids with which its rows begin.
+      rows: what is known of those of each answer.
       separator: ids that part the rows of a sequential answer.
       vocabulary: V.
     """
@@ -41,15 +107,11 @@ def of_batch(
             seed=np.asarray([seed_of(source, decode.seed) for source in sources], np.uint32),
         )
     forced = allowed = None
-    rows, times, delay, eos = _shape(strategy)
-    if any(source.prefixes or source.max_rows is not None for source in sources):
-        forced = np.full((len(ids), rows, times), -1, np.int32)
-        for b, source in enumerate(sources):
-            for row, prefix in enumerate(prefixes[b][:rows]):
-                here = forced[b, row, grid.start(row, delay) :]
-                here[: len(prefix)] = prefix[: len(here)]
-            if source.max_rows is not None and source.max_rows < rows:
-                forced[b, source.max_rows, grid.start(source.max_rows, delay)] = eos
+    number, times, _, eos = _shape(strategy)
+    tables = [forced_of(one, strategy) for one in rows]
+    if any(table is not None for table in tables):
+        free = np.full((number, times), -1, np.int32)
+        forced = np.stack([free if table is None else table for table in tables])
     if decode.limit == "source":
         allowed = np.zeros((len(ids), vocabulary), bool)
         allowed[:, [eos, *separator]] = True

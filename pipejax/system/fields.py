@@ -6,6 +6,7 @@ It imports the standard library only.
 import contextlib
 import dataclasses
 import difflib
+import json
 import math
 import operator
 import types
@@ -14,6 +15,7 @@ from typing import Any
 
 from pipejax.system.errors import UserError
 
+TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
 WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
 
 
@@ -54,11 +56,14 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
             continue
         # In Python a bool is an int. A setting of type int or float must not be a bool; a float may be given as an int.
         fits = type(value) in alternatives(kind) or (kind is float and type(value) is int)
+        texts = value if isinstance(value, tuple) else (value,)
+        if kind == TEXTS:
+            fits = isinstance(value, tuple) and all(type(text) is str for text in value)
         if type(value) is int and abs(value) > 10**30:  # neither a float nor, if longer still, text can represent it
             raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
         if not fits or (kind is float and not math.isfinite(value)):
             raise UserError(f"{where}: {key}: found {value!r}; expected {noun(kind)}")
-        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        if any("\ud800" <= character <= "\udfff" for text in texts if isinstance(text, str) for character in text):
             raise UserError(f"{where}: {key}: found {value!r}; expected valid Unicode")
         rule = field.metadata
         if rule.get("choices") and value not in rule["choices"]:
@@ -92,12 +97,25 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
 
 def noun(kind: Any) -> str:
     """A type in words, for error messages."""
-    nouns = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    nouns = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        TEXTS: "a list of texts, in Python a tuple",
+    }
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
 
 
-def parse(text: str, kind: type, key: str) -> Any:
-    """Parses a value of --set as `kind`; raises a UserError naming the key if that is impossible."""
+def parse(text: str, kind: Any, key: str) -> Any:
+    """Parses a value of --set as `kind`; raises a UserError naming the key if that is impossible.
+
+    Several texts are a list of JSON: `["date:", "party:"]`.
+    """
+    if kind == TEXTS:
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(text), list):
+                return tuple(found)  # `check_fields` looks at what is in it
     if kind is str:
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
     if kind is bool and text.lower() in ("true", "false"):

@@ -291,19 +291,29 @@ class SequentialResult:
 
 
 def algorithm1(
-    next_tokens: NextTokens, *, delay: int, time_max: int, sub_max: int, stop: str, bos: int = 0, eos: int = 1
+    next_tokens: NextTokens,
+    *,
+    delay: int,
+    time_max: int,
+    sub_max: int,
+    stop: str,
+    bos: int = 0,
+    eos: int = 1,
+    prefixes: Sequence[Sequence[int]] = (),
 ) -> GridResult:
     """Algorithm 1 of the paper.
 
     Args:
       next_tokens: from the rows so far (bos, tokens and, if the row ended, eos) to the next token of each;
         that of an ended row is ignored.
-      delay: time-steps between the starts of two rows.
+      delay: time-steps between the starts of two rows. 0, which is not the paper's: `sub_max` rows, neither more nor
+        fewer, stand there from the beginning.
       time_max: time-steps at the most.
       sub_max: rows at the most.
       stop: "literal" is the paper's rule: stop as soon as all rows have ended. "empty_row": after an empty
         row none starts, and decoding stops when none can start and all have ended. Only an empty row or
         `sub_max` ends the starting of rows: a start beyond `time_max` does not, so time then runs out.
+      prefixes: what the first rows begin with, whatever the model says.
     """
     if stop not in ("literal", "empty_row"):
         raise ValueError(f"stop: found {stop!r}; expected 'literal' or 'empty_row'")
@@ -317,24 +327,29 @@ def algorithm1(
     for t in range(1, time_max + 1):
         steps = t
         may_start = len(rows) < sub_max and not (stop == "empty_row" and empty_row_seen)
-        if (t - 1) % delay == 0 and may_start:
+        if delay == 0 and t == 1:
+            rows = [[bos] for _ in range(sub_max)]
+        elif delay > 0 and (t - 1) % delay == 0 and may_start:
             rows.append([bos])
         if not all(ended(row) for row in rows):
             calls += 1
             # Every row's token comes from the rows as they were before this step.
             generated = next_tokens([list(row) for row in rows])
+            for i, prefix in enumerate(prefixes[: len(rows)]):
+                if len(rows[i]) <= len(prefix):
+                    generated[i] = prefix[len(rows[i]) - 1]
             for row, token in zip(rows, generated, strict=True):
                 if not ended(row):
                     row.append(token)
         empty_row_seen = [bos, eos] in rows
-        no_more_rows = stop == "literal" or empty_row_seen or len(rows) == sub_max
+        no_more_rows = delay == 0 or stop == "literal" or empty_row_seen or len(rows) == sub_max
         if no_more_rows and all(ended(row) for row in rows):
             break
 
     truncated: str | None
     if not all(ended(row) for row in rows):
         truncated = "time_max"
-    elif empty_row_seen:
+    elif empty_row_seen or delay == 0:
         truncated = None
     elif len(rows) == sub_max:
         truncated = "sub_max"

@@ -10,6 +10,34 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshCon
 
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 DEEP = dataclasses.replace(MODEL, num_layers=2, num_decoder_layers=3)
+# Few words: with random weights rows end soon, and repeat themselves. Distances go beyond the last bucket.
+FEW_WORDS = T5Config(
+    vocab_size=9,
+    d_model=12,
+    d_kv=4,
+    d_ff=16,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+# Some more, among which to draw.
+MORE_WORDS = T5Config(
+    vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
+)
+# Of sizes that our kernels take.
+IN_BLOCKS = T5Config(
+    vocab_size=48,
+    d_model=32,
+    d_kv=16,
+    d_ff=48,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
 RUN = Config(
     name="tiny",
     model=MODEL,

@@ -7,20 +7,38 @@ or after, all that it can see, and only if it and all of that is right.
 from collections.abc import Callable, Sequence
 
 Drafts = Callable[[int, int], Sequence[int]]  # of row i with so many tokens: how it may go on
+Asked = tuple[int, int, int, list[int]]  # a row, tokens written to it, drafts accepted, and what was drafted
 
 
 def calls(rows: Sequence[Sequence[int]], drafts: Drafts, *, delay: int, time_max: int, eos: int = 1) -> int:
-    """Decoder calls until all is written.
+    """Decoder calls until all is written; arguments as of `trace`."""
+    return len(trace(rows, drafts, delay=delay, time_max=time_max, eos=eos))
+
+
+def trace(
+    rows: Sequence[Sequence[int]],
+    drafts: Drafts,
+    *,
+    delay: int,
+    time_max: int,
+    sub_max: int = 0,
+    literal: bool = False,
+    eos: int = 1,
+) -> list[list[Asked]]:
+    """Of each decoder call until all is written the rows that are asked, and what comes of it.
 
     Args:
       rows: the outcome of Algorithm 1, with bos and, where they ended, eos.
       drafts: asked in each call for each row that is open or may begin.
-      delay: Δt.
+      delay: Δt; with 0 all rows begin in the first call.
       time_max: time-steps at the most.
+      sub_max: rows at the most, those included that are asked and then do not begin; 0: none of these.
+      literal: as in Algorithm 1, rows start until all have ended; else until one is empty.
       eos: ends a row.
     """
     cells = {(i, i * delay + j): token for i, row in enumerate(rows) for j, token in enumerate(row)}
-    written = {(i, i * delay) for i in range(len(rows))}  # every bos is known, though not whether its row begins
+    most = max(min(sub_max, -(-time_max // delay)), len(rows)) if delay else len(rows)
+    written = {(i, i * delay) for i in range(most)}  # every bos is known, though not whether its row begins
     valid: set[tuple[int, int]] = set()  # cells that were fed and count
 
     def sees(cell: tuple[int, int]) -> set[tuple[int, int]]:
@@ -29,33 +47,53 @@ def calls(rows: Sequence[Sequence[int]], drafts: Drafts, *, delay: int, time_max
     def newest(i: int) -> int:
         return max(t for row, t in written if row == i)
 
-    asked = 0
+    def ended(i: int) -> bool:
+        return newest(i) > i * delay and cells[i, newest(i)] == eos
+
+    def none_starts() -> bool:
+        """Whether what is written says that no further row starts."""
+        if not delay:
+            return False
+        begun = [i for i in range(most) if newest(i) > i * delay]
+        if literal:
+            return bool(begun) and all(ended(i) and newest(i) <= len(begun) * delay for i in begun)
+        return any(ended(i) and newest(i) == i * delay + 1 for i in begun)
+
+    found = []
     while not written >= cells.keys():
         fed: dict[tuple[int, int], int] = {}
+        proposed: dict[int, list[int]] = {}
         reach = time_max
-        for i in range(len(rows)):
+        for i in range(most):
             now = newest(i)
-            if now >= time_max or (now > i * delay and cells[i, now] == eos):
+            if now >= time_max or ended(i):
                 continue
-            if i * delay > reach:
+            if i * delay > reach or (now == i * delay and none_starts()):
                 break
             guess = list(drafts(i, now - i * delay))
             guess = guess[: guess.index(eos) + 1] if eos in guess else guess
-            for t, token in enumerate([cells[i, now], *guess], now):
-                if t < time_max:
-                    fed[i, t] = token
-            if guess[:1] == [eos] and now == i * delay:
+            # Beyond the reach of the rows above nothing can count; at the last time-step nobody asks.
+            guess = guess[: max(min(reach, time_max - 1) - now, 0)]
+            proposed[i] = guess
+            for t, token in enumerate([cells.get((i, now), 0), *guess], now):
+                fed[i, t] = token
+            if guess[:1] == [eos] and now == i * delay and delay:  # no row follows an empty one
                 break
             if eos not in guess:
                 reach = min(reach, now + len(guess))
         highest = max(i for i, _ in fed)
         for i in range(highest):
-            if cells[i, newest(i)] == eos and newest(i) > i * delay:
+            if ended(i):
                 fed[i, newest(i)] = eos
         right = {cell for cell, token in fed.items() if cells.get(cell) == token}
         sound = valid | right
-        new = {cell for cell in right if sees(cell) <= sound}
-        valid |= new
-        written |= {(i, t + 1) for i, t in valid if (i, t + 1) in cells}
-        asked += 1
-    return asked
+        valid |= {cell for cell in right if sees(cell) <= sound}
+        more = {(i, t + 1) for i, t in valid if (i, t + 1) in cells} - written
+        asked = []
+        for i, guess in proposed.items():
+            counted = [(i, t) in valid for t in range(newest(i) + 1, newest(i) + 1 + len(guess))]
+            accepted = counted.index(False) if False in counted else len(counted)
+            asked.append((i, sum(row == i for row, _ in more), accepted, guess))
+        found.append(asked)
+        written |= more
+    return found

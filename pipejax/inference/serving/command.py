@@ -84,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.inference.serving.app import Limits, Service
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides)
+    if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
+        cli.note(f"warning: decode.draft = {draft}: a server decodes without drafts; the answers are the same")
     engine = Engine(generator, places=flags.places, queue=flags.queue)
     service = Service(
         generator,

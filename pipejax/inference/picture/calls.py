@@ -1,0 +1,163 @@
+"""The grid of one example, call by call of the decoder: what was drafted, and what came of it.
+
+A row of the picture has two lines: what is written, and under it the drafts that were not accepted.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipejax.inference.picture.grid import LEFT, RIGHT, Grid, column_of, top_of
+from pipejax.inference.picture.text import FONT, INK, QUIET, count, escape, label, shorten
+
+BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
+MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read
+FILL = {"own": "#9dc5eb", "accepted": "#cfe39a"}
+MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}  # colours are not for everybody
+SAID = {"own": "the model's own token", "accepted": "accepted draft", "rejected": "rejected draft"}
+
+
+class Asked(NamedTuple):
+    """A row in a call, as in the trace of a record; drafts are texts."""
+
+    row: int
+    written: int
+    accepted: int
+    drafted: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A token at a place of the grid: written in a call, or drafted in it and not accepted."""
+
+    row: int
+    time: int
+    call: int  # from 1
+    kind: str  # "own", "accepted" or "rejected"
+    text: str
+    is_written: bool  # whether the row has this very token there in the end
+    until: int | None = None  # the next call of which a rejected draft stands there
+
+
+def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
+    """What the calls wrote and what they did not accept, in their order."""
+    texts = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
+    found: list[Mark] = []
+    next_of: dict[tuple[int, int], int] = {}  # of each place the rejected draft that stands there last
+    fronts: dict[int, int] = {}  # of each row the time of its newest token
+    for number, call in enumerate(calls, start=1):
+        for row, written, accepted, drafted in call:
+            front = fronts.get(row, row * grid.delay)
+            for j in range(written):
+                place = row, front + 1 + j
+                kind = "accepted" if j < accepted else "own"
+                found.append(Mark(*place, number, kind, texts[place], True))
+            for j, text in enumerate(drafted[accepted:], start=accepted):
+                place = row, front + 1 + j
+                if place in next_of:
+                    found[next_of[place]] = dataclasses.replace(found[next_of[place]], until=number)
+                next_of[place] = len(found)
+                found.append(Mark(*place, number, "rejected", text, texts.get(place) == text))
+            fronts[row] = front + written
+    return found
+
+
+def facts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+    """The sum of all calls."""
+    drafted = sum(len(one.drafted) for call in calls for one in call)
+    accepted = sum(one.accepted for call in calls for one in call)
+    share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""
+    return (
+        f"{count(len(calls), 'decoder call')} for {count(grid.steps, 'time-step')}; "
+        f"{accepted} of {count(drafted, 'drafted token')} accepted{share}"
+    )
+
+
+def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+    """All calls in one SVG, in which the page shows one after the other; as it stands it shows the last."""
+    found, last = marks(grid, calls), len(calls)
+    first = {one.row: last - n for n, call in enumerate(reversed(calls)) for one in call}  # call that asks a row
+    height_in_rows = max(first.keys() | {cell.row for cell in grid.cells}, default=-1) + 1
+    columns = max([grid.steps, *(mark.time for mark in found)]) + 1
+    column, size = column_of((MARKS[mark.kind] + mark.text for mark in found), min(columns, MOST))
+    pitch, top = BOX + DRAFT + GAP, top_of(page=True)
+    width, height = LEFT + max(columns * column, 240) + RIGHT, top + height_in_rows * pitch + 6
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'role="img" aria-labelledby="calls-title" font-family="{FONT}">',
+        f'<title id="calls-title">{escape(facts(grid, calls))}; the table below says the same in words</title>',
+        label(LEFT - 12, top - 6, "time-step", anchor="end"),
+        *(label(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, columns)),
+    ]
+    for i in range(height_in_rows):
+        middle, start = top + i * pitch + GAP / 2 + BOX / 2, LEFT + i * grid.delay * column
+        drafted = sum(len(one.drafted) for call in calls for one in call if one.row == i)
+        accepted = sum(one.accepted for call in calls for one in call if one.row == i)
+        parts.append(label(LEFT - 12, middle + 4, _name(i, grid), anchor="end"))
+        if drafted:
+            sums = label(LEFT - 12, middle + BOX / 2 + 12, f"{accepted} of {drafted}", size=10, anchor="end")
+            parts.append(sums.replace("<text ", f'<text data-sum="{i}" ', 1))
+        if i * grid.delay > 0:
+            parts.append(
+                f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
+                'stroke-dasharray="1 5" stroke-linecap="round"/>'
+            )
+        box = _box(start, top + i * pitch + GAP / 2, column, BOX)
+        outline = f'fill="none" stroke="{QUIET}" stroke-opacity=".7" stroke-dasharray="3 3"'
+        words = label(start + column / 2, middle + 3.5, "bos", size=10)
+        if i in first:
+            parts.append(f'<g data-call="{first[i]}"><rect {box} {outline}/>{words}</g>')
+    for mark in found:
+        y = top + mark.row * pitch + GAP / 2 + (BOX + 1 if mark.kind == "rejected" else 0)
+        parts.append(_drawn(mark, grid, last, y=y, column=column, size=size))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: float) -> str:
+    left, tall = LEFT + mark.time * column, BOX
+    early = ", right, but a row above was not so far" if mark.kind == "rejected" and mark.is_written else ""
+    tip = f"call {mark.call}, {_name(mark.row, grid)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]}{early})"
+    classes, extra = [mark.kind], ""
+    if mark.kind == "rejected":
+        tall, size = DRAFT, 10.0
+        extra = f' data-until="{mark.until}"' if mark.until else ""
+        classes += ["off"] if mark.until else []
+        shape = 'rx="4" fill="none" class="out" stroke-dasharray="3 2"'
+    else:
+        radius, weight = (BOX / 2, 1.6) if mark.kind == "accepted" else (4, 0.8)
+        shape = f'rx="{radius:g}" fill="{FILL[mark.kind]}" stroke="{INK}" stroke-width="{weight}"'
+    classes += ["past"] if mark.call < last else []
+    shown = shorten(MARKS[mark.kind] + mark.text, (column - 10) / size)
+    words = label(left + column / 2, y + tall / 2 + size * 0.35, shown, size=size, ink=INK)
+    if mark.kind == "rejected":
+        words = words.replace(f'fill="{INK}"', 'class="out"')
+    return (
+        f'<g class="{" ".join(classes)}" data-row="{mark.row}" data-call="{mark.call}"{extra}>'
+        f"<title>{escape(tip)}</title><rect {_box(left, y, column, tall)} {shape}/>{words}</g>"
+    )
+
+
+def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+    """The same in words: an HTML table with a line for each row that was asked in a call."""
+    said: dict[tuple[int, int, str], list[str]] = {}
+    for mark in marks(grid, calls):
+        said.setdefault((mark.call, mark.row, mark.kind), []).append(mark.text)
+    lines = []
+    for number, call in enumerate(calls, start=1):
+        for one in call:
+            texts = [" ".join(said.get((number, one.row, kind), [])) for kind in ("accepted", "rejected", "own")]
+            if not one.written:
+                texts[-1] = "the row could not begin yet"
+            cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
+            lines.append(f'<tr><td>{number}</td><th scope="row">{_name(one.row, grid)}</th>{cells}</tr>')
+    names = ("call", "row", "accepted drafts", "rejected drafts", "the model's own token")
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _name(row: int, grid: Grid) -> str:
+    return "empty row" if len(grid.rows) == row < grid.height else f"row {row + 1}"
+
+
+def _box(left: float, y: float, column: int, height: int) -> str:
+    return f'x="{left + 2:g}" y="{y:g}" width="{column - 4}" height="{height}"'

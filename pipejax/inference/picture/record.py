@@ -1,0 +1,142 @@
+"""What a picture needs of a record, once it is checked: a forged or a wrong one is refused in one line."""
+
+import reprlib
+from collections import Counter
+from typing import Any
+
+from pipejax.data.lines import id_of, read_file
+from pipejax.inference.picture.calls import Asked
+from pipejax.inference.picture.grid import fill
+from pipejax.system.errors import UserError
+
+
+def find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
+    """The record with that id (the line number where it has none), or the first, and where it stands."""
+    for place, record in read_file(path):
+        if name is None or str(id_of(record, place)) == name:
+            return place, record
+    raise UserError(f"{path}: found no record{'' if name is None else f' with the id {name}'}; expected one")
+
+
+def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[str]]:
+    """Token texts and whole text of each row: from `row_tokens`, `pieces` or the row's words, or numbered pieces."""
+    ids: Any = record.get("row_ids")
+    texts: Any = record.get("rows")
+    found: Any = record.get("row_tokens")
+    if not _is_table(ids):
+        raise UserError(f"{place}: row_ids: found no list of lists; expected a record of pipejax decode")
+    if found is None and (texts is None or "pieces" in record):  # None: decoded without a tokenizer
+        pieces = _pieces(record, place)
+        found = [[_text(i, pieces) for i in row] for row in ids]
+    if texts is None:
+        texts = [" ".join(map(str, row)) for row in ids]
+    if not isinstance(texts, list) or len(texts) != len(ids):
+        raise UserError(
+            f"{place}: rows: found no text for each of the {len(ids)} rows of row_ids; "
+            "expected a record of the pipelined strategy"
+        )
+    texts = [str(text) for text in texts]
+    if found is None:
+        words = [text.split() for text in texts]
+        found = [
+            row if len(row) == len(numbers) else [f"piece {j + 1}" for j in range(len(numbers))]
+            for row, numbers in zip(words, ids, strict=True)
+        ]
+    elif not _is_table(found) or list(map(len, found)) != list(map(len, ids)):
+        raise UserError(f"{place}: row_tokens: found another shape than row_ids; expected a token an id")
+    return [[str(token) for token in row] for row in found], texts
+
+
+def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str) -> int:
+    """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
+    found, truncated = record.get("steps"), record.get("truncated")
+    if not (truncated is None or truncated in ("sub_max", "time_max")):
+        raise UserError(
+            f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
+            "as in a record of the pipelined strategy"
+        )
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise UserError(f"{place}: steps: found {found!r}; expected a whole number")
+    ends = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1)
+    needed = fill(rows, delay=delay, truncated=truncated).steps
+    # A decode that ran out of time may have gone on with no row open; the literal stop may need no empty row.
+    if not (found >= ends - 1 if truncated == "time_max" else found in (needed, ends)):
+        raise UserError(f"{place}: steps: found {found}; expected {needed} for these rows at --delay {delay}")
+    return found
+
+
+def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] | None:
+    """What `decode.trace` left in a record whose rows and steps are checked, once it agrees with them.
+
+    None: it left nothing.
+    """
+    if (trace := record.get("trace")) is None:
+        return None
+    if not _is_table(trace):
+        raise UserError(f"{place}: trace: found {reprlib.repr(trace)}; expected a list of calls, each a list of rows")
+    if len(trace) != record.get("calls"):
+        wanted = f"{reprlib.repr(record.get('calls'))}, as in calls"
+        raise UserError(f"{place}: trace: found {len(trace)} calls; expected {wanted}")
+    ids, pieces = record["row_ids"], _pieces(record, place)
+    grid = fill(ids, delay=delay, truncated=record.get("truncated"), steps=record["steps"])
+    wanted_of = Counter(cell.row for cell in grid.cells if cell.kind != "bos")
+    known, written_of = -1, Counter[int]()  # the last row asked so far, and what is written
+    found = []
+    for number, call in enumerate(trace, start=1):
+        asked, last = [], -1
+        for entry in call:
+            at = f"{place}: trace: call {number}: found {reprlib.repr(entry)}"
+            if not _is_entry(entry):
+                raise UserError(f"{at}; expected [row, written, accepted, [drafted ids]]")
+            row, written, accepted, drafted = entry
+            if not last < row <= known + 1:
+                raise UserError(f"{at}; expected a row from {last + 1} to {known + 1}, in order")
+            known, last, before = max(known, row), row, written_of[row]
+            written_of[row] += written
+            line = [*ids[row], None] if row < len(ids) else [None]  # None: the eos, whatever its id
+            ends = written_of[row] == len(line)
+            if not (
+                written_of[row] <= wanted_of[row]
+                and accepted <= len(drafted)
+                and (written == accepted + 1 or (written == accepted and (ends if written else not before)))
+            ):
+                left = f"the {wanted_of[row] - before} tokens that row_ids leave"
+                raise UserError(f"{at}; expected the accepted drafts and one more of {left}")
+            right = [here in (i, None) for i, here in zip(drafted, line[before:], strict=False)]
+            if not all(right[:accepted]):
+                raise UserError(f"{at}; expected accepted drafts that are in row_ids")
+            asked.append(Asked(row, written, accepted, tuple(_text(i, pieces) for i in drafted)))
+        found.append(asked)
+    if record.get("truncated") == "time_max" and not written_of[len(ids)]:  # all rows that may be were in use
+        del wanted_of[len(ids)]
+    for row, wanted_tokens in wanted_of.items():
+        if written_of[row] != wanted_tokens:
+            raise UserError(
+                f"{place}: trace: found {written_of[row]} tokens of row {row}; expected {wanted_tokens}, as in row_ids"
+            )
+    return found
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 4
+        and all(type(x) is int and x >= 0 for x in entry[:3])
+        and isinstance(entry[3], list)
+        and all(type(x) is int for x in entry[3])
+    )
+
+
+def _pieces(record: dict[str, Any], place: str) -> dict[str, str]:
+    pieces = record.get("pieces", {})
+    if not isinstance(pieces, dict) or not all(isinstance(text, str) for text in pieces.values()):
+        raise UserError(f"{place}: pieces: found {reprlib.repr(pieces)}; expected an object with a text for each id")
+    return pieces
+
+
+def _text(number: Any, pieces: dict[str, str]) -> str:
+    return pieces.get(str(number)) or str(number)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(row, list) for row in value)

@@ -1,0 +1,88 @@
+"""How text gets into a picture: escaped, measured, cut, placed; and a source with the rows found in it marked."""
+
+import html
+import re
+import unicodedata
+from collections.abc import Sequence
+
+INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
+FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+
+
+def escape(text: str) -> str:
+    """Text for XML and HTML. Control characters, which XML forbids, become their pictures."""
+    return html.escape("".join(map(_visible, text)))
+
+
+def _visible(char: str) -> str:
+    code = ord(char)
+    if code < 32:
+        return chr(0x2400 + code)
+    return "\ufffd" if 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF) else char
+
+
+def text_width(text: str) -> float:
+    """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
+    return sum(
+        0.0
+        if unicodedata.combining(c)
+        else 1.0
+        if unicodedata.east_asian_width(c) in "WF"
+        else 0.34
+        if c in "iljtfrI.,:;'|!()[] "
+        else 0.95
+        if c in "mwMW@%—"
+        else 0.7
+        if c.isupper()
+        else 0.62
+        for c in text
+    )
+
+
+def shorten(text: str, room: float) -> str:
+    """The text, or as much of its beginning as fits with an ellipsis."""
+    if text_width(text) <= room:
+        return text
+    while text and text_width(text) + 0.7 > room:
+        text = text[:-1]
+    return text.rstrip() + "…"
+
+
+def label(
+    x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle", weight: int = 400
+) -> str:
+    """A line of text in an SVG."""
+    extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'
+        f"{escape(text)}</text>"
+    )
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:
+    """The source with the rows found in it marked: in order, each after the one before where possible."""
+    found: list[tuple[int, int, int]] = []  # start, end, row
+    position = 0
+    for row, text in enumerate(texts):
+        pattern = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
+        for match in (pattern.search(source, position), *pattern.finditer(source)) if text else ():
+            if match and all(match.end() <= start or end <= match.start() for start, end, _ in found):
+                found.append((match.start(), match.end(), row))
+                position = match.end()
+                break
+    parts, position = [], 0
+    for start, end, row in sorted(found):
+        words = _lines(source[start:end])
+        parts.append(_lines(source[position:start]))
+        parts.append(f'<mark data-done="{finished[row]}">{words}<sup>{row + 1}</sup></mark>')
+        position = end
+    return "".join([*parts, _lines(source[position:])])
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(escape, text.split("\n")))

@@ -1,0 +1,314 @@
+"""Rows that begin as told, one after the other or all at once, wherever they run, against Algorithm 1."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax import export as jax_export
+
+from experiments import named_rows as experiment
+from pipejax import checkpoint
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.data.encoding import encode
+from pipejax.data.examples import Example
+from pipejax.inference.backends import XLA, OwnKernel
+from pipejax.inference.engine import Engine, Request
+from pipejax.inference.export import export
+from pipejax.inference.generator import Generator
+from pipejax.inference.records import settings_of
+from pipejax.inference.sources import Source
+from pipejax.inference.streaming import RowEvent
+from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
+from support import oracle
+from support.tiny import MODEL, RUN_ON_ONE, change, metrics
+
+SIZES = T5Config(
+    vocab_size=48, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
+)
+NAMES = ("small red", "old", "the baker sang")  # in words of the embedded task's tokenizer
+EOS = 1
+
+
+def generator(sizes=SIZES, *, backend=XLA, tokenizer=None, seed=4, decode=None, **grid):
+    config = Config(
+        model=sizes,
+        grid=GridConfig(**{"delay": 0, "time_max": 12, "sub_max": 6, **grid}),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(max_length=14, **(decode or {})),
+    )
+    params = oracle.random_params(sizes, np.random.default_rng(seed), eos_scale=1.3)
+    return Generator(config, params, tokenizer, backend=backend), params
+
+
+def drawn(made, params, ids, prefixes, count):
+    """By Algorithm 1: `count` rows that begin so; with a delay the next one is made to be empty."""
+    config, grid = made.architecture, made.config.grid
+    forced = [*prefixes, *[[]] * (count - len(prefixes)), *([[EOS]] if count < grid.sub_max and grid.delay else [])]
+    return oracle.algorithm1(
+        oracle.grid_next_tokens(params, config, oracle.encode(params, config, ids), grid.delay),
+        delay=grid.delay,
+        time_max=grid.time_max,
+        sub_max=grid.sub_max if grid.delay else count,
+        stop="empty_row",
+        prefixes=forced,
+    )
+
+
+def contents(result, count):
+    """The rows as a record has them that was asked for so many."""
+    return [[token for token in row[1:] if token != EOS] for row in result.all_rows[:count]]
+
+
+def asked(count, seed, *, all_begin):
+    """Sources of several lengths, each with its own number of rows and prefixes; `all_begin`: one for each row."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        rows = int(rng.integers(1, 7))
+        begin = rows if all_begin else rng.integers(0, rows + 1)
+        prefixes = [rng.integers(2, 48, rng.integers(1, 4)).tolist() for _ in range(begin)]
+        yield [*rng.integers(2, 48, rng.integers(1, 20)).tolist(), EOS], prefixes, rows
+
+
+@pytest.mark.parametrize(
+    "setting, native",
+    [
+        ({}, False),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"delay": 2, "time_max": 20}, False, marks=pytest.mark.slow),
+        pytest.param({"decode": {"draft": "source"}}, False, marks=pytest.mark.slow),
+        pytest.param({"decode": {"draft": "jacobi"}}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_told_rows_are_those_of_algorithm_1(setting, native, request):
+    """Examples of one batch have rows and prefixes of their own; by XLA and by our kernel, with drafts or without."""
+    backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
+    cut = 0
+    for seed in range(3):
+        made, params = generator(backend=backend, seed=seed, **setting)
+        given = list(asked(8, seed, all_begin=made.config.grid.delay == 0))
+        records = made.decode(
+            [{"source_ids": ids, "row_prefixes": prefixes, "max_rows": rows} for ids, prefixes, rows in given]
+        )
+        for record, (ids, prefixes, rows) in zip(records, given, strict=True):
+            expected = drawn(made, params, ids, prefixes, rows)
+            found = contents(expected, rows) if made.config.grid.delay == 0 else expected.rows
+            assert record["row_ids"] == found
+            assert record["steps"] == expected.steps
+            assert record["truncated"] == (expected.truncated if expected.truncated == "time_max" else None)
+            cut += record["truncated"] is not None
+            assert all(row[: len(p)] == p for row, p in zip(record["row_ids"], prefixes, strict=False))
+    assert 0 < cut < 24
+
+
+def test_without_prefixes_rows_that_start_at_once_begin_alike():
+    """Which is why they are refused: of equal tokens, attention makes the same whatever its weights."""
+    firsts = set()
+    for seed in range(3):
+        params = oracle.random_params(SIZES, np.random.default_rng(seed))
+        chosen = oracle.grid_next_tokens(params, SIZES, oracle.encode(params, SIZES, [5, 9, 1]), 0)
+        found = oracle.algorithm1(chosen, delay=0, time_max=8, sub_max=4, stop="empty_row")
+        (first,) = {row[1] for row in found.all_rows}
+        firsts.add(first)
+    assert len(firsts) > 1
+
+
+def test_prefixes_alone_say_how_many_rows_start_at_once():
+    made, params = generator()
+    (record,) = made.decode([{"source_ids": [5, 9, 1], "row_prefixes": [[4, 5], [6]]}])
+    assert record["row_ids"] == contents(drawn(made, params, [5, 9, 1], [[4, 5], [6]], 2), 2)
+
+
+@pytest.mark.slow
+def test_so_many_rows_by_the_literal_stop():
+    """By which rows go on starting after an empty one."""
+    made, _ = generator(delay=1, time_max=20, stop="literal")
+    rng = np.random.default_rng(1)
+    texts = [[*rng.integers(2, 48, 9).tolist(), EOS] for _ in range(8)]
+    assert max(len(record["row_ids"]) for record in made.decode(texts)) > 2
+    told = made.decode([{"source_ids": ids, "max_rows": 2} for ids in texts])
+    assert max(len(record["row_ids"]) for record in told) == 2
+
+
+@pytest.fixture(scope="module")
+def named(tokenizer):
+    return generator(MODEL, tokenizer=tokenizer, row_names=NAMES, decode={"scores": True})
+
+
+TEXTS = ["the baker slept .", "deliver small old red apples .", "the clerk walked past the river . deliver maps ."]
+
+
+@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_names_of_the_grid_are_those_of_every_answer(named, tokenizer, delay):
+    made, params = named if delay == 0 else generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=1, sub_max=3)
+    prefixes = [tokenizer.encode(name) for name in NAMES]
+    for text, record in zip(TEXTS, made.decode(TEXTS), strict=True):
+        expected = drawn(made, params, [*tokenizer.encode(text), EOS], prefixes, 3)
+        assert record["row_ids"] == contents(expected, 3) and record["steps"] == expected.steps
+        assert all(row.startswith(name) for row, name in zip(record["rows"], NAMES, strict=True))
+        assert record["truncated"] in (None, "time_max")  # not "sub_max": there are as many as there are to be
+    own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # a record knows better
+    (record,) = made.decode([own])
+    assert len(record["rows"]) == 1 and record["rows"][0].startswith("new")
+    sequential = made.decode(TEXTS[:1], strategy="sequential")  # it has no rows
+    assert not sequential[0]["text"].startswith(NAMES[0])
+
+
+@pytest.mark.slow
+def test_a_stream_and_an_engine_write_them(named):
+    made, _ = named
+    expected = made.decode(TEXTS, batch_size=1)
+    engine = Engine(made, places=2, queue=9)
+    answers = [
+        engine.submit(Request(Source(i, made.ids_of(Source(i, text))), "pipelined")) for i, text in enumerate(TEXTS)
+    ]
+    for i, (answer, text) in enumerate(zip(answers, TEXTS, strict=True)):
+        *events, record = made.stream_rows(text)
+        *tokens, served = answer.events()
+        rows = [[e.token for e in events if isinstance(e, RowEvent) and e.row == r and not e.done] for r in range(3)]
+        told = [[e.token for e in tokens if e.row == r] for r in range(3)]
+        assert rows == told == expected[i]["row_ids"] == record["row_ids"] == served["row_ids"]
+        assert [e.row for e in tokens[:6]] == [0, 1, 2, 0, 1, 2]  # side by side
+        for found in (record, served):
+            assert found["steps"] == expected[i]["steps"] and found["truncated"] == expected[i]["truncated"]
+            assert found["log_prob"] == pytest.approx(expected[i]["log_prob"], abs=1e-3)
+    with pytest.raises(UserError, match="row_prefixes"):
+        engine.submit(Request(Source(0, [3, 1], prefixes=([4],)), "pipelined"))
+    engine.close(drain=True, seconds=60)
+
+
+@pytest.mark.slow
+def test_an_export_writes_them(named, tokenizer_files, tmp_path, monkeypatch):
+    pytest.importorskip("flatbuffers")
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")
+    made, params = named
+    config = dataclasses.replace(made.config, decode=DecodeConfig(max_length=14))
+    checkpoint.save_params(tmp_path / "run", config, params, tokenizer_source=tokenizer_files)
+    export(tmp_path / "run", tmp_path / "out", platforms=["cpu"], batch=3, length=16)
+    program = jax_export.deserialize((tmp_path / "out" / "pipelined-cpu.jax").read_bytes())
+    weights = [*np.load(tmp_path / "out" / "weights.npz").values()]
+    ids = [made.ids_of(Source(0, text)) for text in TEXTS]
+    source = np.asarray([[*x, *[0] * (16 - len(x))] for x in ids], np.int32)
+    found = jax.device_get(jax.jit(program.call)(weights, source, np.asarray(list(map(len, ids)), np.int32)))
+    for b, record in enumerate(made.decode(TEXTS)):
+        rows = [row[:n].tolist() for row, n in zip(found["tokens"][b], found["lengths"][b], strict=True)]
+        assert rows[:3] == record["row_ids"] and not any(rows[3:])
+        assert found["steps"][b] == record["steps"]
+    with pytest.raises(UserError, match=r"source any: found grid\.delay = 0, 0 row_prefixes"):
+        export(tmp_path / "run", tmp_path / "no", platforms=["cpu"], overrides=["grid.row_names=[]"])
+
+
+def test_too_little_or_too_much_is_refused():
+    made, _ = generator()
+    nothing = r"^source 0: found grid\.delay = 0, 0 row_prefixes and no max_rows; expected a prefix for each row"
+    with pytest.raises(UserError, match=nothing):
+        made.decode([[3, 1]])
+    with pytest.raises(UserError, match=nothing):
+        list(made.stream_rows([3, 1]))
+    for given in ({"max_rows": 3}, {"max_rows": 3, "row_prefixes": [[4], [5]]}):
+        with pytest.raises(UserError, match=r"[02] row_prefixes and 3 max_rows; expected a prefix for each row"):
+            made.decode([{"source_ids": [3, 1], **given}])
+    with pytest.raises(
+        UserError, match=r"^source 0: found 7 row_prefixes with grid\.delay = 0; expected at most grid\."
+    ):
+        made.decode([{"source_ids": [3, 1], "row_prefixes": [[4]] * 7}])
+    engine = Engine(made, places=1, queue=1)
+    with pytest.raises(UserError, match=nothing):
+        engine.submit(Request(Source(0, [3, 1]), "pipelined"))
+    engine.close(drain=True, seconds=60)
+    with pytest.raises(UserError, match=r"^grid\.row_names: found texts, but the checkpoint has no tokenizer"):
+        generator(row_names=NAMES)[0].decode([[3, 1]])
+
+
+def test_settings_with_names_are_the_same_when_they_are_read_again(named):
+    settings = settings_of(named[0], "pipelined", [])
+    assert json.loads(json.dumps(settings)) == settings
+
+
+# Training.
+
+ROWS = ("small red apples", "old", "the baker sang near the river")
+TRAINED = change(RUN_ON_ONE, grid={"delay": 0, "row_names": NAMES}, data={"task": "jsonl"})
+
+
+def test_a_target_is_its_names_side_by_side(tokenizer):
+    flat = encode(Example("1", "the clerk slept .", ROWS), tokenizer, TRAINED, MODEL).target
+    rows = [tokenizer.encode(row) for row in ROWS]
+    for i, row in enumerate(rows):
+        here = (flat.row == i) & (flat.weights > 0)
+        name = len(tokenizer.encode(NAMES[i]))  # it is fed, and nobody has to write it
+        assert flat.targets[here].tolist() == [*row, EOS][name:]
+        assert flat.time[here].tolist() == list(range(name, len(row) + 1))
+        assert flat.inputs[flat.row == i][: len(row) + 1].tolist() == [0, *row]
+    assert set(flat.row.tolist()) == {0, 1, 2}  # no empty one
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        (ROWS[:2], "example 7: found 2 rows; expected 3, as grid.row_names has"),
+        ((*ROWS[:2], "the baker slept"), "example 7: found row 3 of ('small red apples', 'old', 'the baker slept')"),
+        ((ROWS[1], ROWS[0], ROWS[2]), "example 7: found row 1 of"),
+    ],
+)
+def test_targets_that_are_not_named_so_are_refused(tokenizer, rows, words):
+    with pytest.raises(UserError) as refused:
+        encode(Example("7", "the clerk slept .", rows), tokenizer, TRAINED, MODEL)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    sequential = change(TRAINED, train={"objective": "sequential"})  # it has no rows
+    encode(Example("7", "the clerk slept .", rows), tokenizer, sequential, MODEL)
+
+
+def test_training_rows_at_once_needs_their_names(tmp_path):
+    with pytest.raises(
+        UserError, match=r"^grid\.delay: found 0 without grid\.row_names; expected the names of the rows"
+    ):
+        fit(change(TRAINED, grid={"row_names": ()}), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_with_its_names(tmp_path, tokenizer_files):
+    config = change(TRAINED, data={"tokenizer": str(tokenizer_files)})
+    examples = [Example(str(i), f"the baker {word} .", ROWS) for i, word in enumerate(("sang", "slept", "walked") * 8)]
+    assert fit(config, tmp_path / "run", given={"train": examples, "dev": examples[:3]}) == 0
+    (*_, line) = [line for line in metrics(tmp_path / "run") if line.get("event") == "evaluation"]
+    for sample in line["samples"]:
+        assert all(row.startswith(name) for row, name in zip(sample["predicted"], NAMES, strict=True))
+
+
+# The experiment.
+
+
+def test_a_letter_tells_what_its_rows_say():
+    letters, seen = experiment.examples("test"), set()
+    for letter in letters:
+        said = dict(
+            clause.split(" is ") for clause in letter.source.removesuffix(" .").removeprefix("the ").split(" . the ")
+        )
+        rows = dict(row.split(": ") for row in letter.targets)
+        assert [f"{field}:" for field in rows] == list(experiment.NAMES)
+        assert {field: value for field, value in rows.items() if value != experiment.NONE} == said
+        seen.add(tuple(said))
+    assert len(seen) > 900, "in any order"
+    words = [word for lists in experiment.FIELDS.values() for words in lists for word in words.split()]
+    assert len(words) == len(set(words))
+    assert not {letter.source for letter in letters} & {letter.source for letter in experiment.examples("train")}
+
+
+def test_what_is_well_formed():
+    rows = [f"{name} x" for name in experiment.NAMES]
+    assert experiment.well_formed({"rows": rows, "truncated": None})
+    for record in ({"rows": rows, "truncated": "time_max"}, {"rows": rows[:9], "truncated": None}):
+        assert not experiment.well_formed(record)
+    assert not experiment.well_formed({"rows": [rows[1], rows[0], *rows[2:]], "truncated": None})
+
+
+def test_steps_by_hand():
+    """Rows of 3, 2 and 4 words; the name is the first."""
+    found = experiment.simulated([Example("", "", ("a: b c", "d: e", "f: g h i"))])
+    fixed = {"delay 0": 5, "delay 1": 2 + 5, "delay 2": 4 + 5, "delay 4": 8 + 5, "sequential": 3 + 2 + 4 + 2 + 1}
+    waiting = {"after the name above": 7, "after the first word above": 9, "after the row above": 3 + 2 + 5}
+    assert found == fixed | waiting
