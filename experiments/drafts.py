@@ -167,7 +167,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table."""
     parser = cli.Parser(prog="python -m experiments.drafts", description=__doc__)
     parser.add_argument("--examples", type=cli.whole(1, 10**6), metavar="N", help="of each data set, at the most")
-    parser.add_argument("--draft", choices=DRAFTS[1:], default="source", help="the product's drafter")
+    drafters_alone = [name for name in DRAFTS if name not in ("none", "model")]
+    parser.add_argument("--draft", choices=drafters_alone, default="source", help="the product's drafter")
     parser.add_argument("--only", metavar="TEXT", default="", help="data sets whose name holds this")
     parser.add_argument("--json", metavar="FILE", help="the figures, too")
     flags = parser.parse_args(argv)

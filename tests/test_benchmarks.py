@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import apps, decode, plot, serve, systems
+from benchmarks import apps, decode, drafts, plot, serve, systems
 from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
 from pipejax.config import Config, GridConfig, TrainConfig
+from pipejax.data import demo
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
@@ -25,7 +26,7 @@ def params():
 @pytest.fixture(autouse=True)
 def all_processors(monkeypatch):
     """The suite keeps its threads."""
-    for command in (decode, serve):
+    for command in (decode, drafts, serve):
         monkeypatch.setattr(command, "use_threads", lambda count: None)
 
 
@@ -211,3 +212,23 @@ def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
     for name in ("a.svg", "b.svg"):
         assert plot.main([str(tmp_path / "found.json"), "--output", str(tmp_path / name)]) == 0
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.slow
+def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys):
+    """Every system writes the answers of the file, or fails; drafts are right as often as answers copy."""
+    text = demo.examples("test")[0].source
+    file, output = tmp_path / "copied.jsonl", tmp_path / "out.json"
+    file.write_text(json.dumps({"source": text, "targets": [text[5:40], text[45:70]]}) + "\n")
+    names = "sequential,sequential+source,sequential+model,pipelined,pipelined+model,hf+lookup,hf+assistant"
+    flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--small", "tiny", "--rounds", "1"]
+    flags += ["--max-source", "96", "--systems", names, "--tokens", "3"]
+    assert drafts.main([*flags, "--json", str(output)]) == 0
+    calls = {result["system"]: result["calls"] for result in json.loads(output.read_text())["results"]}
+    length = len(tokenizer.encode(f"{text[5:40]}; {text[45:70]}")) + 1
+    assert calls["sequential"] == length and calls["hf+assistant"] < length
+    assert calls["sequential+model"] == -(-length // 4)  # always right: three drafted tokens, and the answer to them
+    assert calls["sequential+source"] < length and calls["pipelined+model"] < calls["pipelined"]
+    assert "sequential+source" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--systems: found other; expected of sequential"):
+        drafts.main([*flags, "--systems", "other"])

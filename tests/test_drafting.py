@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -13,11 +14,12 @@ import pytest
 
 from experiments import drafts as experiment
 from experiments import scripted
+from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
-from pipejax.decoding.drafters import Draft, FromSource, Jacobi
+from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import command as picture
 from pipejax.inference.records import as_line
@@ -167,8 +169,9 @@ def assert_equal(found, expected, batch):
     assert found.truncated.tolist() == expected.truncated.tolist()
 
 
-QUICK = [(SETTINGS[3], FromSource())]
-SLOW = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi())]
+DRAFTERS = (FromSource(), Jacobi(), FromModel(least=0.2))
+QUICK = [(SETTINGS[3], FromSource()), (SETTINGS[3], FromModel(least=0.2))]
+SLOW = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi()), (SETTINGS[10], FromModel(least=0.2))]
 
 
 def marks(setting, drafter):
@@ -179,26 +182,25 @@ def marks(setting, drafter):
 
 @pytest.mark.parametrize(
     "setting, drafter",
-    [
-        pytest.param(setting, drafter, marks=marks(setting, drafter))
-        for setting in SETTINGS
-        for drafter in (FromSource(), Jacobi())
-    ],
-    ids=lambda x: type(x).__name__ if isinstance(x, FromSource | Jacobi) else "-".join(map(str, x)),
+    [pytest.param(setting, drafter, marks=marks(setting, drafter)) for setting in SETTINGS for drafter in DRAFTERS],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else type(x).__name__,
 )
 def test_drafted_is_undrafted(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
     drafted = Drafted(plain, drafter, 4, queries=(batch + 2,))
     without = compiled(TINY, plain)
-    program = compiled(TINY, drafted, Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,)))
+    sizes = Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,))
+    drafts_itself = isinstance(drafter, FromModel)
+    program = compiled(TINY, drafted, sizes, small=TINY if drafts_itself else None)
     fewer = 0
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
         params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
         source, length = padded(texts)
         expected = jax.device_get(without(params, source, length))
-        found = jax.device_get(program(params, source, length))
+        small = (resembling(params, rng, seed % 4 / 4),) if drafts_itself else ()
+        found = jax.device_get(program(params, source, length, *small))
         assert_equal(found, expected, batch)
         calls = plain.calls(expected)
         assert (found.calls <= calls).all()
@@ -206,10 +208,84 @@ def test_drafted_is_undrafted(setting, drafter):
     assert fewer > 0 or drafted.grid.rows > drafted.grid.time_max // 2  # where time runs out, drafts save nothing
 
 
+def resembling(params, rng, noise):
+    """Parameters that are so far from these: with much noise of the size that each has, another model's."""
+    return jax.tree.map(lambda x: (x + noise * x.std() * rng.standard_normal(x.shape)).astype(np.float32), params)
+
+
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max, literal",
+    [
+        (None, 30, 1, False),
+        pytest.param(1, 14, 5, False, marks=pytest.mark.slow),
+        pytest.param(2, 12, 4, True, marks=pytest.mark.long),
+        pytest.param(3, 16, 4, False, marks=pytest.mark.long),
+    ],
+)
+def test_a_t5_drafts_for_itself(delay, time_max, sub_max, literal):
+    """It is always right, so calls are those of the wavefront with perfect guesses, in batches as well."""
+    most, batch = 4, 3
+    drafted = Drafted(strategy_of(delay, time_max, sub_max, literal), FromModel(least=0.0), most)
+    program = compiled(TINY, drafted, Sizes.fit(drafted, batch), small=TINY)
+    for seed in range(8):
+        rng = np.random.default_rng([seed, time_max])
+        params, texts = oracle.random_params(TINY, rng), sources(rng, batch, TINY.vocab_size)
+        found = jax.device_get(program(params, *padded(texts), params))
+        for b, text in enumerate(texts):
+            expected = oracle.algorithm1(
+                oracle.grid_next_tokens(params, TINY, oracle.encode(params, TINY, text), delay or 1),
+                delay=delay or 1,
+                time_max=time_max,
+                sub_max=sub_max,
+                stop="literal" if literal else "empty_row",
+            )
+            rows = expected.all_rows
+            calls = wavefront.calls(
+                rows,
+                lambda i, length, rows=rows: rows[i][1 + length : 1 + length + most],
+                delay=delay or 1,
+                time_max=time_max,
+            )
+            assert [row for row in rows_of(found, b) if row] == expected.rows
+            assert found.calls[b] == calls
+
+
 def test_beams_with_a_draft_are_refused():
     beams = DecodeConfig(beams=2, draft="source")
     with pytest.raises(UserError, match=r"^decode\.draft: found source with decode\.beams = 2; expected none"):
         make("sequential", GridConfig(), beams, bos=0, eos=1)
+
+
+def test_t5s_that_cannot_draft_are_refused(tmp_path):
+    """In one line, before anything is compiled."""
+    config = Config(model=MODEL, grid=GridConfig(delay=2), train=TrainConfig(objective="pipelined"))
+    params = oracle.random_params(MODEL, np.random.default_rng(5))
+
+    def opened(name="small", **changes):
+        other = dataclasses.replace(config, **changes)
+        if name == "small" and other.model is not None:
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            small = oracle.random_params(other.model, np.random.default_rng(6))
+            checkpoint.save_params(tmp_path / name, other, small)
+        decode = DecodeConfig(draft="model", draft_checkpoint=str(tmp_path / name))
+        return Generator(dataclasses.replace(config, decode=decode), params, None)
+
+    where = re.escape(f"decode.draft_checkpoint: {tmp_path / 'small'}: ")
+    with pytest.raises(UserError, match=rf"^{where}found a T5 with vocab_size = 65; expected 64"):
+        opened(model=dataclasses.replace(MODEL, vocab_size=65))
+    with pytest.raises(UserError, match=r"^decode\.draft_checkpoint: .*absent: no such checkpoint directory"):
+        opened("absent")
+    with pytest.raises(UserError, match=rf"^{where}found a T5 trained with delay 1; expected 2$"):
+        opened(grid=GridConfig(delay=1)).decode([[5, 1]])
+    with pytest.raises(UserError, match=rf"^{where}found a T5 trained for sequential decoding; expected pipelined$"):
+        opened(train=TrainConfig(objective="sequential")).decode([[5, 1]])
+    assert opened(train=TrainConfig(objective="none"), grid=GridConfig(delay=1)).make_strategy("pipelined")
+    with pytest.raises(
+        UserError, match=r"decode\.draft_checkpoint: found nothing with decode\.draft = model; expected"
+    ):
+        config_lib.override(Config(), ["decode.draft=model"])
+    with pytest.raises(UserError, match=r"^decode\.draft: found a drafter that is a T5; expected model"):
+        Generator(config, params, None).decode([[5, 1]], drafter=FromModel())
 
 
 def test_names_of_drafters_are_checked():
@@ -242,9 +318,11 @@ def test_the_drafter_of_the_page():
         pytest.param("sequential", "source", marks=pytest.mark.long),
         pytest.param("pipelined", "jacobi", marks=pytest.mark.long),
         pytest.param("sequential", "jacobi", marks=pytest.mark.long),
+        pytest.param("pipelined", "model", marks=pytest.mark.slow),
+        pytest.param("sequential", "model", marks=pytest.mark.long),
     ],
 )
-def test_records_are_those_without_drafts(strategy, draft):
+def test_records_are_those_without_drafts(strategy, draft, tmp_path):
     """In the product's own sizes, from sources of many lengths, on several devices; compiled ahead, too."""
     config = Config(
         model=MODEL,
@@ -257,13 +335,18 @@ def test_records_are_those_without_drafts(strategy, draft):
     texts = [rng.integers(2, 9, rng.integers(1, 60)).tolist() for _ in range(12)]
     plain = Generator(config, params, None)
     expected = plain.decode(texts)
-    drafting = dataclasses.replace(config, decode=dataclasses.replace(config.decode, draft=draft, draft_tokens=5))
+    small = dataclasses.replace(MODEL, d_model=12, num_heads=3, num_decoder_layers=2)
+    drafts = oracle.random_params(small, np.random.default_rng(7))
+    checkpoint.save_params(tmp_path / "small", dataclasses.replace(config, model=small), drafts)
+    own = {"draft": draft, "draft_tokens": 5, "draft_checkpoint": str(tmp_path / "small")}
+    drafting = dataclasses.replace(config, decode=dataclasses.replace(config.decode, **own))
     generator = Generator(drafting, params, None, devices=jax.local_devices()[:2])
     found = generator.decode(texts)
     assert [{**record, "calls": 0} for record in found] == [{**record, "calls": 0} for record in expected]
     assert all(record["calls"] <= one["calls"] for record, one in zip(found, expected, strict=True))
-    given = plain.decode(texts[:3], drafter=drafters.make(draft))
-    assert [{**record, "calls": 0} for record in given] == [{**record, "calls": 0} for record in expected[:3]]
+    if draft != "model":  # a drafter without a checkpoint
+        given = plain.decode(texts[:3], drafter=drafters.make(draft))
+        assert [{**record, "calls": 0} for record in given] == [{**record, "calls": 0} for record in expected[:3]]
     one = Generator(drafting, params, None)
     assert one.warm_up([48], batch_sizes=[1]).shapes > 1
     report = Report()

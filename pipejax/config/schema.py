@@ -6,7 +6,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.fields import check_fields, setting
 
 STRATEGIES = ("pipelined", "sequential")  # of decoding; beam search is sequential with decode.beams > 1
-DRAFTS = ("none", "source", "jacobi")
+DRAFTS = ("none", "source", "jacobi", "model")
 OBJECTIVES = ("pipelined", "sequential", "none")
 STOPS = ("empty_row", "literal")
 FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
@@ -133,6 +133,7 @@ class DecodeConfig:
     scores: bool = setting(False)  # records hold the log-probability of each token
     limit: str = setting("none", choices=LIMITS)  # "source": only tokens of the source are written
     draft: str = setting("none", choices=DRAFTS)  # who guesses tokens ahead, for fewer decoder calls: docs/drafting.md
+    draft_checkpoint: str = setting("")  # `draft` = "model": a small T5 of the same vocabulary
     draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
     trace: bool = setting(False)  # records hold what was drafted in each call, and what was accepted
     batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
@@ -198,6 +199,11 @@ def check(config: Config, *, where: str) -> None:
     if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":
         raise UserError(
             f"{where}: decode.weights: found float32 with decode.dtype = bfloat16; expected auto, bfloat16 or int8"
+        )
+    if config.decode.draft == "model" and not config.decode.draft_checkpoint:
+        raise UserError(
+            f"{where}: decode.draft_checkpoint: found nothing with decode.draft = model; expected the checkpoint of a "
+            "small T5"
         )
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")

@@ -40,6 +40,7 @@ class SourceIds:
 
     ids: Any  # i32 [B, L]
     length: Any  # i32 [B], how many are real
+    memory: Any = None  # what a drafter's own model made of them
 
 
 @flax.struct.dataclass

@@ -11,7 +11,6 @@ call already, and begins if they turn out right.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +24,7 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.drafters.interface import Drafter, Written
 from pipejax.decoding.gathering import Query, taken
-from pipejax.decoding.pipelined import NEVER, Pipelined
+from pipejax.decoding.pipelined import NEVER, Pipelined, below
 from pipejax.decoding.sequential import Sequential
 from pipejax.grid import start
 
@@ -146,7 +145,7 @@ class Drafted:
             # An ended row holds nobody up; none that starts later follows an empty one.
             closes = (state.length + before_eos == 0) & (self.grid.delay > 0)
             far = jnp.where(before_eos < count, jnp.where(closes, -1, NEVER), newest + count)
-            limit = _below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
+            limit = below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
             asks = is_open | (begins & (limit >= newest))
             return asks, jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
 
@@ -196,14 +195,14 @@ class Drafted:
         # How far a row's tokens are fed and right. An ended row whose eos is among them holds nobody up.
         far = jnp.where((right & (drafts == eos)).any(axis=1), NEVER, newest + run)
         far = jnp.where(asks, far, jnp.where(started, NEVER, -1))
-        limit = _below(jax.lax.cummin, far, NEVER)
+        limit = below(jax.lax.cummin, far, NEVER)
         gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit - newest) + 1, 0), 0)
         ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
         ends = ends_here.any(axis=1)
         gain = jnp.where(ends, ends_here.argmax(axis=1) + 1, gain)
 
         ended, length = state.ended | ends, state.length + gain
-        begins = started | ((gain > 0) & self._may_begin(ended, length))
+        begins = started | ((gain > 0) & self.grid.may_begin(ended, length))
         gain, ends = jnp.where(begins, gain, 0), ends & begins
         ended, length = state.ended | ends, state.length + gain
         counts = jnp.where(begins & asks, jnp.minimum(run, limit - newest), -1)  # the last column that does
@@ -282,20 +281,10 @@ class Drafted:
     def _is_empty(self, ended: Array, length: Array) -> Array:
         return ended & (length == 1)
 
-    def _may_begin(self, ended: Array, length: Array) -> Array:
-        """bool [B, R], whether Algorithm 1 starts a row once those before it are written up to its start."""
-        if self.grid.delay == 0:
-            return jnp.ones_like(ended)
-        if not self.grid.literal:
-            return ~_below(jax.lax.cummax, self._is_empty(ended, length).astype(jnp.int32), 0).astype(bool)
-        # It stops when all rows have ended: some row before it must be open when it starts.
-        latest = _below(jax.lax.cummax, jnp.where(ended, self._first + length, NEVER), NEVER)
-        return jax.lax.cummin((latest > self._first).astype(jnp.int32), axis=1).astype(bool)
-
     def _closed(self, state: State) -> Array:
         """bool [B], no row starts any more."""
         rows = jnp.arange(self.grid.rows)
-        barred = (rows == state.started[:, None]) & ~self._may_begin(state.ended, state.length)
+        barred = (rows == state.started[:, None]) & ~self.grid.may_begin(state.ended, state.length)
         return (state.started == self.grid.rows) | barred.any(axis=1)
 
     def _has_room(self, state: State) -> Array:
@@ -344,8 +333,3 @@ def _flat(x: Array) -> Array:
 def _before(x: Array) -> Array:
     """i32 [...], how many come before the first True of the last axis."""
     return jnp.where(x.any(axis=-1), x.argmax(axis=-1), x.shape[-1])
-
-
-def _below(scan: Callable[..., Array], x: Array, first: int) -> Array:
-    """The running extreme [B, R] of all rows before each one; `first` at the first row."""
-    return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)

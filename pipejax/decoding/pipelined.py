@@ -1,8 +1,10 @@
 """The pipelined decoder: Algorithm 1 of the paper over a fixed grid of sub_max rows and time_max time-steps."""
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -170,3 +172,22 @@ class Pipelined:
         """One a step in which a row was open."""
         pairs = zip(np.asarray(decoded.lengths), np.asarray(decoded.steps), strict=True)
         return np.asarray([grid.pipelined_calls(lengths, delay=self.delay, steps=steps) for lengths, steps in pairs])
+
+    def may_begin(self, ended: Array, length: Array) -> Array:
+        """bool [B, R], whether a row starts once those before it are written up to its start (lines 5-7, 12-13).
+
+        `ended`: bool [B, R], by eos; `length`: i32 [B, R], tokens of each row, eos included.
+        """
+        if self.delay == 0:
+            return jnp.ones_like(ended)
+        if not self.literal:
+            return ~below(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
+        # It stops when all rows have ended: some row before it must be open when it starts.
+        first = grid.start(jnp.arange(self.rows), self.delay)
+        latest = below(jax.lax.cummax, jnp.where(ended, first + length, NEVER), NEVER)
+        return jax.lax.cummin((latest > first).astype(jnp.int32), axis=1).astype(bool)
+
+
+def below(scan: Callable[..., Array], x: Array, first: int) -> Array:
+    """The running extreme [B, R] of all rows before each one; `first` at the first row."""
+    return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)

@@ -93,6 +93,8 @@ def export(
         import flatbuffers  # noqa: F401  JAX writes its programs with it
     restored = checkpoint.open_run(directory, best=best)
     config = config_lib.override(restored.config, overrides)
+    if config.decode.draft == "model":
+        raise UserError("decode.draft: found model; expected another drafter: an export holds one T5")
     for field in dataclasses.fields(config.decode):
         found = getattr(config.decode, field.name)
         if field.name not in FOLLOWED and found != field.default:

@@ -17,7 +17,7 @@ from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Pipelined, Sequential, Strategy
-from pipejax.inference import backends, programs, sources, streaming, wishes
+from pipejax.inference import backends, programs, small, sources, streaming, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
@@ -81,6 +81,7 @@ class Generator:
         dtype = _dtype(config)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
+        self._small = small.load(config, self.programs)
         self._streams: dict[str, RunningBatch] = {}  # of `stream_rows`, by strategy
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
@@ -262,6 +263,7 @@ class Generator:
         """The strategy of that name with this config's settings; `drafter`: instead of the config's."""
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
+        small.check(self._small, made, name, self.config.grid)
         return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:

@@ -21,6 +21,7 @@ from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
 from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch, Wishes
+from pipejax.decoding.drafters import FromModel
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.report import Report
 from pipejax.inference.weights import Layer, Weights
@@ -125,10 +126,33 @@ def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, 
     return backend.encode(model, encoder, source, length)
 
 
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What drafts for a T5, if that is a T5 itself. Static under jit."""
+
+    model: T5
+    backend: Backend
+
+    def lent(self, strategy: Drafted, weights: Weights, source: SourceIds) -> Drafted:
+        """The strategy whose drafter has the decoder of a batch; traced.
+
+        Args:
+          strategy: drafts with a `FromModel`.
+          weights: those of `Ready.decoding`.
+          source: with what the model made of it.
+        """
+        assert isinstance(strategy.drafter, FromModel)
+        decoder = self.backend.decoder(self.model, weights, source.memory)
+        # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
+        few, batch = strategy.queries[::3], len(source.ids)
+        drafter = strategy.drafter.over(decoder, strategy.grid, strategy.width - 1, queries=few, batch=batch)
+        return dataclasses.replace(strategy, drafter=drafter)
+
+
 def decode_batch(
     model: T5,
     strategy: Strategy,
-    weights: Weights,
+    weights: Weights | tuple[Weights, Weights],
     memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
@@ -137,13 +161,14 @@ def decode_batch(
     sizes: Sizes,
     slots: int,
     backend: Backend = XLA,
+    drafting: Drafting | None = None,
 ) -> Stretch:
     """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
 
     Args:
       model: the T5.
       strategy: decides what is fed.
-      weights: those of `Ready.decoding`.
+      weights: those of `Ready.decoding`; with `drafting` those of both T5s.
       memory: of the encoded sources.
       carry: what the stretch before left.
       source: for a strategy that drafts.
@@ -151,7 +176,12 @@ def decode_batch(
       sizes: that the decode goes through.
       slots: of the cache in this stretch.
       backend: computes the decoder's products.
+      drafting: the T5 that drafts, if one does.
     """
+    if isinstance(weights, tuple):
+        weights, small = weights
+        assert drafting is not None and source is not None and isinstance(strategy, Drafted)
+        strategy = drafting.lent(strategy, small, source)
     decoder = backend.decoder(model, weights, memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
@@ -170,6 +200,7 @@ class Programs:
         """Nothing compiles yet."""
         self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
         self.backend = backend
+        self.small: Programs | None = None  # of the T5 that drafts
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
@@ -232,15 +263,20 @@ class Programs:
         ready = self._on(across)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
+        weights: Any = ready.decoding
         read: SourceIds | None = None
         if isinstance(strategy, Drafted):
             more = ((0, 0), (0, 0), (0, shape[2] - source.shape[2]))
             read = SourceIds(np.pad(source, more), lengths)
+            if small := self._small(strategy):
+                own = small._on(across)
+                found = small._run("encoder", 0, (own.encoding, source, lengths), source.shape, report)
+                weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
         wishes = jax.tree.map(lambda x: x[numbers], wishes)
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
-            found: Stretch = self._run(strategy, slots, (ready.decoding, memory, carry, read, wishes), shape, report)
+            found: Stretch = self._run(strategy, slots, (weights, memory, carry, read, wishes), shape, report)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
@@ -255,12 +291,24 @@ class Programs:
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
         carry = None
+        weights: Any = ready.decoding
         read: SourceIds | None = None
         if isinstance(strategy, Drafted):
             read = SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
+            if small := self._small(strategy):
+                own = small._on(1)
+                found = small._program("encoder", 0, (own.encoding, source, lengths), shape, report).out_info
+                weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         for slots in schedule(strategy, batch_size).slots:
-            arguments = ready.decoding, memory, carry, read, None
+            arguments = weights, memory, carry, read, None
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
+
+    def _small(self, strategy: Strategy) -> "Programs | None":
+        """Those of the T5 that drafts, if the strategy has one."""
+        if not (isinstance(strategy, Drafted) and isinstance(strategy.drafter, FromModel)):
+            return None
+        assert self.small is not None, "the generator saw to it"
+        return self.small
 
     def _on(self, across: int) -> Ready:
         """The weights, whole on each of the first devices; those of all numbers share one copy a device."""
@@ -297,7 +345,16 @@ class Programs:
             name, more = "encoder", ""
             if not isinstance(part, str):
                 sizes = schedule(part, batch)
-                function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=self.backend)
+                small = self._small(part)
+                function = partial(
+                    decode_batch,
+                    self.model,
+                    part,
+                    sizes=sizes,
+                    slots=slots,
+                    backend=self.backend,
+                    drafting=Drafting(small.model, small.backend) if small else None,
+                )
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds

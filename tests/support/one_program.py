@@ -10,30 +10,46 @@ from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Drafted, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.programs import decode_batch, encode_batch, prepare, schedule
+from pipejax.inference.programs import Drafting, decode_batch, encode_batch, prepare, schedule
 from pipejax.model.t5 import T5
 
 
 def compiled(
-    config: T5Config, strategy: Strategy, sizes: Sizes | None = None, *, backend: Backend = XLA
+    config: T5Config,
+    strategy: Strategy,
+    sizes: Sizes | None = None,
+    *,
+    backend: Backend = XLA,
+    small: T5Config | None = None,
 ) -> Callable[..., Decoded]:
-    """From parameters, source i32 [B, L] and length i32 [B] to what is decoded."""
+    """From parameters, source i32 [B, L] and length i32 [B] to what is decoded.
+
+    With `small`, the architecture of a T5 that drafts, its parameters come last.
+    """
     model = T5(config)
+    drafting = None if small is None else Drafting(T5(small), backend)
 
     @jax.jit
-    def encode(params: Any, source: jax.Array, length: jax.Array) -> Any:
+    def encode(params: Any, source: jax.Array, length: jax.Array, of_small: Any = None) -> Any:
         ready = prepare(model, params, backend=backend)
-        return ready.decoding, encode_batch(model, ready.encoding, source, length, backend=backend)
+        memory = encode_batch(model, ready.encoding, source, length, backend=backend)
+        if drafting is None:
+            return ready.decoding, memory, None
+        other = prepare(drafting.model, of_small, backend=backend)
+        found = encode_batch(drafting.model, other.encoding, source, length, backend=backend)
+        return (ready.decoding, other.decoding), memory, found
 
-    decode = jax.jit(partial(decode_batch, model, strategy, backend=backend), static_argnames=("sizes", "slots"))
+    decode = jax.jit(
+        partial(decode_batch, model, strategy, backend=backend, drafting=drafting), static_argnames=("sizes", "slots")
+    )
 
-    def whole(params: Any, source: jax.Array, length: jax.Array) -> Decoded:
-        weights, memory = encode(params, source, length)
+    def whole(params: Any, source: jax.Array, length: jax.Array, *of_small: Any) -> Decoded:
+        weights, memory, found = encode(params, source, length, *of_small)
         chosen = sizes or schedule(strategy, len(length))
-        read = (SourceIds(source, length),) if isinstance(strategy, Drafted) else ()
-        found = decoding.run(
+        read = (SourceIds(source, length, found),) if isinstance(strategy, Drafted) else ()
+        stretch = decoding.run(
             lambda slots, carry: decode(weights, memory, carry, *read, sizes=chosen, slots=slots), chosen
         )
-        return found.decoded
+        return stretch.decoded
 
     return whole

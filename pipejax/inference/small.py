@@ -1,0 +1,71 @@
+"""The small T5 that drafts for another one: opened, checked, and ready to run (`decoding.drafters.model` asks it)."""
+
+import dataclasses
+
+from pipejax import checkpoint
+from pipejax.config import Config, GridConfig
+from pipejax.decoding import Drafted, Strategy
+from pipejax.decoding.drafters import FromModel
+from pipejax.inference import backends
+from pipejax.inference.backends import Xla
+from pipejax.inference.programs import Programs
+from pipejax.system.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """What `decode.draft_checkpoint` names."""
+
+    directory: str
+    config: Config
+
+
+def load(config: Config, large: Programs) -> Small | None:
+    """Opens the newest good step of `decode.draft_checkpoint` for the programs of the large T5; None: none drafts.
+
+    Raises:
+      UserError: there is no such checkpoint, or its vocabulary is another one.
+    """
+    if config.decode.draft != "model":
+        return None
+    directory = config.decode.draft_checkpoint
+    try:
+        restored = checkpoint.open_run(directory, packed=True)
+    except UserError as error:
+        raise UserError(f"decode.draft_checkpoint: {error}") from error
+    model = restored.config.model
+    assert model is not None, "checked by open_run"
+    for key in ("vocab_size", "eos_token_id", "decoder_start_token_id"):
+        found, expected = getattr(model, key), getattr(large.config, key)
+        if found != expected:
+            raise UserError(
+                f"decode.draft_checkpoint: {directory}: found a T5 with {key} = {found}; expected {expected}, that of "
+                "the T5 for which it drafts"
+            )
+    dtype, backend = large.model.dtype, large.backend
+    if type(backend) is not Xla:  # whoever asked for XLA's products alone gets them
+        backend = backends.fastest(model, dtype, config.decode.weights)
+    large.small = Programs(model, dtype, devices=large.devices, backend=backend)
+    large.small.set_params(restored.items["params"])
+    return Small(directory, restored.config)
+
+
+def check(small: Small | None, made: Strategy, name: str, grid: GridConfig) -> None:
+    """Raises a UserError if a T5 is to draft that is not there, or is known to be trained for something else.
+
+    Args:
+      small: that was opened.
+      made: the strategy.
+      name: its name.
+      grid: of the large T5.
+    """
+    if not (isinstance(made, Drafted) and isinstance(made.drafter, FromModel)):
+        return
+    if small is None:
+        raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")
+    trained, delay = small.config.train.objective, small.config.grid.delay
+    where = f"decode.draft_checkpoint: {small.directory}"
+    if trained not in ("none", name):
+        raise UserError(f"{where}: found a T5 trained for {trained} decoding; expected {name}")
+    if trained == "pipelined" and delay != grid.delay:
+        raise UserError(f"{where}: found a T5 trained with delay {delay}; expected {grid.delay}")
