@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from pipejax import checkpoint
 from pipejax.config import Config, GridConfig
 from pipejax.decoding import Drafted, Strategy
@@ -42,7 +44,7 @@ def load(config: Config, large: Programs) -> Small | None:
                 f"decode.draft_checkpoint: {directory}: found a T5 with {key} = {found}; expected {expected}, that of "
                 "the T5 for which it drafts"
             )
-    dtype, backend = large.model.dtype, large.backend
+    dtype, backend = jnp.dtype(large.model.dtype), large.backend
     if type(backend) is not Xla:  # whoever asked for XLA's products alone gets them
         backend = backends.fastest(model, dtype, config.decode.weights)
     large.small = Programs(model, dtype, devices=large.devices, backend=backend)
