@@ -73,7 +73,7 @@ def test_figure_2() -> None:
     [
         ([], {"delay": 1}, 1, 0, [1]),
         ([["a"]], {"delay": 3}, 4, 1, [2, 4]),
-        ([["a"] * 2, ["b"] * 3], {"delay": 0}, 4, 0, [3, 4]),  # side by side, and no empty row
+        ([["a"] * 2, ["b"] * 3], {"delay": 0}, 4, 1, [3, 4]),  # side by side, and no empty row
         ([["a"] * 5, ["b"]], {"delay": 2, "truncated": "sub_max"}, 6, 1, [6, 4]),  # nothing after the second row
         ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is cut
         ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),  # both are, and no row 3 began
