@@ -149,7 +149,7 @@ def test_names_of_the_grid_are_those_of_every_answer(named, tokenizer, delay):
         expected = drawn(made, params, [*tokenizer.encode(text), EOS], prefixes, 3)
         assert record["row_ids"] == contents(expected, 3) and record["steps"] == expected.steps
         assert all(row.startswith(name) for row, name in zip(record["rows"], NAMES, strict=True))
-        assert record["truncated"] in (None, "time_max")  # not "sub_max": there are as many as there are to be
+        assert record["truncated"] == expected.truncated
     own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # a record knows better
     (record,) = made.decode([own])
     assert len(record["rows"]) == 1 and record["rows"][0].startswith("new")
@@ -181,10 +181,10 @@ def test_a_stream_and_an_engine_write_them(named):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_picture_shows_them_with_their_drafts(tokenizer, tmp_path, delay):
+@pytest.mark.parametrize("delay, sub_max", [(0, 4), (1, 4), (1, 3), (2, 3)])
+def test_a_picture_shows_them_with_their_drafts(tokenizer, tmp_path, delay, sub_max):
     drafted = {"draft": "jacobi", "trace": True}
-    made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=delay, sub_max=4, decode=drafted)
+    made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=delay, sub_max=sub_max, decode=drafted)
     records = made.decode(["the clerk slept .", "the baker sang ."])
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, records)))
     for record in records:
@@ -231,10 +231,8 @@ def test_too_little_or_too_much_is_refused():
         UserError, match=r"^source 0: found 7 row_prefixes with grid\.delay = 0; expected at most grid\."
     ):
         made.decode([{"source_ids": [3, 1], "row_prefixes": [[4]] * 7}])
-    engine = Engine(made, places=1, queue=1)
-    with pytest.raises(UserError, match=nothing):
-        engine.submit(Request(Source(0, [3, 1]), "pipelined"))
-    engine.close(drain=True, seconds=60)
+    with pytest.raises(UserError, match=r"^grid\.delay: found 0 without grid\.row_names; expected the names"):
+        Engine(made, places=1, queue=1)
     with pytest.raises(UserError, match=r"^grid\.row_names: found texts, but the checkpoint has no tokenizer"):
         generator(row_names=NAMES)[0].decode([[3, 1]])
 
@@ -242,6 +240,14 @@ def test_too_little_or_too_much_is_refused():
 def test_settings_with_names_are_the_same_when_they_are_read_again(named):
     settings = settings_of(named[0], "pipelined", [])
     assert json.loads(json.dumps(settings)) == settings
+
+
+def test_records_depend_on_drafts_only_if_they_hold_their_trace():
+    def settings(**decode):
+        return settings_of(generator(decode=decode)[0], "pipelined", [])
+
+    assert settings() == settings(draft="model", draft_checkpoint="one") == settings(draft="jacobi", draft_tokens=3)
+    assert settings(draft="jacobi", trace=True) != settings(draft="source", trace=True) != settings(draft="source")
 
 
 # Training.
@@ -260,6 +266,8 @@ def test_a_target_is_its_names_side_by_side(tokenizer):
         assert flat.time[here].tolist() == list(range(name, len(row) + 1))
         assert flat.inputs[flat.row == i][: len(row) + 1].tolist() == [0, *row]
     assert set(flat.row.tolist()) == {0, 1, 2}  # no empty one
+    just_enough = change(TRAINED, data={"max_target": sum(map(len, rows)) + 3})  # an eos each
+    assert not encode(Example("1", "the clerk slept .", ROWS), tokenizer, just_enough, MODEL).target_was_cut
 
 
 @pytest.mark.parametrize(

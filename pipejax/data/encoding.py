@@ -70,7 +70,8 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
         if names:
             _check_names(example, rows, names)
         ends = np.cumsum([len(row) + 1 for row in rows])
-        cut = bool(rows) and int(ends[-1]) + 1 > most
+        empty = int(config.grid.delay > 0)  # the eos of the empty row
+        cut = bool(rows) and int(ends[-1]) + empty > most
         kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows
         open_end, final = cut and len(kept[-1]) + 1 > most, not cut
     kept = [row[: most - 1] for row in kept]

@@ -128,9 +128,11 @@ class Drafted:
         """The newest token of each open row with its drafts; an eos that was not fed yet; rows that may begin."""
         rows, times, columns = jnp.arange(self.grid.rows), self.grid.time_max, jnp.arange(self.width)
         newest = self._first + state.length
-        started = rows < state.started[:, None]
-        is_open = started & ~state.ended & (newest < times) & ~state.done[:, None]
-        begins = ~started & ~(self._closed(state) | state.done)[:, None]
+        # Numbers, not flags [B]: of those beside rows LLVM makes a vector that it then cannot compile for AVX-512.
+        begun = jnp.where(state.done, 0, state.started)
+        most = jnp.where(self._closed(state) | state.done, 0, self.grid.rows)
+        is_open = (rows < begun[:, None]) & ~state.ended & (newest < times)
+        begins = (rows >= state.started[:, None]) & (rows < most[:, None])
         drafter, draft = self.drafter.propose(
             state.drafter,
             Written(state.tokens, state.length, state.guesses, state.guessed),

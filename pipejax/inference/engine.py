@@ -171,6 +171,8 @@ class Engine:
         with self._change:
             self._open, self._stops = False, not drain
             self._change.notify()
+            if self._stops:
+                self._switch.throw()
         self._thread.join(seconds)
         with self._change:
             self._stops = True
@@ -182,10 +184,10 @@ class Engine:
             with self._change:
                 while self._open and not self._waiting and not self.running:
                     self._change.wait()
+                self._switch.reset()  # before it looks who came or what is over: what comes later throws it again
                 if self._stops or not (self._open or self._waiting or self.running):
                     break
             try:
-                self._switch.reset()  # before it looks who came: who comes later throws it again
                 self._admit()
                 for name in [name for name, running in self._running.items() if running]:
                     self._advance(name)
@@ -245,6 +247,9 @@ class Engine:
         """Without drafts, whose states hold a whole batch."""
         if self.generator.config.decode.limit != "none":
             raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")
+        grid = self.generator.config.grid
+        if name == "pipelined" and grid.delay == 0 and not grid.row_names:
+            raise UserError("grid.delay: found 0 without grid.row_names; expected the names of the rows, to be served")
         strategy = self.generator.make_strategy(name)
         strategy = strategy.inner if isinstance(strategy, Drafted) else strategy
         if not isinstance(strategy, Pipelined | Sequential):

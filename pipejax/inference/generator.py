@@ -301,9 +301,6 @@ class Generator:
         """
         separator = self.config.data.separator
         rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
-        count, truncated = self.rows_of(source, strategy).most, TRUNCATIONS[int(found.truncated[place])]
-        if truncated == "sub_max" and count == len(rows):  # as many as there were to be
-            truncated = None
         kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None
         said: list[str] | None = None
@@ -321,7 +318,7 @@ class Generator:
             "row_ids": [row for _, row in kept],
             "steps": int(found.steps[place]),
             "calls": int(found.calls[place]),
-            "truncated": truncated,
+            "truncated": TRUNCATIONS[int(found.truncated[place])],
         }
         if self.config.decode.samples > 1:
             record["sample"] = source.sample
@@ -334,7 +331,8 @@ class Generator:
         if found.trace is not None:
             record["trace"] = decoding.listed(found.trace, place, record["calls"])
             if strategy == "pipelined" and self.config.grid.delay == 0:  # rows that nobody named end as they begin
-                record["trace"] = [[one for one in call if one.row < (count or 0)] for call in record["trace"]]
+                count = self.rows_of(source, strategy).most or 0
+                record["trace"] = [[one for one in call if one.row < count] for call in record["trace"]]
             if self.tokenizer is not None:
                 seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
                 record["pieces"] = {str(i): self.tokenizer.piece(i) for i in sorted(seen)}

@@ -221,13 +221,14 @@ class Unfinished:
 
 
 def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """What the records depend on; batches and drafts are no part of it."""
+    """What the records depend on; batches are no part of it, and drafts only if records hold their trace."""
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))
         told = [source.prefixes, source.max_rows] if source.prefixes or source.max_rows is not None else []
         digest.update(json.dumps([source.id, content, *told]).encode())
-    speed = ("batch_size", "draft", "draft_tokens")
+    drafts = () if config.decode.trace else ("draft", "draft_tokens", "draft_checkpoint")
+    speed = ("batch_size", *drafts)
     decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
     decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
     return {
