@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -244,7 +245,7 @@ def test_settings_with_names_are_the_same_when_they_are_read_again(named):
 
 def test_records_depend_on_drafts_only_if_they_hold_their_trace():
     def settings(**decode):
-        return settings_of(generator(decode=decode)[0], "pipelined", [])
+        return settings_of(SimpleNamespace(config=Config(decode=DecodeConfig(**decode)), origin={}), "pipelined", [])
 
     assert settings() == settings(draft="model", draft_checkpoint="one") == settings(draft="jacobi", draft_tokens=3)
     assert settings(draft="jacobi", trace=True) != settings(draft="source", trace=True) != settings(draft="source")
