@@ -271,8 +271,8 @@ def test_json_may_leave_keys_out():
         ("import sys\nsys.exit('gone')\n", ":2", ": SystemExit: gone"),
         ("def f():\n    f()\nf()\n", ":2", ": RecursionError: "),
         (b"x = 1\nconfig = '\xff\xfe'\n", ":2", ": SyntaxError: "),
-        (b"\x00\x01\x02\x03", "", ": SyntaxError: source code "),
-        (b"\x7fELF" + bytes(range(256)), "", ": SyntaxError: "),
+        (b"\x00\x01\x02\x03", "", "Error: source code "),  # by release of Python 3.11 a ValueError or a SyntaxError
+        (b"\x7fELF" + bytes(range(256)), "", "Error: "),
         (IMPORTS + "config = Config(grid=GridConfig(dealy=2))\n", ":2", "unexpected keyword argument 'dealy'"),
         (IMPORTS + "config = Config(\n    modle=None)\n", ":2", "unexpected keyword argument 'modle'"),
         (IMPORTS + "config = Config(model=T5Config(vocab_size=3))", ":2", "T5Config.__init__() missing 6 required"),
@@ -328,5 +328,6 @@ def test_every_key_has_a_range_or_none_to_need():
         for field in dataclasses.fields(section):
             if field.type in (int, "int"):
                 assert field.metadata["least"] is not None, field.name
-            if field.type in (str, "str") and section is not DataConfig and field.name not in ("init_from", "wandb"):
+            free = ("init_from", "wandb", "draft_checkpoint")
+            if field.type in (str, "str") and section is not DataConfig and field.name not in free:
                 assert field.metadata["choices"], field.name
