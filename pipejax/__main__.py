@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": ("what a training will need of each device's memory", "pipejax.training.plan"),
     "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
-    "checkpoint": ("list and verify the steps of a run", "pipejax.checkpoint.__main__"),
+    "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
     "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
     "picture": ("draw a record's grid as SVG, or as a page that plays it", "pipejax.inference.picture.command"),
 }

@@ -11,7 +11,7 @@ from jax import export as jax_export
 
 from experiments import named_rows as experiment
 from pipejax import checkpoint
-from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig, override
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.inference.backends import XLA, OwnKernel
@@ -338,3 +338,9 @@ def test_steps_by_hand():
     fixed = {"delay 0": 5, "delay 1": 2 + 5, "delay 2": 4 + 5, "delay 4": 8 + 5, "sequential": 3 + 2 + 4 + 2 + 1}
     waiting = {"after the name above": 7, "after the first word above": 9, "after the row above": 3 + 2 + 5}
     assert found == fixed | waiting
+
+
+def test_names_that_start_at_once_differ():
+    with pytest.raises(UserError, match=r"grid\.row_names: found a name twice; expected others, since grid\.delay = 0"):
+        override(Config(), ["grid.delay=0", 'grid.row_names=["to:", "by:", "to:"]'])
+    assert override(Config(), ["grid.delay=1", 'grid.row_names=["to:", "to:"]']).grid.row_names == ("to:", "to:")

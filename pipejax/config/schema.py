@@ -196,6 +196,8 @@ def check(config: Config, *, where: str) -> None:
         raise UserError(
             f"{where}: grid.row_names: found {names}; expected at most grid.sub_max = {config.grid.sub_max}"
         )
+    if config.grid.delay == 0 and len({*config.grid.row_names}) < names:
+        raise UserError(f"{where}: grid.row_names: found a name twice; expected others, since grid.delay = 0")
     if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":
         raise UserError(
             f"{where}: decode.weights: found float32 with decode.dtype = bfloat16; expected auto, bfloat16 or int8"
