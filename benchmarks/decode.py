@@ -21,8 +21,6 @@ import numpy as np
 from benchmarks.systems import (
     PEERS,
     SIZES,
-    CTranslate2,
-    HuggingFace,
     Rows,
     Run,
     System,
@@ -30,7 +28,9 @@ from benchmarks.systems import (
     build,
     interleaved,
     machine,
+    names_of,
     paired,
+    peer,
     random_params,
     save,
     step_bytes,
@@ -73,12 +73,7 @@ def main(argv: Sequence[str]) -> int:
     cli.check_output("--json", flags.json)
     use_threads(flags.threads)
     patterns = {text: rows_of(text) for text in flags.patterns.split(",")}
-    peers = [name for name in flags.peers.split(",") if name]
-    if unknown := set(peers) - set(PEERS):
-        raise UserError(f"--peers: found {', '.join(sorted(unknown))}; expected {', '.join(PEERS)}")
-    weights = flags.weights.split(",")
-    if unknown := set(weights) - set(SUFFIXES):
-        raise UserError(f"--weights: found {', '.join(sorted(unknown))}; expected {', '.join(SUFFIXES)}")
+    peers, weights = names_of("--peers", flags.peers, PEERS), names_of("--weights", flags.weights, SUFFIXES)
     rows_of_grid = whole_numbers("--sub-max", flags.sub_max)
     times = whole_numbers("--time-max", flags.time_max) * (1 if "," in flags.time_max else len(rows_of_grid))
     if len(times) != len(rows_of_grid):
@@ -107,10 +102,7 @@ def main(argv: Sequence[str]) -> int:
             directory = write(config, params, Path(scratch))
             for name in peers:
                 cli.note(f"loading {name}")
-                if name.startswith("hf"):
-                    systems.append(HuggingFace(name, directory, threads=flags.threads, dtype=flags.dtype))
-                else:
-                    systems.append(CTranslate2(name, directory, threads=flags.threads))
+                systems.append(peer(name, directory, threads=flags.threads, dtype=flags.dtype))
         del params
         source = np.random.default_rng(1).integers(3, config.vocab_size, (flags.batch, flags.source), np.int32)
         total = len(patterns) * len(systems) * (flags.rounds + 1)

@@ -1,32 +1,41 @@
-"""Decodes a file of real documents end to end beside Hugging Face's generate, on the same random weights.
+"""Decodes a file of real documents end to end beside other systems, on the same random weights.
 
-    python -m benchmarks.documents msqa_test.jsonl --tokenizer t5_tokenizer --model base --json OUT
+    python -m benchmarks.documents msqa_test.jsonl --tokenizer t5_tokenizer --model base --weights float32,int8 \
+        --peers hf,ct2-int8 --json OUT
 
 Lines are {"source", "targets"}: every answer is forced to the rows of its targets, in number and in length. Time runs
 from the text of the source to the text of the answer. The systems take turns document by document, or batch by batch;
 batches are of similar length. Compilation comes before.
 """
 
+import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.decode import OURS
+from benchmarks.decode import OURS, SUFFIXES
 from benchmarks.systems import (
+    PEERS,
     SIZES,
+    SPECIAL,
+    CTranslate2,
     HuggingFace,
     Pipejax,
     build,
     check_lengths,
     machine,
+    names_of,
+    peer,
     random_params,
     save,
     use_threads,
+    words_of,
     write,
 )
 from pipejax.data.encoding import cut_source
@@ -51,14 +60,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", type=int, default=1, metavar="B")
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="only the first N documents")
     parser.add_argument("--max-source", type=int, default=2048, metavar="L", help="longer sources are cut (2048)")
+    parser.add_argument(
+        "--weights", default="float32", metavar="NAME,...", help=f"ours, of {', '.join(SUFFIXES)} (float32)"
+    )
+    parser.add_argument("--peers", default="hf", metavar="NAME,...", help=f"of {', '.join(PEERS)} (hf)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
+    weights, peers = names_of("--weights", flags.weights, SUFFIXES), names_of("--peers", flags.peers, PEERS)
+    if flags.batch > 1 and any(name.startswith("ct2") for name in peers):
+        raise UserError(
+            "--peers: found CTranslate2 with batches, whose answers must have one length; expected --batch 1"
+        )
     use_threads(flags.threads)
     compile_cache.use()
     tokenizer = Tokenizer.load(Path(flags.tokenizer))
-    documents = read(flags.file, tokenizer)[: flags.limit or None]
+    documents = [
+        (text, [n for target in targets if (n := len(tokenizer.encode(target)))])
+        for text, targets in itertools.islice(answers(flags.file), flags.limit or None)
+    ]
     if not documents:
         raise UserError(f"{flags.file}: found no lines; expected at least one document")
     documents.sort(key=lambda d: len(d[0]))
@@ -72,11 +93,18 @@ def main(argv: Sequence[str]) -> int:
     strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, max(longest, 50), max(most_rows, 20))}
     strategies[OURS[1]] = Sequential(max(sequence, 512))
     systems: dict[str, Callable[[Batch], None]] = {}
-    for each in build(config, params, "float32", strategies=strategies):
-        systems[each.name] = ours(each, tokenizer, flags.max_source)
+    for held in weights:
+        named = {name + SUFFIXES[held]: strategy for name, strategy in strategies.items()}
+        for each in build(config, params, "float32", strategies=named, weights="auto" if held == "float32" else held):
+            systems[each.name] = partial(ours, each, tokenizer, flags.max_source)
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
-        theirs = HuggingFace("hf", write(config, params, Path(scratch)), threads=flags.threads)
-    systems["hf"] = lambda batch: hugging_face(theirs, tokenizer, flags.max_source, batch)
+        directory = write(config, params, Path(scratch)) if peers else Path(scratch)
+        for name in peers:
+            theirs = peer(name, directory, threads=flags.threads)
+            if isinstance(theirs, HuggingFace):
+                systems[name] = partial(hugging_face, theirs, tokenizer, flags.max_source)
+            else:
+                systems[name] = partial(ctranslate2, theirs, tokenizer, flags.max_source)
     del params
 
     seconds = dict.fromkeys(systems, 0.0)
@@ -112,17 +140,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read(file: str, tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
-    """Each document's source, and the lengths of its targets in tokens (empty ones left out)."""
-    documents = []
+def answers(file: str) -> Iterator[tuple[str, list[str]]]:
+    """Each document's source and targets."""
     with open(file, "rb") as lines:
         for place, value in read_objects(lines, file):
             targets = value.get("targets")
             if not isinstance(targets, list):
                 raise UserError(f"{place}: found no list of targets; expected one")
-            rows = [len(tokenizer.encode(target)) for target in targets]
-            documents.append((text_of(value, "source", place), [n for n in rows if n]))
-    return documents
+            yield text_of(value, "source", place), targets
 
 
 def tokens_of(tokenizer: Tokenizer, most: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -132,17 +157,13 @@ def tokens_of(tokenizer: Tokenizer, most: int, texts: list[str]) -> tuple[np.nda
     return pad([np.asarray(x, np.int32) for x in ids], bucket(int(lengths.max()))), lengths
 
 
-def ours(system: Pipejax, tokenizer: Tokenizer, most: int) -> Callable[[Batch], None]:
+def ours(system: Pipejax, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
     """From texts to texts with pipejax."""
-
-    def run(batch: Batch) -> None:
-        memory = system.decoder.encode(*tokens_of(tokenizer, most, batch[0]))
-        decoded = system.decoder.decode(memory, batch[1])
-        for rows, lengths in zip(decoded.tokens, decoded.lengths, strict=True):
-            for row, n in zip(rows, lengths, strict=True):
-                tokenizer.decode(row[:n].tolist())
-
-    return run
+    memory = system.decoder.encode(*tokens_of(tokenizer, most, batch[0]))
+    decoded = system.decoder.decode(memory, batch[1])
+    for rows, lengths in zip(decoded.tokens, decoded.lengths, strict=True):
+        for row, n in zip(rows, lengths, strict=True):
+            tokenizer.decode(row[:n].tolist())
 
 
 def hugging_face(system: HuggingFace, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
@@ -159,6 +180,16 @@ def hugging_face(system: HuggingFace, tokenizer: Tokenizer, most: int, batch: Ba
     check_lengths(found, steps)
     for row in found:
         tokenizer.decode(row[:-1])
+
+
+def ctranslate2(system: CTranslate2, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
+    """From a text to a text with CTranslate2, whose words stand for ids (`systems.write`)."""
+    source, lengths = tokens_of(tokenizer, most, batch[0])
+    words = words_of(source[0, : lengths[0]].tolist())
+    steps = sequential_steps(batch[1][0])
+    found = system.generate([words], steps)
+    check_lengths(found, [steps])
+    tokenizer.decode([int(word[1:]) for word in found[0] if word not in SPECIAL])
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.systems import SIZES, machine, random_params, save, use_threads, write
+from benchmarks.documents import answers
+from benchmarks.systems import SIZES, machine, names_of, random_params, save, use_threads, write
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.encoding import cut_source
-from pipejax.data.lines import read_objects, text_of
 from pipejax.data.padding import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafted, Pipelined, Sequential, SourceIds, Step, Strategy, drafters
@@ -254,17 +254,13 @@ GRID = Pipelined(delay=1, time_max=64, sub_max=20)
 def read(file: str, tokenizer: Tokenizer, *, count: int, most: int) -> list[Document]:
     """Documents from all of the file, as far apart as possible, whose answers fit."""
     fitting = []
-    with open(file, "rb") as lines:
-        for place, value in read_objects(lines, file):
-            targets = value.get("targets")
-            if not isinstance(targets, list):
-                raise UserError(f"{place}: found no list of targets; expected one")
-            rows = [ids for target in targets if (ids := tokenizer.encode(target))]
-            line = tokenizer.encode(SEPARATOR.join(targets))
-            ends = max((start(i, 1) + len(row) + 1 for i, row in enumerate(rows)), default=0)
-            source = cut_source([*tokenizer.encode(text_of(value, "source", place)), EOS], most)
-            if rows and len(rows) < GRID.sub_max and ends < GRID.time_max and len(line) < WIDTH:
-                fitting.append(Document(np.asarray(source, np.int32), rows, line))
+    for text, targets in answers(file):
+        rows = [ids for target in targets if (ids := tokenizer.encode(target))]
+        line = tokenizer.encode(SEPARATOR.join(targets))
+        ends = max((start(i, 1) + len(row) + 1 for i, row in enumerate(rows)), default=0)
+        source = cut_source([*tokenizer.encode(text), EOS], most)
+        if rows and len(rows) < GRID.sub_max and ends < GRID.time_max and len(line) < WIDTH:
+            fitting.append(Document(np.asarray(source, np.int32), rows, line))
     if not fitting:
         raise UserError(f"{file}: found no answer that fits; expected at least one")
     return fitting[:: max(len(fitting) // count, 1)][:count]
@@ -308,9 +304,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
-    names = flags.systems.split(",")
-    if unknown := set(names) - set(SYSTEMS):
-        raise UserError(f"--systems: found {', '.join(sorted(unknown))}; expected of {', '.join(SYSTEMS)}")
+    names = names_of("--systems", flags.systems, SYSTEMS)
     use_threads(flags.threads)
     compile_cache.use()
     config = SIZES[flags.model]

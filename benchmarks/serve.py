@@ -28,11 +28,12 @@ import numpy as np
 
 from benchmarks import apps
 from benchmarks.decode import SUFFIXES, rows_of, whole_numbers
-from benchmarks.systems import SIZES, machine, random_params, save, use_threads, write
+from benchmarks.systems import SIZES, machine, names_of, random_params, save, use_threads, write
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
 from pipejax.grid import sequential_steps
-from pipejax.inference.generator import Generator, load
+from pipejax.inference.generator import Generator
+from pipejax.inference.loading import load
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -59,10 +60,8 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
     levels, rows = whole_numbers("--concurrency", flags.concurrency), rows_of(flags.answer)
-    weights, peers = flags.weights.split(","), [name for name in flags.peers.split(",") if name]
-    for flag, given, known in (("--weights", weights, SUFFIXES), ("--peers", peers, apps.PEERS)):
-        if unknown := set(given) - {*known}:
-            raise UserError(f"{flag}: found {', '.join(sorted(unknown))}; expected {', '.join(known)}")
+    weights = names_of("--weights", flags.weights, SUFFIXES)
+    peers = names_of("--peers", flags.peers, apps.PEERS)
     if len(rows) >= flags.sub_max or len(rows) + max(rows) > flags.time_max:
         bounds = f"{flags.sub_max} x {flags.time_max}"
         raise UserError(f"--answer {flags.answer}: found more than a grid of {bounds} can hold")

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -29,12 +29,14 @@ from pipejax.inference.programs import Ready, prepare
 from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
+from pipejax.system.errors import UserError
 
 SIZES = {
     "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
     **ARCHITECTURES,
 }
 PEERS = ("hf", "hf-bf16", "hf-int8", "ct2-fp32", "ct2-int8")  # CTranslate2 has no bfloat16 on a CPU
+SPECIAL = ("<pad>", "</s>", "<unk>")  # words of the first ids
 Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
 
 
@@ -67,6 +69,14 @@ def use_threads(count: int) -> None:
     os.environ["NPROC"] = os.environ["OMP_NUM_THREADS"] = str(count)
 
 
+def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names of a list with commas; raises a UserError for one that is not known."""
+    names = [name for name in text.split(",") if name]
+    if unknown := set(names) - {*known}:
+        raise UserError(f"{flag}: found {', '.join(sorted(unknown))}; expected {', '.join(known)}")
+    return names
+
+
 def random_params(config: T5Config, seed: int = 0) -> Any:
     """Parameters of Hugging Face's initial scales, from NumPy's generator."""
     rng = np.random.default_rng(seed)
@@ -84,16 +94,21 @@ def random_params(config: T5Config, seed: int = 0) -> Any:
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
+def words_of(ids: Iterable[int]) -> list[str]:
+    """The made-up words of these ids."""
+    return [SPECIAL[i] if i < len(SPECIAL) else f"t{i}" for i in ids]
+
+
 def write(config: T5Config, params: Any, directory: Path) -> Path:
-    """Writes DIR/hf with a vocabulary of made-up words: id i is "t<i>"."""
+    """Writes DIR/hf with a vocabulary of made-up words: id i is "t<i>", but for `SPECIAL`."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     target = directory / "hf"
     write_hf(config, params, target, None)
-    words = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {f"t{i}": i for i in range(3, config.vocab_size)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = {word: i for i, word in enumerate(words_of(range(config.vocab_size)))}
+    inner = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[2]))
+    special = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(target)
     return target
 
@@ -209,7 +224,7 @@ class CTranslate2:
         if len(lengths) > 1:
             raise ValueError(f"rows: found answers of {sorted(lengths)} tokens; expected one length for CTranslate2")
         (length,) = lengths
-        words = [[f"t{i}" for i in ids] for ids in source.tolist()]
+        words = [words_of(ids) for ids in source.tolist()]
         one, whole = self._timed(words, 1), self._timed(words, length)
         step = (whole - one) / (length - 1)
         return Run(one - step, whole - one + step)
@@ -231,6 +246,13 @@ class CTranslate2:
     def steps(self, rows: Rows) -> int:
         """The most of any example."""
         return max(map(sequential_steps, rows))
+
+
+def peer(name: str, directory: Path, *, threads: int, dtype: str = "float32") -> HuggingFace | CTranslate2:
+    """One of `PEERS`, of what `write` wrote; `dtype` is Hugging Face's."""
+    if name.startswith("hf"):
+        return HuggingFace(name, directory, threads=threads, dtype=dtype)
+    return CTranslate2(name, directory, threads=threads)
 
 
 def check_lengths(found: Sequence[Sequence[Any]], wanted: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import picture
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Generator, Record, texts
-from pipejax.inference.generator import load as open_run
+from pipejax.inference.loading import load as open_run
 from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.precision import compute_dtype
 from pipejax.system import cli

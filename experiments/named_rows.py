@@ -23,7 +23,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Confi
 from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.generator import Generator, Record, texts
-from pipejax.inference.generator import load as open_run
+from pipejax.inference.loading import load as open_run
 from pipejax.system import cli
 from pipejax.training.loop import fit
 

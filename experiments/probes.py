@@ -23,7 +23,7 @@ from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Record, texts
-from pipejax.inference.generator import load as open_run
+from pipejax.inference.loading import load as open_run
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import write_text

@@ -25,7 +25,8 @@ from typing import Any
 
 from benchmarks.serve import server
 from pipejax.data import demo
-from pipejax.inference.generator import Record, load
+from pipejax.inference.generator import Record
+from pipejax.inference.loading import load
 from pipejax.system import cli
 
 TEXTS = 64  # different prompts

@@ -27,7 +27,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
     """
-    from pipejax.inference.generator import load as open_checkpoint  # importing pipejax alone must not start JAX
+    from pipejax.inference.loading import load as open_checkpoint  # importing pipejax alone must not start JAX
 
     for setting in environment.IGNORED:
         warnings.warn(f"{setting}: not followed since `import pipejax`, in the whole program", stacklevel=2)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import apps, decode, drafts, plot, serve, systems
+from benchmarks import apps, decode, documents, drafts, plot, serve, systems
 from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
 from pipejax.config import Config, GridConfig, TrainConfig
 from pipejax.data import demo
@@ -26,7 +26,7 @@ def params():
 @pytest.fixture(autouse=True)
 def all_processors(monkeypatch):
     """The suite keeps its threads."""
-    for command in (decode, drafts, serve):
+    for command in (decode, documents, drafts, serve):
         monkeypatch.setattr(command, "use_threads", lambda count: None)
 
 
@@ -194,6 +194,27 @@ def test_a_server_that_does_not_start(tmp_path):
         pass
 
 
+@pytest.mark.slow
+def test_documents_are_decoded_from_text_to_text(tmp_path, tokenizer_files, capsys):
+    """Each system in turn; an answer of another length than that of the targets raises an error."""
+    file, output = tmp_path / "two.jsonl", tmp_path / "out.json"
+    lines = [{"source": e.source, "targets": [*e.targets[:2], ""]} for e in demo.examples("test")[:3]]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--limit", "2"]
+    assert documents.main([*flags, "--weights", "float32,int8", "--json", str(output)]) == 0
+    found = json.loads(output.read_text())["results"]
+    ours = ["pipejax-pipelined", "pipejax-sequential", "pipejax-pipelined-int8", "pipejax-sequential-int8"]
+    assert [r["system"] for r in found] == [*ours, "hf"]
+    assert all(r["documents"] == 2 and r["seconds"] > 0 for r in found)
+    assert "2 documents, batch 1, tiny" in capsys.readouterr().out
+    for more, said in (
+        (["--peers", "hg"], "--peers: found hg; expected hf"),
+        (["--peers", "hf,ct2-int8", "--batch", "2"], "found CTranslate2 with batches"),
+    ):
+        with pytest.raises(UserError, match=said):
+            documents.main([*flags, *more])
+
+
 def test_bytes_of_a_step_are_those_of_its_arguments(params):
     config = SIZES["tiny"]
     (system,) = build(config, params, "float32", strategies={"chain": Sequential(8)})
@@ -230,5 +251,5 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys):
     assert calls["sequential+model"] == -(-length // 4)  # always right: three drafted tokens, and the answer to them
     assert calls["sequential+source"] < length and calls["pipelined+model"] < calls["pipelined"]
     assert "sequential+source" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--systems: found other; expected of sequential"):
+    with pytest.raises(UserError, match="--systems: found other; expected sequential"):
         drafts.main([*flags, "--systems", "other"])

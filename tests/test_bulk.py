@@ -21,8 +21,9 @@ from pipejax import checkpoint
 from pipejax.data import demo
 from pipejax.data.blocks import Block, Reader, cut
 from pipejax.data.formats import read_records
-from pipejax.inference import bulk, bulk_command, generator, records, shards
-from pipejax.inference.generator import Generator, load
+from pipejax.inference import bulk, bulk_command, loading, records, shards
+from pipejax.inference.generator import Generator
+from pipejax.inference.loading import load
 from pipejax.inference.shards import Output, Shards
 from pipejax.system.errors import UserError
 from support import oracle, tiny
@@ -49,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bulk, "load", load_once)
-        patch.setattr(generator, "load", load_once)
+        patch.setattr(loading, "load", load_once)
         yield path
 
 
@@ -90,7 +91,7 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def decoded(trained: Path, source: str, *overrides: str) -> bytes:
     """What pipejax decode writes."""
-    opened = generator.load(str(trained), best=False, overrides=overrides)
+    opened = loading.load(str(trained), best=False, overrides=overrides)
     records.decode_file(opened, source, "expected", strategy=None, batch_size=None)
     return Path("expected").read_bytes()
 

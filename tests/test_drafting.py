@@ -3,8 +3,11 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -49,6 +52,28 @@ class Table:
         tokens = jnp.take_along_axis(table, jnp.minimum(places, GUESSED - 1), axis=2)
         count = jnp.clip(GUESSED - written.length, 0, most)
         return table, Draft(tokens, count, jnp.zeros_like(count))
+
+
+@pytest.mark.slow
+def test_batches_of_drafts_compile_with_the_flags_of_users():
+    """The suite's flags for XLA hide what LLVM makes of a program: on AVX-512 one like this ended the process."""
+    program = """
+import jax
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
+from pipejax.inference.generator import Generator
+from pipejax.model.t5 import init_params
+
+sizes = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
+grid, train = GridConfig(delay=1, time_max=16, sub_max=5), TrainConfig(objective="pipelined")
+config = Config(model=sizes, grid=grid, train=train, decode=DecodeConfig(draft="source", draft_tokens=4))
+generator = Generator(config, init_params(sizes, jax.random.key(0)), None)
+print(len(generator.decode([[5, 6, 7, 8, 9, 1]] * 8, batch_size=8)))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (found.returncode, found.stdout) == (0, "8\n"), found.stderr
 
 
 @pytest.mark.parametrize(

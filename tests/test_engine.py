@@ -93,6 +93,20 @@ def test_samples_are_those_of_the_seed(generator):
     assert greedy["row_ids"] == generator.decode([ids])[0]["row_ids"]
 
 
+def test_no_pause_comes_before_so_many_tokens_can_be_there(generator):
+    """In step t the rows are open that start by then, at the most; a sequential answer grows by a token a step."""
+    grid = RunningBatch(generator.programs, generator.make_strategy("pipelined"), 1)
+    line = RunningBatch(generator.programs, generator.make_strategy("sequential"), 1)
+    for taken in (0, 1, 5, 16, 40):
+        for tokens in range(1, 60):
+            grown = steps = 0
+            while grown < tokens:
+                grown += sum(2 * row <= taken + steps for row in range(9))
+                steps += 1
+            assert grid.steps_for(tokens, taken) == steps and line.steps_for(tokens, taken) == tokens
+    assert grid.steps_for(10**6, 0) == line.steps_for(10**6, 0) == 64  # it is a bound, and need not be the best one
+
+
 @pytest.mark.slow
 def test_an_answer_of_so_many_tokens(generator):
     ids = texts(1)[0]

@@ -13,7 +13,7 @@ from pipejax.config import Config, DataConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference import evaluation
-from pipejax.inference.generator import load
+from pipejax.inference.loading import load
 from pipejax.inference.programs import CPU_BATCH
 from pipejax.metrics import rouge
 from pipejax.system.errors import UserError

@@ -15,7 +15,7 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import huggingface
-from pipejax.inference.generator import load
+from pipejax.inference.loading import load
 from pipejax.model import parameters, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop

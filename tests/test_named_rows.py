@@ -12,7 +12,7 @@ from jax import export as jax_export
 from experiments import named_rows as experiment
 from pipejax import checkpoint
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig, override
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode, prefix_ids
 from pipejax.data.examples import Example
 from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.engine import Engine, Request
@@ -285,6 +285,18 @@ def test_targets_that_are_not_named_so_are_refused(tokenizer, rows, words):
     assert words in str(refused.value) and "\n" not in str(refused.value)
     sequential = change(TRAINED, train={"objective": "sequential"})  # it has no rows
     encode(Example("7", "the clerk slept .", rows), tokenizer, sequential, MODEL)
+
+
+def test_the_place_of_a_refused_example_is_told_and_what_a_tokenizer_lacks(tokenizer, caplog):
+    """Ids come from anywhere; a line can be looked up."""
+    with pytest.raises(UserError, match=r"^train\.jsonl:3: found 2 rows; expected 3"):
+        encode(Example("7", "the clerk slept .", ROWS[:2], "train.jsonl:3"), tokenizer, TRAINED, MODEL)
+    assert not caplog.records
+    for _ in range(2):
+        assert tokenizer.unknown in prefix_ids(tokenizer, "small ☃")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a row that begins with 'small ☃': the tokenizer lacks some of these characters"
+    ]
 
 
 def test_training_rows_at_once_needs_their_names(tmp_path):

@@ -18,7 +18,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Confi
 from pipejax.convert.__main__ import main as convert
 from pipejax.inference import kernels, programs
 from pipejax.inference.backends import OwnKernel, Xla
-from pipejax.inference.generator import load
+from pipejax.inference.loading import load
 from pipejax.model import lora, parameters, quantization, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop

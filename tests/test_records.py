@@ -30,7 +30,8 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainCo
 from pipejax.data import demo
 from pipejax.decoding import Decoded, Stretch
 from pipejax.inference import programs, records, sources
-from pipejax.inference.generator import Generator, load
+from pipejax.inference.generator import Generator
+from pipejax.inference.loading import load
 from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
 from support import oracle
@@ -69,7 +70,7 @@ def opened_once(checkpoints):
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipejax.inference.generator.load", load_once)
+        patch.setattr("pipejax.inference.loading.load", load_once)
         yield
 
 
@@ -202,6 +203,21 @@ def test_strategy(decoded, model, flag, used, warnings):
     assert len(warned) == warnings and all(used in line for line in warned)
     assert len(lines) == warnings + 3 and all(line.startswith(f"{used}: ") for line in lines[warnings:])
     assert (len(found[0]["row_ids"]) == 1) == (used == "sequential")
+
+
+@pytest.mark.parametrize(
+    "model, setting, warned",
+    [
+        ("pipelined", "grid.delay=2", "warning: grid.delay: found 2, but these weights were trained with 1; "),
+        ("pipelined", 'grid.row_names=["a"]', "warning: grid.row_names: found ('a',), but these weights were trained"),
+        ("sequential", "grid.delay=2", ""),  # it has no rows
+        ("pipelined", "grid.sub_max=5", ""),  # bounds are free
+    ],
+)
+def test_another_grid_than_in_training_is_told(checkpoints, caplog, model, setting, warned):
+    load(checkpoints / model, overrides=[setting])
+    told = [f"{record.levelname.lower()}: {record.getMessage()}" for record in caplog.records]
+    assert len(told) == bool(warned) and all(line.startswith(warned) for line in told)
 
 
 @pytest.mark.slow
@@ -507,6 +523,9 @@ def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     target.write_text(as_lines([{"id": "1"}]))
     settings = records.settings_of(generator, "sequential", checked)
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(settings))
+    assert records.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
+    older = settings | {"grid": {key: value for key, value in settings["grid"].items() if key != "row_names"}}
+    (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
     assert records.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
     with pytest.raises(UserError, match="found strategy = 'sequential'; expected 'pipelined'"):
         records.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(checked)

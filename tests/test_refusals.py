@@ -19,7 +19,7 @@ from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert_main
 from pipejax.inference import programs
-from pipejax.inference.generator import load
+from pipejax.inference.loading import load
 from pipejax.system import cli, environment, files
 from pipejax.system.errors import UserError
 from support import oracle
@@ -64,7 +64,7 @@ def opened_once(checkpoints):
         pytest.fail("the model was compiled before all input was checked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipejax.inference.generator.load", load_known)
+        patch.setattr("pipejax.inference.loading.load", load_known)
         patch.setattr(programs, "decode_batch", compiles)
         yield
 

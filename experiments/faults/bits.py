@@ -13,7 +13,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Store
 from pipejax.data import demo
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.inference.generator import load
+from pipejax.inference.loading import load
 from pipejax.system.errors import UserError
 from pipejax.training import start
 from pipejax.training.run_directory import RunDirectory

@@ -54,9 +54,7 @@ class GridConfig:
     time_max: int = setting(50, least=1, most=GRID)  # time-steps at the most
     sub_max: int = setting(20, least=1, most=GRID)  # rows at the most
     stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
-    row_names: tuple[str, ...] = setting(
-        ()
-    )  # what the rows of every answer begin with, a row each; none: they are free
+    row_names: tuple[str, ...] = setting(())  # what the rows of every answer begin with, in turn; none: they are free
 
 
 @dataclasses.dataclass(frozen=True)

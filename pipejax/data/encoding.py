@@ -4,6 +4,7 @@ Shapes: L source length.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from pipejax.config import Config, T5Config
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class Encoded(NamedTuple):
@@ -34,7 +37,10 @@ def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
 @functools.lru_cache(maxsize=1024)
 def prefix_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     """The ids of a text with which rows begin: the same few come again with every example."""
-    return tuple(tokenizer.encode(text))
+    ids = tuple(tokenizer.encode(text))
+    if tokenizer.unknown in ids:
+        logger.warning(f"a row that begins with {text!r}: the tokenizer lacks some of these characters")
+    return ids
 
 
 def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Config) -> Encoded:
@@ -84,12 +90,13 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
 
 def _check_names(example: Example, rows: Sequence[list[int]], names: Sequence[tuple[int, ...]]) -> None:
     """Raises a UserError unless each row begins with the tokens of its name, as it will in decoding."""
+    where = example.place or f"example {example.id}"
     if len(rows) != len(names):
-        raise UserError(f"example {example.id}: found {len(rows)} rows; expected {len(names)}, as grid.row_names has")
+        raise UserError(f"{where}: found {len(rows)} rows; expected {len(names)}, as grid.row_names has")
     for i, (row, name) in enumerate(zip(rows, names, strict=True)):
         if (*row[: len(name)],) != name:
             raise UserError(
-                f"example {example.id}: found row {i + 1} of {example.targets}; expected it to begin with the tokens "
+                f"{where}: found row {i + 1} of {example.targets}; expected it to begin with the tokens "
                 f"of name {i + 1} in grid.row_names"
             )
 

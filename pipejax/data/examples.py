@@ -15,6 +15,7 @@ class Example:
     id: str
     source: str
     targets: tuple[str, ...]
+    place: str = dataclasses.field(default="", repr=False, compare=False)  # "FILE:LINE", for errors; "": unknown
 
 
 class Task(Protocol):

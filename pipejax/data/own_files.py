@@ -56,7 +56,7 @@ class FilesTask:
                 line = seen[name].rpartition(":")[2]
                 raise UserError(f'{place}: "id": found {name!r} again; it was used in line {line}')
             seen[name] = place
-            examples.append(Example(name, source, tuple(self._rows(value, place))))
+            examples.append(Example(name, source, tuple(self._rows(value, place)), place))
         if not examples:
             raise UserError(f"{path}: found no lines; expected at least one example")
         return examples

@@ -30,6 +30,7 @@ class Tokenizer:
     """Encodes without adding special tokens and decodes without showing them; threads may share one."""
 
     size: int  # the largest id + 1
+    unknown: int | None  # the id of what it lacks; None: it lacks nothing
 
     def __init__(self, inner: Any) -> None:
         """Wraps a tokenizer object of transformers; `load` makes one from files."""
@@ -41,7 +42,7 @@ class Tokenizer:
             self._backend.no_padding()
             self._backend.encode_special_tokens = inner.split_special_tokens
         self._lock = threading.Lock()
-        self.size = max(inner.get_vocab().values()) + 1
+        self.size, self.unknown = max(inner.get_vocab().values()) + 1, inner.unk_token_id
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.inference import records
-from pipejax.inference.generator import Generator, load
+from pipejax.inference.generator import Generator
+from pipejax.inference.loading import load
 from pipejax.inference.report import Report
 from pipejax.inference.shards import Output, Shard, Shards, names
 from pipejax.system.cli import REFUSALS

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
     records.check_paths(flags.input, flags.output, resume=flags.resume)
 
-    from pipejax.inference.generator import (
+    from pipejax.inference.loading import (
         load,  # starts JAX: after the flags and the input's place are known to be good
     )
 

@@ -99,10 +99,18 @@ class _Running:
     answer: Answer
     lengths: np.ndarray  # i32 [R], tokens of each row that were given
     count: int = 0  # of all rows
+    steps: int = 0  # taken
+
+
+class _Lane(NamedTuple):
+    """Requests that are decoded together. One that comes alone has a lane to itself, in which a step is faster."""
+
+    strategy: str
+    places: int
 
 
 class Engine:
-    """Answers requests with one T5 on one device, each strategy in a batch of its own.
+    """Answers requests with one T5 on one device, each strategy in batches of its own.
 
     Attributes:
       answered: requests that were.
@@ -124,8 +132,9 @@ class Engine:
         self.generator, self.places, self._most_waiting = generator, places, queue
         self.answered = self.tokens = self.failed = 0
         self._waiting: deque[Answer] = deque()
-        self._batches: dict[str, RunningBatch] = {}
-        self._running: dict[str, dict[int, _Running]] = {}
+        self._batches: dict[_Lane, RunningBatch] = {}
+        self._running: dict[_Lane, dict[int, _Running]] = {}
+        self._beside = False  # whether somebody was there when the last request got its place: so it may be again
         self._change, self._switch = threading.Condition(), Switch()
         self._open, self._stops = True, False
         self._strategy(generator.default_strategy)
@@ -162,9 +171,19 @@ class Engine:
                 raise Full(f"{len(self._waiting)} requests wait")
             self._waiting.append(answer)
             self._change.notify()
-            if len(self._running.get(request.strategy, {})) < self.places:
+            if self._running_with(request.strategy) < self.places:
                 self._switch.throw()
         return answer
+
+    def warm_up(self, length: int) -> None:
+        """Compiles what prompts of so many tokens need with the default strategy; before there are requests."""
+        name = self.generator.default_strategy
+        source = Source("", [self.generator.architecture.eos_token_id] * length)
+        for lane in {_Lane(name, 1), _Lane(name, self.places)}:
+            batch = self._batch(lane, source)
+            place = batch.add(self.generator.ids_of(source))
+            batch.advance(1)
+            batch.drop(place)
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """Takes no more requests and ends the thread; with `drain` after at most so many seconds of answering."""
@@ -189,8 +208,8 @@ class Engine:
                     break
             try:
                 self._admit()
-                for name in [name for name, running in self._running.items() if running]:
-                    self._advance(name)
+                for lane in [lane for lane, running in self._running.items() if running]:
+                    self._advance(lane)
             except Exception as error:  # of the device, of memory: whoever waits for an answer must hear of it
                 logger.exception("decoding failed")
                 self._fail(error)
@@ -211,29 +230,25 @@ class Engine:
 
     def _admit(self) -> None:
         """Gives free places to those who wait longest."""
-        for name in self._running:
-            for place, one in [*self._running[name].items()]:
+        for lane in self._running:
+            for place, one in [*self._running[lane].items()]:
                 if one.answer.cancelled:
-                    self._leave(name, place)
+                    self._leave(lane, place)
         with self._change:
             waiting = [*self._waiting]
         for answer in waiting:
             request, name = answer.request, answer.request.strategy
-            if name not in self._batches:
-                made = self._strategy(name)
-                forced = wishes.forced_of(self.generator.rows_of(request.source, name), made)
-                self._batches[name] = RunningBatch(
-                    self.generator.programs, made, self.places, self._switch, forced=forced
-                )
-                self._running[name] = {}
-            batch = self._batches[name]
-            if not (answer.cancelled or batch.free):
+            if not answer.cancelled and self._running_with(name) >= self.places:
                 continue
             with self._change:
                 self._waiting.remove(answer)
             if answer.cancelled:
                 answer.give(Closed("the request was cancelled"))
                 continue
+            beside = self._running_with(name) > 0
+            lane = _Lane(name, self.places if beside or self._beside else 1)
+            self._beside = beside
+            batch = self._batch(lane, request.source)
             try:
                 ids = self.generator.ids_of(request.source)
                 choice = Choice(request.temperature, request.top_k, request.top_p, request.seed, request.log_probs)
@@ -241,7 +256,21 @@ class Engine:
             except Exception as error:
                 answer.give(error)  # the others are told where this is caught
                 raise
-            self._running[name][place] = _Running(answer, np.zeros(batch.strategy.rows, np.int64))
+            self._running[lane][place] = _Running(answer, np.zeros(batch.strategy.rows, np.int64))
+
+    def _running_with(self, strategy: str) -> int:
+        """Requests that have a place with that strategy."""
+        return sum(len(running) for lane, running in self._running.items() if lane.strategy == strategy)
+
+    def _batch(self, lane: _Lane, source: Source) -> RunningBatch:
+        """That of the lane; `source`: one of its requests, as the rows of all begin alike."""
+        if lane not in self._batches:
+            made = self._strategy(lane.strategy)
+            forced = wishes.forced_of(self.generator.rows_of(source, lane.strategy), made)
+            programs = self.generator.programs
+            self._batches[lane] = RunningBatch(programs, made, lane.places, self._switch, forced=forced)
+            self._running[lane] = {}
+        return self._batches[lane]
 
     def _strategy(self, name: str) -> Pipelined | Sequential:
         """Without drafts, whose states hold a whole batch."""
@@ -256,26 +285,25 @@ class Engine:
             raise UserError("decode.beams: found more than 1; expected 1, since beams are not served")
         return strategy
 
-    def _advance(self, name: str) -> None:
-        """Some steps of all requests of a strategy: no pause but for those who wait for something."""
-        batch, alone = self._batches[name], sum(map(bool, self._running.values())) == 1
-        asked = [(one.answer.request, one.count) for one in self._running[name].values()]
-        often = not alone or any(request.at_once for request, _ in asked)
-        left = [request.max_tokens - count for request, count in asked if request.max_tokens is not None]
-        # So many steps certainly write no token too much to be worth a pause before.
-        most = -(-min(left) // batch.strategy.rows) if left else NO_END
+    def _advance(self, lane: _Lane) -> None:
+        """Some steps of all requests of a lane: no pause but for those who wait for something."""
+        batch, alone = self._batches[lane], sum(map(bool, self._running.values())) == 1
+        running = self._running[lane].values()
+        often = not alone or any(one.answer.request.at_once for one in running)
+        bounds = [(one, one.answer.request.max_tokens) for one in running]
+        most = min((batch.steps_for(n - one.count, one.steps) for one, n in bounds if n is not None), default=NO_END)
         decoded, done = batch.advance(most, often=often)
-        for place, one in [*self._running[name].items()]:
+        for place, one in [*self._running[lane].items()]:
             self._tell(one, batch, decoded, place)
             over = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens
             if over or done[place]:
-                one.answer.give(self._record(one, name, decoded, place, cut=over and not done[place]))
+                one.answer.give(self._record(one, lane, decoded, place, cut=over and not done[place]))
                 self.answered += 1
-                self._leave(name, place)
+                self._leave(lane, place)
 
     def _tell(self, one: _Running, batch: RunningBatch, decoded: Decoded, place: int) -> None:
         """Gives the tokens that are new, up to as many as are asked for."""
-        most = one.answer.request.max_tokens
+        most, one.steps = one.answer.request.max_tokens, int(decoded.steps[place])
         new, events = batch.news(decoded, place, one.lengths), []
         for time, row, j in new[: None if most is None else max(most - one.count, 0)]:
             log_prob = float(decoded.log_probs[place, row, time])
@@ -285,21 +313,21 @@ class Engine:
         self.tokens += len(events)
         one.answer.give(*events)
 
-    def _record(self, one: _Running, name: str, decoded: Decoded, place: int, *, cut: bool) -> Record:
+    def _record(self, one: _Running, lane: _Lane, decoded: Decoded, place: int, *, cut: bool) -> Record:
         """The record of an answer; `cut`: it has as many tokens as were asked for, and would go on."""
         only = jax.tree.map(lambda x: x[place : place + 1], decoded)
         kept = np.minimum(only.lengths, one.lengths)
         cut |= bool((kept < only.lengths).any())
-        only = dataclasses.replace(only, lengths=kept, calls=self._batches[name].strategy.calls(only))
+        only = dataclasses.replace(only, lengths=kept, calls=self._batches[lane].strategy.calls(only))
         if not one.answer.request.log_probs:
             only = dataclasses.replace(only, log_probs=None)
-        record = self.generator.record(one.answer.request.source, name, only, 0, ends=not cut)
+        record = self.generator.record(one.answer.request.source, lane.strategy, only, 0, ends=not cut)
         if cut:
             record["truncated"] = "max_tokens"
         return record
 
-    def _leave(self, name: str, place: int) -> None:
-        one = self._running[name].pop(place)
-        self._batches[name].drop(place)
+    def _leave(self, lane: _Lane, place: int) -> None:
+        one = self._running[lane].pop(place)
+        self._batches[lane].drop(place)
         if one.answer.cancelled:
             one.answer.give(Closed("the request was cancelled"))

@@ -4,20 +4,18 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import jax
 
-from pipejax import checkpoint, decoding, grid
 from pipejax import config as config_lib
-from pipejax.checkpoint.fingerprint import digest
+from pipejax import decoding, grid
 from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Pipelined, Sequential, Strategy
-from pipejax.inference import backends, programs, small, sources, streaming, wishes
+from pipejax.inference import programs, small, sources, streaming, wishes
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
@@ -26,7 +24,6 @@ from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.inference.wishes import Rows
 from pipejax.model.precision import compute_dtype
-from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 
@@ -54,8 +51,6 @@ def texts(record: Record) -> list[str]:
     return record["rows"]
 
 
-# What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
 WINDOW = 16  # batches that are read ahead and sorted by length
 
 
@@ -78,7 +73,7 @@ class Generator:
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
-        dtype = _dtype(config)
+        dtype = dtype_of(config)
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self._small = small.load(config, self.programs)
@@ -361,32 +356,8 @@ class Generator:
             )  # no bounds
 
 
-def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> Generator:
-    """What `pipejax.load` calls; arguments and errors are described there.
-
-    Compiled programs are kept as the commands keep them (`pipejax.system.compile_cache`).
-    """
-    for assignment in overrides:
-        key = assignment.partition("=")[0].strip()
-        section = key.partition(".")[0]
-        if hasattr(Config(), section) and not {section, key} & {*DECODING_KEYS}:
-            raise UserError(
-                f"--set {assignment}: {key} cannot change when a checkpoint is decoded; expected one of "
-                f"{', '.join(DECODING_KEYS)}"
-            )
-    compile_cache.use()
-    restored = checkpoint.open_run(path, best=best, packed=True)
-    config = config_lib.override(restored.config, overrides)
-    tokenizer_files = restored.tokenizer_files()
-    tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
-    backend = backends.fastest(config.model, _dtype(config), config.decode.weights) if config.model else XLA
-    generator = Generator(config, restored.items["params"], tokenizer, backend=backend)
-    generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
-    return generator
-
-
-def _dtype(config: Config) -> Any:
-    """Of the computation."""
+def dtype_of(config: Config) -> Any:
+    """The dtype that decoding computes in."""
     return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)
 
 

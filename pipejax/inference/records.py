@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from pipejax import config as config_lib
+from pipejax.config import DecodeConfig, GridConfig
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
 from pipejax.inference.generator import WINDOW, Generator, Record
@@ -29,6 +30,7 @@ from pipejax.system.progress import Progress
 logger = logging.getLogger(__name__)
 
 STANDARD = "-"
+_DEFAULTS = {"grid": config_lib.flat(GridConfig()), "decode": dataclasses.asdict(DecodeConfig())}
 
 
 def check_input(source: str) -> Path:
@@ -198,9 +200,12 @@ class Unfinished:
                 f"--resume: {self.target}: found no {self.path.name} beside it: it is complete, or of other work; "
                 "expected an output that was interrupted (without --resume it is replaced)"
             ) from error
+        found = found if isinstance(found, dict) else {}
         for key, value in self.settings.items():
-            if not isinstance(found, dict) or found.get(key) != value:
-                was = found.get(key) if isinstance(found, dict) else None
+            was = found.get(key)
+            if isinstance(was, dict) and isinstance(value, dict):  # an older version had not all keys
+                was = {name: was.get(name, default) for name, default in _DEFAULTS[key].items() if name in value}
+            if was != value:
                 raise UserError(f"--resume: {self.target}: found {key} = {was!r}; expected {value!r}, as asked for now")
         records = size = 0
         with output.open("rb") as lines:
@@ -255,6 +260,7 @@ def as_line(record: Record) -> str:
 
 def _shown(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
     """Decodes one source after the other, shows its rows as they are written, and yields its record."""
+    report.compiles_within = True
     for source in sources:
         begun, screen = time.perf_counter(), Screen(f"{source.id}:")
         for event in generator.stream_source(source, strategy):

@@ -149,6 +149,17 @@ class RunningBatch:
         self._steps = int(np.clip(SLICE * max(taken, 1) / (time.perf_counter() - begun), 1, MOST_STEPS))
         return decoded, done
 
+    def steps_for(self, tokens: int, taken: int) -> int:
+        """The fewest steps, after those that an example took, in which its answer can grow by so many tokens.
+
+        But not more than `MOST_STEPS`.
+        """
+        step = taken
+        while tokens > 0 and step < taken + MOST_STEPS:
+            tokens -= min(step // self.delay + 1 if self.delay else self.strategy.rows, self.strategy.rows)
+            step += 1
+        return step - taken
+
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
         """Time, row and place in the row of each token that is not known yet, in the order of steps.
 

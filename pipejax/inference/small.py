@@ -1,6 +1,7 @@
 """The small T5 that drafts for another one: opened, checked, and ready to run (`decoding.drafters.model` asks it)."""
 
 import dataclasses
+import logging
 
 import jax.numpy as jnp
 
@@ -12,6 +13,8 @@ from pipejax.inference import backends
 from pipejax.inference.backends import Xla
 from pipejax.inference.programs import Programs
 from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +31,11 @@ def load(config: Config, large: Programs) -> Small | None:
     Raises:
       UserError: there is no such checkpoint, or its vocabulary is another one.
     """
-    if config.decode.draft != "model":
-        return None
     directory = config.decode.draft_checkpoint
+    if config.decode.draft != "model":
+        if directory:
+            logger.warning(f"decode.draft_checkpoint: found {directory}, which only decode.draft = model reads")
+        return None
     try:
         restored = checkpoint.open_run(directory, packed=True)
     except UserError as error:

@@ -102,7 +102,7 @@ def noun(kind: Any) -> str:
         float: "a number",
         bool: "true or false",
         str: "text",
-        TEXTS: "a list of texts, in Python a tuple",
+        TEXTS: 'a list of texts, such as ["date:", "party:"] (in Python a tuple)',
     }
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
 

@@ -14,7 +14,8 @@ from pipejax.config import Config
 from pipejax.data import TASKS, make_task
 from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import DECODING_KEYS, load, texts
+from pipejax.inference.generator import texts
+from pipejax.inference.loading import DECODING_KEYS, load
 from pipejax.system.errors import UserError
 from pipejax.system.files import write_text
 from pipejax.system.progress import Progress

@@ -147,7 +147,7 @@ struct Stack {
 // What a call needs room for; it keeps the room for the next.
 struct Rooms {
   std::vector<float> x, projected, found, hidden, bias;
-  std::vector<int64_t> columns, examples, places;
+  std::vector<int64_t> columns, examples, places, asking;
   Operand operand;
 };
 
@@ -199,7 +199,11 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
     columns.push_back(n), places.push_back(at);
     ++examples[at / queries + 1];
   }
+  rooms.asking.clear();  // examples with columns: in a server's batch most places may be empty
+  for (int64_t b = 0; b < batch; ++b)
+    if (examples[b + 1]) rooms.asking.push_back(b);
   for (int64_t b = 0; b < batch; ++b) examples[b + 1] += examples[b];  // where an example's columns begin
+  const std::vector<int64_t>& asking = rooms.asking;
   const int64_t count = columns.size(), most = *std::max_element(start, start + batch) + queries;
   const int64_t room = (most + kLanes - 1) / kLanes * kLanes;
 
@@ -224,8 +228,8 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
 
     projected.resize(count * 3 * inner);
     stack.OfNormed(own.norm, own.inwards, {projected.data(), 3 * inner});
-    team.Run(batch * heads, 1, [&](int64_t i) {
-      const int64_t b = i / heads, h = i % heads, used = start[b] + queries;
+    team.Run(asking.size() * heads, 1, [&](int64_t task) {
+      const int64_t b = asking[task / heads], h = task % heads, i = b * heads + h, used = start[b] + queries;
       const Cache cache{static_cast<float*>(cached_keys.untyped_data()) + i * width * slots,
                         static_cast<float*>(cached_values.untyped_data()) + i * slots * width, slots, width};
       thread_local std::vector<float> scores;
@@ -242,15 +246,14 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
     stack.Add(own.outwards, rooms.found);
 
     stack.OfNormed(own.cross_norm, own.query, {projected.data(), inner});
-    team.Run(batch * heads, 1, [&](int64_t i) {
-      const int64_t b = i / heads, h = i % heads, from = examples[b], to = examples[b + 1];
+    team.Run(asking.size() * heads, 1, [&](int64_t task) {
+      const int64_t b = asking[task / heads], h = task % heads, i = b * heads + h, from = examples[b], to = examples[b + 1];
       const bool* seen = memory_mask + b * length;
       auto bias = [&](int64_t, float* scores) {
         for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
       };
-      if (from < to)
-        AttendPanels(After(own.keys, i), After(own.values, i), projected.data() + from * inner + h * width, inner, to - from, length, bias, false,
-                     rooms.found.data() + from * inner + h * width, inner);
+      AttendPanels(After(own.keys, i), After(own.values, i), projected.data() + from * inner + h * width, inner, to - from, length, bias, false,
+                   rooms.found.data() + from * inner + h * width, inner);
     });
     stack.Add(own.cross_outwards, rooms.found);
     stack.Feed(own.feed_forward);

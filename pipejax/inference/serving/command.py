@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
+from pipejax.system.progress import Progress
 
 if TYPE_CHECKING:
     from pipejax.inference.engine import Engine
@@ -78,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     keys = read_keys(flags.api_key_file)
     listener = listen(flags.host, flags.port)
     from pipejax.inference.engine import Engine
-    from pipejax.inference.generator import (
+    from pipejax.inference.loading import (
         load,  # starts JAX: after the flags and the port are known to be good
     )
     from pipejax.inference.serving.app import Limits, Service
@@ -148,14 +149,15 @@ def listen(host: str, port: int) -> socket.socket:
 def warm_up(engine: "Engine", length: int) -> None:
     """Has the engine compile what prompts of up to so many tokens need with the default strategy."""
     from pipejax.data.padding import bucket
-    from pipejax.inference.engine import Request
-    from pipejax.inference.sources import Source
 
-    generator = engine.generator
-    for size in sorted({min(bucket(n), length) for n in range(1, length + 1)}):
-        source = Source("", [generator.architecture.eos_token_id] * size)
-        for _ in engine.submit(Request(source, generator.default_strategy, max_tokens=1)).events():
-            pass
+    sizes = sorted({min(bucket(n), length) for n in range(1, length + 1)})
+    if sizes:
+        cli.note(f"compiling for prompts of up to {length} tokens; --warm-up 0 leaves that to the first requests")
+    progress = Progress("compiling", len(sizes), unit="length")
+    for size in sizes:
+        engine.warm_up(size)
+        progress.add(1)
+    progress.close()
 
 
 def run(service: "Service", listener: socket.socket) -> None:
