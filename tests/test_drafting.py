@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from experiments import drafts as experiment
-from experiments import scripted
+from experiments import scripted, trained_drafts
 from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
@@ -458,3 +458,27 @@ def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, cap
     monkeypatch.setenv("PIPEJAX_DATA", str(tmp_path / "absent"))
     with pytest.raises(UserError, match=r"PIPEJAX_DATA: found .*absent'; expected the directory of the data sets"):
         experiment.main([])
+
+
+@pytest.mark.slow
+def test_drafts_of_trained_weights_are_timed_beside_transformers(tmp_path, capsys):
+    """Each system writes the same answers; what is said of calls is what records say."""
+    model = dataclasses.replace(TINY, num_layers=TINY.num_decoder_layers)  # transformers' lookup assumes as many
+    config = Config(
+        name="run", model=model, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=20)
+    )
+    params = oracle.random_params(model, np.random.default_rng(8))
+    checkpoint.save_params(tmp_path / "run", config, params)
+    given = sources(np.random.default_rng(8), 5, TINY.vocab_size)
+    lines = "".join(json.dumps({"source_ids": ids}) + "\n" for ids in given)
+    (tmp_path / "in.jsonl").write_text(lines)
+    flags = ["--checkpoint", str(tmp_path / "run"), "--input", str(tmp_path / "in.jsonl"), "--rounds", "1"]
+    flags += ["--drafts", "none,source", "--weights", "float32,int8", "--peers", "hf,hf+lookup", "--tokens", "3"]
+    assert trained_drafts.main([*flags, "--json", str(tmp_path / "out.json")]) == 0
+    found = {r["system"]: r for r in json.loads((tmp_path / "out.json").read_text())["results"]}
+    assert [r["equal"] for r in found.values()] == [1.0] * 6
+    plain = found["sequential, float32, none"]
+    assert found["sequential, float32, source"]["calls"] <= plain["calls"] == found["hf"]["calls"]
+    assert "hf+lookup" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--drafts: found no none"):
+        trained_drafts.main([*flags, "--drafts", "source"])

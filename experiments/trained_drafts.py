@@ -1,0 +1,197 @@
+"""What drafts save with weights that were trained, beside Hugging Face's prompt lookup on the same ones.
+
+    python -m experiments.trained_drafts --checkpoint runs/mine --input texts.jsonl --documents 100 --peers hf,hf+lookup
+
+Each source is answered by each system in turn, one at a time, in several rounds; the first round, which compiles, does
+not count. Times are of whole answers, the encoder included. Ours pad sources as `pipejax decode` does; Hugging Face
+pads none. Drafts must not change an answer: if one does, that is an error. What Hugging Face writes is compared, and
+the share of equal answers told, since its sums are rounded otherwise. It needs sequential weights.
+"""
+
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from benchmarks.systems import machine, names_of, save, use_threads
+from pipejax import checkpoint
+from pipejax.convert.huggingface import write_hf
+from pipejax.data.formats import read_records
+from pipejax.inference.generator import Generator
+from pipejax.inference.loading import load
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
+
+DRAFTS, PEERS = ("none", "source", "jacobi"), ("hf", "hf+lookup")
+
+
+class Answer(NamedTuple):
+    """Of a source."""
+
+    rows: list[list[int]]  # token ids
+    calls: int
+    seconds: float
+
+
+class System(Protocol):
+    """What is measured."""
+
+    name: str
+
+    def answer(self, ids: list[int]) -> Answer:
+        """Of a source's ids, eos included."""
+
+
+class Ours:
+    """A checkpoint with one way to draft."""
+
+    def __init__(self, name: str, generator: Generator) -> None:
+        """Nothing compiles yet."""
+        self.name, self.generator = name, generator
+
+    def answer(self, ids: list[int]) -> Answer:
+        """See `System`."""
+        begun = time.perf_counter()
+        (record,) = self.generator.decode([ids])
+        return Answer(record["row_ids"], record["calls"], time.perf_counter() - begun)
+
+
+class HuggingFace:
+    """`generate` of transformers in float32: greedy, or with `prompt_lookup_num_tokens`."""
+
+    def __init__(self, name: str, model: Any, tokens: int, longest: int) -> None:
+        """`tokens`: that are drafted; `longest`: of an answer, its eos included."""
+        import torch
+
+        self.name, self.torch, self.model, self.calls = name, torch, model, 0
+        self.options = {"max_new_tokens": longest, "do_sample": False, "num_beams": 1}
+        self.options |= {"prompt_lookup_num_tokens": tokens} if name.endswith("lookup") else {}
+        model.decoder.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+
+    def answer(self, ids: list[int]) -> Answer:
+        """See `System`."""
+        begun, self.calls = time.perf_counter(), 0
+        with self.torch.inference_mode():
+            given = self.torch.tensor([ids])
+            found = self.model.generate(input_ids=given, attention_mask=self.torch.ones_like(given), **self.options)
+        tokens = found[0, 1:].tolist()
+        end = self.model.config.eos_token_id
+        return Answer(
+            [tokens[: tokens.index(end)] if end in tokens else tokens], self.calls, time.perf_counter() - begun
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints a table, writes JSON."""
+    parser = cli.Parser(prog="python -m experiments.trained_drafts", description=__doc__)
+    parser.add_checkpoint()
+    parser.add_argument("--input", required=True, metavar="FILE", help='lines with a "source"')
+    parser.add_argument("--documents", type=cli.whole(1), default=100, metavar="N", help="the first N (100)")
+    parser.add_argument("--rounds", type=cli.whole(1), default=3, metavar="N")
+    parser.add_argument("--drafts", default=",".join(DRAFTS[:2]), metavar="NAME,...", help=f"of {', '.join(DRAFTS)}")
+    parser.add_argument("--weights", default="float32", metavar="NAME,...", help="of float32, int8")
+    parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench")
+    parser.add_argument("--tokens", type=cli.whole(1, 64), default=8, metavar="D", help="drafted in a call (8)")
+    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="of every system (2)")
+    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
+    drafts, peers = names_of("--drafts", flags.drafts, DRAFTS), names_of("--peers", flags.peers, PEERS)
+    weights = names_of("--weights", flags.weights, ("float32", "int8"))
+    if "none" not in drafts:
+        raise UserError("--drafts: found no none; expected it, as the others are compared with it")
+    use_threads(flags.threads)
+    systems: list[System] = []
+    for held, draft in itertools.product(weights, drafts):
+        settings = [f"decode.weights={held}", f"decode.draft={draft}", f"decode.draft_tokens={flags.tokens}"]
+        generator = load(flags.checkpoint, best=flags.best, overrides=settings)
+        systems.append(Ours(f"{generator.default_strategy}, {held}, {draft}", generator))
+    if peers:
+        if generator.default_strategy != "sequential":
+            raise UserError(f"--peers: found {generator.default_strategy} weights; expected sequential ones")
+        systems += of_transformers(flags, peers, generator.config.decode.max_length)
+    sources = [
+        list(generator.ids_of(generator.source(value, place, place)))
+        for place, value in itertools.islice(read_records(flags.input), flags.documents)
+    ]
+    found: dict[str, list[list[Answer]]] = {system.name: [] for system in systems}
+    progress = Progress("answering", len(sources) * (flags.rounds + 1), unit="source")
+    for number in range(flags.rounds + 1):
+        answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
+        for i, ids in enumerate(sources):
+            for system in systems[i % len(systems) :] + systems[: i % len(systems)]:
+                answers[system.name].append(system.answer(ids))
+            progress.add(1)
+        for name, mine in answers.items():
+            found[name] += [mine] if number else []
+    progress.close()
+    results = [summary(name, found, len(drafts)) for name in found]
+    print(table(results, len(sources)))
+    if flags.json:
+        command = "python -m experiments.trained_drafts " + " ".join(argv)
+        save(flags.json, {"results": results, "machine": machine(flags.threads), "command": command})
+    return 0
+
+
+def of_transformers(flags: Any, peers: Sequence[str], longest: int) -> list[System]:
+    """The same weights there."""
+    import torch
+    from transformers import T5ForConditionalGeneration
+
+    torch.set_num_threads(flags.threads)
+    restored = checkpoint.open_run(flags.checkpoint, best=flags.best)
+    assert restored.config.model is not None, "checked by open_run"
+    with tempfile.TemporaryDirectory(prefix="pipejax-drafts-") as scratch:
+        write_hf(restored.config.model, restored.items["params"], Path(scratch) / "hf", None)
+        model = T5ForConditionalGeneration.from_pretrained(Path(scratch) / "hf", dtype=torch.float32).eval()
+    return [HuggingFace(name, model, flags.tokens, longest) for name in peers]
+
+
+def summary(name: str, found: dict[str, list[list[Answer]]], drafts: int) -> dict[str, Any]:
+    """Means of a system, and how many times as fast as it is the one without drafts of the same weights.
+
+    Raises:
+      AssertionError: drafts changed an answer.
+    """
+    names = list(found)
+    of_ours = names.index(name) // drafts * drafts
+    plain = names[of_ours] if ", " in name else names[0]
+    mine, others = found[name], found[plain]
+    equal = [a.rows == b.rows for a, b in zip(mine[0], others[0], strict=True)]
+    assert all(equal) or ", " not in name, f"{name}: other rows than without drafts"
+    tokens = sum(len(row) + 1 for answer in mine[0] for row in answer.rows)
+    totals = [sum(a.seconds for a in answers) for answers in mine]
+    pairs = zip(totals, (sum(a.seconds for a in answers) for answers in others), strict=True)
+    return {
+        "system": name,
+        "beside": plain,
+        "tokens": tokens / len(equal),  # of an answer, an eos for each row included
+        "calls": sum(a.calls for a in mine[0]) / len(equal),
+        "seconds": statistics.median(totals) / len(equal),
+        "faster": statistics.median(other / own for own, other in pairs),
+        "equal": sum(equal) / len(equal),
+    }
+
+
+def table(results: Sequence[dict[str, Any]], count: int) -> str:
+    """Lines for people."""
+    lines = [
+        f"{count} sources, one at a time; times with the encoder. Faster: than without drafts in the same weights, or,",
+        f"of Hugging Face, than {results[0]['system']}.",
+        f"{'system':<32}{'tokens':>8}{'calls':>8}{'ms':>9}{'faster':>9}{'equal':>8}",
+    ]
+    for r in results:
+        lines.append(
+            f"{r['system']:<32}{r['tokens']:>8.1f}{r['calls']:>8.1f}{1e3 * r['seconds']:>9.1f}{r['faster']:>8.2f}x"
+            f"{r['equal']:>8.1%}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.run(main, sys.argv[1:])
