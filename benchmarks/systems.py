@@ -70,11 +70,13 @@ def use_threads(count: int) -> None:
 
 
 def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names of a list with commas; raises a UserError for one that is not known."""
-    names = [name for name in text.split(",") if name]
-    if unknown := set(names) - {*known}:
+    """The names of a list with commas, each once; raises a UserError for one that is not known."""
+    names = dict.fromkeys(name for name in text.split(",") if name)
+    if unknown := names.keys() - {*known}:
         raise UserError(f"{flag}: found {', '.join(sorted(unknown))}; expected {', '.join(known)}")
-    return names
+    if not names and flag != "--peers":
+        raise UserError(f"{flag}: found nothing; expected {', '.join(known)}")
+    return [*names]
 
 
 def random_params(config: T5Config, seed: int = 0) -> Any:

@@ -5,7 +5,7 @@
 Each source is answered by each system in turn, one at a time, in several rounds; the first round, which compiles, does
 not count. Times are of whole answers, the encoder included. Ours pad sources as `pipejax decode` does; Hugging Face
 pads none. Drafts must not change an answer: if one does, that is an error. What Hugging Face writes is compared, and
-the share of equal answers told, since its sums are rounded otherwise. It needs sequential weights.
+the share of equal answers told, since its sums are rounded otherwise. It takes sequential weights alone.
 """
 
 import itertools
@@ -105,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
     weights = names_of("--weights", flags.weights, ("float32", "int8"))
     if "none" not in drafts:
         raise UserError("--drafts: found no none; expected it, as the others are compared with it")
+    drafts.sort(key=lambda name: name != "none")
     use_threads(flags.threads)
     systems: list[System] = []
     for held, draft in itertools.product(weights, drafts):

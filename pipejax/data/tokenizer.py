@@ -42,7 +42,11 @@ class Tokenizer:
             self._backend.no_padding()
             self._backend.encode_special_tokens = inner.split_special_tokens
         self._lock = threading.Lock()
-        self.size, self.unknown = max(inner.get_vocab().values()) + 1, inner.unk_token_id
+        self.size = max(inner.get_vocab().values()) + 1
+        unknown = inner.special_tokens_map.get(
+            "unk_token"
+        )  # to ask for its id is an error that is logged, if it has none
+        self.unknown = None if unknown is None else inner.convert_tokens_to_ids(str(unknown))
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":

@@ -245,11 +245,12 @@ class Engine:
             if answer.cancelled:
                 answer.give(Closed("the request was cancelled"))
                 continue
-            beside = self._running_with(name) > 0
+            others = [one for one in waiting if one.request.strategy == name and not (one is answer or one.cancelled)]
+            beside = self._running_with(name) > 0 or bool(others)
             lane = _Lane(name, self.places if beside or self._beside else 1)
             self._beside = beside
-            batch = self._batch(lane, request.source)
             try:
+                batch = self._batch(lane, request.source)
                 ids = self.generator.ids_of(request.source)
                 choice = Choice(request.temperature, request.top_k, request.top_p, request.seed, request.log_probs)
                 place = batch.add(ids, choice)
@@ -260,7 +261,8 @@ class Engine:
 
     def _running_with(self, strategy: str) -> int:
         """Requests that have a place with that strategy."""
-        return sum(len(running) for lane, running in self._running.items() if lane.strategy == strategy)
+        running = [*self._running.items()]  # at once: the engine's thread may add a lane
+        return sum(len(places) for lane, places in running if lane.strategy == strategy)
 
     def _batch(self, lane: _Lane, source: Source) -> RunningBatch:
         """That of the lane; `source`: one of its requests, as the rows of all begin alike."""

@@ -204,7 +204,7 @@ class Unfinished:
         for key, value in self.settings.items():
             was = found.get(key)
             if isinstance(was, dict) and isinstance(value, dict):  # an older version had not all keys
-                was = {name: was.get(name, default) for name, default in _DEFAULTS[key].items() if name in value}
+                was = {name: default for name, default in _DEFAULTS[key].items() if name in value} | was
             if was != value:
                 raise UserError(f"--resume: {self.target}: found {key} = {was!r}; expected {value!r}, as asked for now")
         records = size = 0

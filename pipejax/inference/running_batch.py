@@ -150,15 +150,12 @@ class RunningBatch:
         return decoded, done
 
     def steps_for(self, tokens: int, taken: int) -> int:
-        """The fewest steps, after those that an example took, in which its answer can grow by so many tokens.
-
-        But not more than `MOST_STEPS`.
-        """
-        step = taken
-        while tokens > 0 and step < taken + MOST_STEPS:
-            tokens -= min(step // self.delay + 1 if self.delay else self.strategy.rows, self.strategy.rows)
+        """The fewest steps, after those that an example took, in which its answer can grow by so many tokens."""
+        step, rows = taken, self.strategy.rows
+        while tokens > 0 and step < (rows - 1) * self.delay:  # as long as not all rows have begun
+            tokens -= step // self.delay + 1
             step += 1
-        return step - taken
+        return step - taken + max(-(-tokens // rows), 0)
 
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
         """Time, row and place in the row of each token that is not known yet, in the order of steps.

@@ -14,7 +14,7 @@ BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected 
 MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read
 FILL = {"own": "#9dc5eb", "accepted": "#cfe39a"}
 MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}  # colours are not for everybody
-SAID = {"own": "token from no draft", "accepted": "accepted draft", "rejected": "rejected draft"}
+SAID = {"own": "written without a draft", "accepted": "accepted draft", "rejected": "rejected draft"}
 
 
 class Asked(NamedTuple):
@@ -150,7 +150,7 @@ def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
                 texts[-1] = "the row could not begin yet"
             cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
             lines.append(f'<tr><td>{number}</td><th scope="row">{_name(one.row, grid)}</th>{cells}</tr>')
-    names = ("call", "row", "accepted drafts", "rejected drafts", "token from no draft")
+    names = ("call", "row", "accepted drafts", "rejected drafts", "written without a draft")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 

@@ -199,7 +199,7 @@ DRAFTS = """<section class="view" id="calls">
 <h2>By decoder call</h2>
 <p class="facts">$facts</p>
 <p class="legend">
-<span><span class="key own">token</span>from no draft</span>
+<span><span class="key own">token</span>written without a draft</span>
 <span><span class="key accepted">${right}token</span>draft, accepted</span>
 <span><span class="key rejected">${wrong}token</span>draft, not accepted: wrong, or ahead of a row above;
 faint: of an earlier call</span>
