@@ -127,8 +127,6 @@ def main(argv: Sequence[str]) -> int:
     progress.close()
 
     count, (first, own) = len(documents), next(iter(seconds.items()))  # our pipelined decoder
-    pipelined = strategies[OURS[0]]
-    assert isinstance(pipelined, Pipelined)
     print(f"{count} documents, batch {flags.batch}, {flags.model}, {flags.threads} threads; compilation left out")
     print(f"{'system':<22}{'seconds':>9}{'documents/s':>13}{f'{first} is faster by':>40}")
     for name, value in seconds.items():

@@ -299,7 +299,7 @@ def measure(systems: Sequence[System], levels: Sequence[int], rounds: int, secon
     found: Found = {(system.name, level): [] for system in systems for level in levels}
     for system in systems:
         cli.note(f"warming up {system.name}")
-        for level in levels if isinstance(system, Offline) else {1, levels[-1]} if isinstance(system, Ours) else [1]:
+        for level in levels if isinstance(system, Offline) else [1, levels[-1]] if isinstance(system, Ours) else [1]:
             system.turn(level, 0)
     cli.note("measuring")
     progress = Progress("measuring", rounds * len(found), unit="turn")
