@@ -21,11 +21,12 @@ import numpy as np
 from benchmarks.systems import (
     PEERS,
     SIZES,
+    SUFFIXES,
     Rows,
     Run,
     System,
     bandwidth,
-    build,
+    build_each,
     interleaved,
     machine,
     names_of,
@@ -43,7 +44,6 @@ from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
 OURS = ("pipejax-pipelined", "pipejax-sequential")
-SUFFIXES = {"float32": "", "bfloat16": "-bf16", "int8": "-int8"}  # of their names, by what weights are held in
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,10 +92,7 @@ def main(argv: Sequence[str]) -> int:
     strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, times[0], rows_of_grid[0])}
     strategies[OURS[1]] = Sequential(flags.max_length)
     strategies |= {f"{OURS[0]}-{s}x{t}": Pipelined(1, t, s) for s, t in grids[1:]}
-    ours = []
-    for held in weights:
-        named = {name + SUFFIXES[held]: strategy for name, strategy in strategies.items()}
-        ours += build(config, params, flags.dtype, strategies=named, weights="auto" if held == flags.dtype else held)
+    ours = build_each(config, params, flags.dtype, strategies=strategies, weights=weights)
     systems: list[System] = [*ours]
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
         if peers:

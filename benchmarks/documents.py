@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.decode import OURS, SUFFIXES
+from benchmarks.decode import OURS
 from benchmarks.systems import (
     PEERS,
     SIZES,
     SPECIAL,
+    SUFFIXES,
     CTranslate2,
     HuggingFace,
     Pipejax,
-    build,
+    build_each,
     check_lengths,
     machine,
     names_of,
@@ -93,10 +94,8 @@ def main(argv: Sequence[str]) -> int:
     strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, max(longest, 50), max(most_rows, 20))}
     strategies[OURS[1]] = Sequential(max(sequence, 512))
     systems: dict[str, Callable[[Batch], None]] = {}
-    for held in weights:
-        named = {name + SUFFIXES[held]: strategy for name, strategy in strategies.items()}
-        for each in build(config, params, "float32", strategies=named, weights="auto" if held == "float32" else held):
-            systems[each.name] = partial(ours, each, tokenizer, flags.max_source)
+    for each in build_each(config, params, "float32", strategies=strategies, weights=weights):
+        systems[each.name] = partial(ours, each, tokenizer, flags.max_source)
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
         directory = write(config, params, Path(scratch)) if peers else Path(scratch)
         for name in peers:

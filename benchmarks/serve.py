@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from benchmarks import apps
-from benchmarks.decode import SUFFIXES, rows_of, whole_numbers
-from benchmarks.systems import SIZES, machine, names_of, random_params, save, use_threads, write
+from benchmarks.decode import rows_of, whole_numbers
+from benchmarks.systems import SIZES, SUFFIXES, machine, names_of, random_params, save, use_threads, write
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, GridConfig, T5Config, TrainConfig
 from pipejax.grid import sequential_steps

@@ -36,6 +36,7 @@ SIZES = {
     **ARCHITECTURES,
 }
 PEERS = ("hf", "hf-bf16", "hf-int8", "ct2-fp32", "ct2-int8")  # CTranslate2 has no bfloat16 on a CPU
+SUFFIXES = {"float32": "", "bfloat16": "-bf16", "int8": "-int8"}  # of the names of ours, by what weights are held in
 SPECIAL = ("<pad>", "</s>", "<unk>")  # words of the first ids
 Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
 
@@ -359,3 +360,19 @@ def build(
     backend = backends.fastest(config, model.dtype, weights)
     ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]
+
+
+def build_each(
+    config: T5Config,
+    params: Any,
+    dtype: str,
+    *,
+    strategies: dict[str, Pipelined | Sequential],
+    weights: Sequence[str],
+) -> list[Pipejax]:
+    """Ours with weights held in each of these ways, which their names end in."""
+    ours: list[Pipejax] = []
+    for held in weights:
+        named = {name + SUFFIXES[held]: strategy for name, strategy in strategies.items()}
+        ours += build(config, params, dtype, strategies=named, weights="auto" if held == dtype else held)
+    return ours
