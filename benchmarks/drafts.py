@@ -109,13 +109,23 @@ class Saying:
     def __call__(self, step: Step, cache: Any) -> tuple[Array, Any]:
         """Its logits, with the script's token at the top of each column."""
         logits, cache = self.inner(step, cache)
+        says = self._says(step)
+        return logits.at[says, jnp.arange(len(says))].set(1e9), cache
+
+    def greedy(self, step: Step, cache: Any) -> tuple[Array, Any]:
+        """The script's tokens, once its own are found."""
+        found, cache = self.inner.greedy(step, cache)
+        return jax.lax.optimization_barrier((found, self._says(step)))[1], cache
+
+    def _says(self, step: Step) -> Array:
+        """The script's tokens i32 [N]."""
         example = jnp.broadcast_to(jnp.arange(len(step.row))[:, None], step.row.shape)
         place = step.time - start(step.row, self.delay)
         last = jnp.asarray(self.script.shape) - 1
         says = self.script[example, jnp.clip(step.row, 0, last[1]), jnp.clip(place, 0, last[2])].reshape(-1)
         if step.place_of_query is not None:
             says = jnp.take(says, step.place_of_query, mode="clip")
-        return logits.at[says, jnp.arange(len(says))].set(1e9), cache
+        return says
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,9 +81,9 @@ class Forced:
         inner, query = self.inner.query(state.inner)
         return State(inner, state.lengths), query
 
-    def choose(self, logits: Array) -> Array:
-        """That of the inner strategy."""
-        return self.inner.choose(logits)
+    @property
+    def choose(self) -> None:
+        """Greedily, whatever comes: `advance` knows better."""
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Puts eos where a row is to end, and another token where the model would end it."""

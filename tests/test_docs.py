@@ -48,6 +48,19 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert not [place for place in places if not Path(place).stem.isupper() and not (ROOT / place).exists()]
 
 
+def test_what_the_architecture_says_where_to_find_is_there() -> None:
+    rows = re.findall(r"^\| .*\? \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for row in rows:
+        ticked = re.findall(r"`([^`]+)`", row)
+        places = [ROOT / x for x in ticked if "/" in x]
+        assert places and all(place.exists() for place in places), row
+        beside = [place.parent / x for x in ticked if re.fullmatch(r"\w+\.py", x) for place in places]
+        beside += [place / x for x in ticked if x == "__init__.py" for place in places]
+        text = "".join(file.read_text() for file in (*places, *beside) if file.is_file())
+        assert not [x for x in ticked if re.fullmatch(r"\w+", x) and not re.search(rf"\b{x}\b", text)], row
+
+
 def test_every_page_is_in_the_contents() -> None:
     text = (ROOT / "docs" / "index.md").read_text() + (ROOT / "docs" / "decisions" / "index.md").read_text()
     top = [page.stem for page in PAGES if page.parent.name == "docs" and page.stem != "index"]

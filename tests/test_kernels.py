@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipejax.decoding import Pipelined, Step
+from pipejax.decoding.choice import first_argmax
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, fastest
 from pipejax.inference.weights import narrowed
@@ -119,8 +120,9 @@ def check_calls(level, shape, weights, calls):
         decoder, found = own.decoder(model, ready.decoding, kernel_decoder.lay_out_memory(memory, weights=weights)), []
         cache = decoder.cache(asked.slots, None)
         for step in steps:
+            tokens, _ = decoder.greedy(step, cache)
             logits, cache = decoder(step, cache)
-            found.append(logits)
+            found.append((logits, tokens))
         return found
 
     found = decode([asked.step(call, fillers=2 * call) for call in range(len(calls))], memory)
@@ -130,10 +132,11 @@ def check_calls(level, shape, weights, calls):
         else np.zeros((0, c.vocab_size))
         for b in range(batch)
     ]
-    for call, logits in enumerate(found):
+    for call, (logits, tokens) in enumerate(found):
         now = np.concatenate([wanted[b][asked.of(b, call)] for b in range(batch)]).T
         assert logits.shape == (c.vocab_size, now.shape[1] + (2 * call if batch > 1 else 0))
         np.testing.assert_allclose(logits[:, : now.shape[1]], now, atol=LOGITS[weights] * np.abs(now).max(), rtol=0)
+        np.testing.assert_array_equal(tokens[: now.shape[1]], np.argmax(logits[:, : now.shape[1]], axis=0))
 
 
 def check_encoder(level, shape, weights):
@@ -189,6 +192,25 @@ def test_each_level(name, kernel_cache, monkeypatch):
             check_encoder(other, "silu", weights)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("different", [1, 30, 1500])
+def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, different):
+    """So many words of 5,003, again and again. The last panel is filled up with words whose logit is zero."""
+    config = dataclasses.replace(IN_BLOCKS, vocab_size=5003, tied_head=False)
+    params = oracle.random_params(config, np.random.default_rng(5))
+    head = params["lm_head"]["kernel"]
+    params["lm_head"]["kernel"] = np.resize(head.T[:different], (5003, len(head))).T
+    model, own = t5.T5(config), OwnKernel(weights, level)
+    ready = programs.prepare(model, jax.tree.map(jnp.asarray, params), backend=own)
+    memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
+    decoder = own.decoder(model, ready.decoding, kernel_decoder.lay_out_memory(memory, weights=weights))
+    asked = Asked(np.random.default_rng(0), ((40,),), 5003)
+    step, cache = asked.step(0, 0), decoder.cache(asked.slots, None)
+    logits, found = np.asarray(decoder(step, cache)[0]), np.asarray(decoder.greedy(step, cache)[0])
+    np.testing.assert_array_equal(found, np.argmax(logits, axis=0))
+    assert found.max() < different and (logits.max(axis=0) < 0).any() == (different == 1)
+
+
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("trouble", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(level, weights, trouble):
@@ -208,8 +230,10 @@ def test_what_is_not_finite_stays_so(level, weights, trouble):
     laid = kernel_decoder.lay_out_memory(memory, weights=weights)
     decoder = own.decoder(model, ready.decoding, laid)
     step = asked.step(0, 0).replace(tokens=jnp.asarray([7]))
-    found = decoder(step, decoder.cache(asked.slots, None))[0]
+    cache = decoder.cache(asked.slots, None)
+    found, token = decoder(step, cache)[0], decoder.greedy(step, cache)[0]
     assert not np.isfinite(found).any()
+    np.testing.assert_array_equal(token, first_argmax(found))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

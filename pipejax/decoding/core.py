@@ -73,8 +73,9 @@ class Strategy(Protocol):
     def query(self, state: Any) -> tuple[Any, Query]:
         """Opens the next step: the state with any new rows, and what to ask."""
 
-    def choose(self, logits: Array) -> Any:
-        """What it takes from logits f32 [V, N]: arrays [N, ...], the answers."""
+    @property
+    def choose(self) -> Callable[[Array], Any] | None:
+        """What it takes from logits f32 [V, N]: arrays [N, ...], the answers; None: the most likely tokens i32 [N]."""
 
     def advance(self, state: Any, answers: Any) -> Any:
         """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
@@ -107,6 +108,9 @@ class Model(Protocol[Cache]):
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written."""
+
+    def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """As a call, but instead of logits the tokens i32 [N] with the highest, the lowest id of equals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,8 +254,12 @@ def decode(
     def step(size: int, carry: Carry) -> Carry:
         queries = sizes.queries[size]
         asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
-        logits, cache = model(asked, carry.cache)
-        chosen = strategy.choose(logits) if wishes is None else choice.chosen(strategy.choose, logits, asked, wishes)
+        if wishes is None and strategy.choose is None:
+            chosen, cache = model.greedy(asked, carry.cache)
+        else:
+            logits, cache = model(asked, carry.cache)
+            choose = strategy.choose or choice.first_argmax
+            chosen = choose(logits) if wishes is None else choice.chosen(choose, logits, asked, wishes)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs

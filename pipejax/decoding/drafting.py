@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding import trace as tracing
-from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.drafters.interface import Drafter, Written
 from pipejax.decoding.gathering import Query, taken
@@ -181,9 +180,9 @@ class Drafted:
         row = jnp.broadcast_to(rows, (1, self.width, self.grid.rows))
         return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
 
-    def choose(self, logits: Array) -> Array:
-        """Greedily: i32 [N]."""
-        return first_argmax(logits)
+    @property
+    def choose(self) -> None:
+        """Greedily."""
 
     def advance(self, state: State, answers: Array) -> State:
         """Accepts what counts of the answers."""

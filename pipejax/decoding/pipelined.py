@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import grid
-from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.gathering import Query
 
@@ -93,9 +92,9 @@ class Pipelined:
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
         return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
 
-    def choose(self, logits: Array) -> Array:
-        """Greedily: i32 [N]."""
-        return first_argmax(logits)
+    @property
+    def choose(self) -> None:
+        """Greedily."""
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13).

@@ -6,7 +6,6 @@ import flax.struct
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.gathering import Query
 
@@ -51,9 +50,9 @@ class Sequential:
         row = jnp.zeros((1, 1), jnp.int32)
         return state, Query(state.last[:, None], row, time=state.length[:, None], live=~self.done(state)[:, None])
 
-    def choose(self, logits: Array) -> Array:
-        """Greedily: i32 [N]."""
-        return first_argmax(logits)
+    @property
+    def choose(self) -> None:
+        """Greedily."""
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Appends where no eos came yet."""

@@ -80,6 +80,16 @@ class KernelDecoder:
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
+        vocabulary = self.weights.head.rows.shape[0] * kernels.LANES
+        logits, cache = self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens), vocabulary), jnp.float32))
+        return logits.T[: self.config.vocab_size], cache
+
+    def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """See `Model`. The logits never leave the processor's caches."""
+        return self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens),), jnp.int32))
+
+    def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
+        """What the kernel makes of a step: logits or tokens, as the answers' type says, and the cache."""
         c, w, memory = self.config, self.weights, self.memory
         table = w.embedding or w.head
         x = kernels.rows(table.rows, step.tokens).astype(jnp.float32)
@@ -97,16 +107,21 @@ class KernelDecoder:
             aliases |= {len(given): 1 + 2 * i, len(given) + 1: 2 + 2 * i}
             given += [cache.keys[i], cache.values[i]]
         vocabulary = w.head.rows.shape[0] * kernels.LANES
-        logits = jax.ShapeDtypeStruct((len(step.tokens), vocabulary), jnp.float32)
         found = jax.ffi.ffi_call(
             f"pipejax_step_{self.level.name}",
             (
-                logits,
+                answers,
                 *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers)),
             ),
             input_output_aliases=aliases,
-        )(*given, **_attributes(c), layers=np.int64(c.num_decoder_layers), vocabulary=np.int64(vocabulary))
-        return found[0].T[: c.vocab_size], Cache(tuple(found[1::2]), tuple(found[2::2]))
+        )(
+            *given,
+            **_attributes(c),
+            layers=np.int64(c.num_decoder_layers),
+            vocabulary=np.int64(vocabulary),
+            tokens=np.int64(c.vocab_size),
+        )
+        return found[0], Cache(tuple(found[1::2]), tuple(found[2::2]))
 
 
 @flax.struct.dataclass

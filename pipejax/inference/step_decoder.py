@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
 from pipejax.decoding import Step
+from pipejax.decoding.choice import first_argmax
 from pipejax.inference.weights import Layer, Matrix, Weights
 from pipejax.model.t5 import MASKED, Memory
 
@@ -66,6 +67,11 @@ class StepDecoder:
             x = self._added(layer.feed_outwards, self._activated(x, layer), x)
         factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
         return self._of_normed(w.head, x, w.norm, factor, jnp.float32), Cache(tuple(keys), tuple(values))
+
+    def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """See `Model`."""
+        logits, cache = self(step, cache)
+        return first_argmax(logits), cache
 
     def _embedded(self, tokens: Array) -> Array:
         """[D, N]."""

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #if defined(__AVX512F__) || defined(__AMX_TILE__)
 #include <immintrin.h>
@@ -441,22 +442,78 @@ class Operand {
 
   // y = w * this, in parallel.
   void Times(Team& team, const Matrix& w, const Results& y) const {
-    constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
-    const int64_t size = std::max<int64_t>(2, (1 << 17) / (w.depth * 64) / 2 * 2);  // panels of a task
-    const int64_t parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
+    const int64_t parts = (w.panels + Panels(w) - 1) / Panels(w), chunks = (count_ + kChunk - 1) / kChunk;
     team.Run(parts * chunks, 1, [&](int64_t i) {
-      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
+      const int64_t from = i % parts * Panels(w), to = std::min(w.panels, from + Panels(w));
       const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk);
-      if (kDigits[w.kind]) return ByDigits(from, to, w, digits_, begin, end, y);
-      const Results there{y.at + begin * y.stride, y.stride, y.then};
-      ByWidening(from, to, w, floats_.data() + begin * inputs_, inputs_, end - begin, there);
+      Multiply(from, to, w, begin, end, {y.at + begin * y.stride, y.stride, y.then});
     });
   }
 
+  // Of each column of w * this the number of the highest of so many outputs, the lowest number of equals; the last number
+  // if an output is NaN. What is multiplied never leaves a task.
+  void Highest(Team& team, const Matrix& w, int64_t outputs, int32_t* number) {
+    const int64_t parts = (w.panels + Panels(w) - 1) / Panels(w), chunks = (count_ + kChunk - 1) / kChunk;
+    peaks_.resize(parts * count_);
+    team.Run(parts * chunks, 1, [&](int64_t i) {
+      thread_local std::vector<float> found;
+      const int64_t from = i % parts * Panels(w), to = std::min(w.panels, from + Panels(w));
+      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk), stride = (to - from) * kLanes;
+      found.resize((end - begin) * stride);
+      Multiply(from, to, w, begin, end, {found.data() - from * kLanes, stride});
+      for (int64_t c = begin; c < end; ++c)
+        peaks_[c * parts + i % parts] = Peak(found.data() + (c - begin) * stride, from * kLanes, std::min(outputs, to * kLanes));
+    });
+    for (int64_t c = 0; c < count_; ++c) {
+      const std::pair<float, int32_t>* peaks = peaks_.data() + c * parts;
+      int64_t best = 0;
+      bool bad = false;
+      for (int64_t part = 0; part < parts; ++part) {
+        bad |= peaks[part].first != peaks[part].first;
+        if (peaks[part].first > peaks[best].first) best = part;
+      }
+      number[c] = bad ? outputs - 1 : peaks[best].second;
+    }
+  }
+
  private:
+  static constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
+
+  // Of a task.
+  static int64_t Panels(const Matrix& w) { return std::max<int64_t>(2, (1 << 17) / (w.depth * 64) / 2 * 2); }
+
+  // Panels `from` to `to` of w times the columns `begin` to `end`; y.at is where the first of these goes.
+  void Multiply(int64_t from, int64_t to, const Matrix& w, int64_t begin, int64_t end, const Results& y) const {
+    if (kDigits[w.kind]) ByDigits(from, to, w, digits_, begin, end, {y.at - begin * y.stride, y.stride, y.then});
+    else ByWidening(from, to, w, floats_.data() + begin * inputs_, inputs_, end - begin, y);
+  }
+
+  // The highest of x, whose numbers are `from` to `to`, and the lowest number that it has; NaN if there is one.
+  static std::pair<float, int32_t> Peak(const float* x, int64_t from, int64_t to) {
+    Lanes high = Lanes{} - INFINITY, bad = {};
+    Ints at = {};
+    for (int64_t i = 0; i < to - from; i += kLanes) {
+      Lanes value = Load(x + i);
+      if (i + kLanes > to - from)
+        for (int64_t lane = to - from - i; lane < kLanes; ++lane) value[lane] = -INFINITY;
+      const Ints above = value > high;
+      high = above ? value : high;
+      at = above ? Ints{} + static_cast<int32_t>(i) : at;
+      bad = value != value ? value : bad;
+    }
+    std::pair<float, int32_t> peak{high[0], at[0]};
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
+      if (bad[lane] != bad[lane]) return {bad[lane], 0};
+      const int32_t number = at[lane] + lane;
+      if (high[lane] > peak.first || (high[lane] == peak.first && number < peak.second)) peak = {high[lane], number};
+    }
+    return {peak.first, static_cast<int32_t>(from) + peak.second};
+  }
+
   int64_t count_ = 0, inputs_ = 0;
   std::vector<float> floats_;
   Digits digits_;
+  std::vector<std::pair<float, int32_t>> peaks_;  // [columns, tasks]
 };
 
 }  // namespace pipejax

@@ -112,11 +112,16 @@ struct Stack {
 
   // y = w * norm(x).
   void OfNormed(const float* scale, const Matrix& w, const Results& y) {
+    SetNormed(scale, w);
+    operand.Times(team, w, y);
+  }
+
+  // The operand for w is norm(x).
+  void SetNormed(const float* scale, const Matrix& w) {
     operand.Set(team, w.kind, count, size, [&](int64_t c, float* room) {
       Norm(x.data() + c * size, scale, epsilon, size, room);
       return room;
     });
-    operand.Times(team, w, y);
   }
 
   // x += w * columns.
@@ -148,6 +153,7 @@ struct Stack {
 struct Rooms {
   std::vector<float> x, projected, found, hidden, bias;
   std::vector<int64_t> columns, examples, places, asking;
+  std::vector<int32_t> tokens;
   Operand operand;
 };
 
@@ -158,9 +164,10 @@ ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 //   place of each column i32 [N], B * Q for none; mask of the memory pred [B, L]; last norm [D]; head [V, D];
 //   a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
 //   keys f32 [B * H, K, C] and values f32 [B * H, C, K] of the cache.
-// A matrix is followed by its scale. The results: logits f32 [N, V]; a layer each keys and values of the cache, in place.
+// A matrix is followed by its scale. The results: logits f32 [N, V], or i32 [N] which of the first `tokens` logits is the
+// highest; a layer each keys and values of the cache, in place.
 ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, int64_t layers, int64_t heads,
-                int64_t feed, int64_t activation, int64_t vocabulary, float epsilon) {
+                int64_t feed, int64_t activation, int64_t vocabulary, int64_t tokens, float epsilon) {
   const auto of_x = given.get<ffi::AnyBuffer>(0).value().dimensions(), of_mask = given.get<ffi::AnyBuffer>(2).value().dimensions();
   const auto of_bias = given.get<ffi::AnyBuffer>(1).value().dimensions(), of_memory = given.get<ffi::AnyBuffer>(6).value().dimensions();
   const auto of_cache = given.get<ffi::AnyBuffer>(given.size() - 2).value().dimensions();
@@ -186,7 +193,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   std::vector<DecoderLayer> stacked;
   for (int64_t layer = 0; layer < layers; ++layer)
     stacked.emplace_back(arguments, size, width, heads, feed, activation != 0, batch, length, slots);
-  if (!arguments.Good()) return Wrong("step: arguments of other shapes");
+  if (!arguments.Good() || tokens < 1 || tokens > vocabulary) return Wrong("step: arguments of other shapes");
   if (*std::min_element(start, start + batch) < 0 || *std::max_element(start, start + batch) + queries > slots)
     return Wrong("step: a cache that is full");
 
@@ -259,7 +266,17 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
     stack.Feed(own.feed_forward);
   }
 
-  float* logits = static_cast<float*>((*results.get<ffi::AnyBuffer>(0).value()).untyped_data());
+  ffi::AnyBuffer answers = *results.get<ffi::AnyBuffer>(0).value();
+  if (answers.element_type() == ffi::S32) {
+    int32_t* tokens_of = static_cast<int32_t*>(answers.untyped_data());
+    rooms.tokens.resize(count);
+    stack.SetNormed(last, head);
+    rooms.operand.Highest(team, head, tokens, rooms.tokens.data());
+    std::fill(tokens_of, tokens_of + all, 0);
+    for (int64_t c = 0; c < count; ++c) tokens_of[columns[c]] = rooms.tokens[c];
+    return ffi::Error::Success();
+  }
+  float* logits = static_cast<float*>(answers.untyped_data());
   const bool in_place = count == all;  // then columns are in order
   if (!in_place) rooms.hidden.resize(count * vocabulary);
   float* found = in_place ? logits : rooms.hidden.data();
@@ -375,7 +392,8 @@ extern "C" int pipejax_ready() {
 #define STACK \
   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets() \
       .Attr<int64_t>("layers").Attr<int64_t>("heads").Attr<int64_t>("feed").Attr<int64_t>("activation")
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_step, pipejax::Step, STACK.Attr<int64_t>("vocabulary").Attr<float>("epsilon"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_step, pipejax::Step, STACK.Attr<int64_t>("vocabulary").Attr<int64_t>("tokens")
+                              .Attr<float>("epsilon"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_encode, pipejax::Encode,
                               STACK.Attr<int64_t>("width").Attr<int64_t>("memory").Attr<float>("epsilon"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_left, pipejax::Left, ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>()
