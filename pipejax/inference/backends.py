@@ -140,34 +140,23 @@ class Gpu(Xla):
 
 @dataclasses.dataclass(frozen=True)
 class OwnKernel(Xla):
-    """Our kernel for CPUs, in float32. It encodes as well if its products of narrow weights are faster than XLA's."""
+    """Our kernel for CPUs; activations are float32."""
 
     level: kernels.Level = kernels.LEVELS[-1]
 
-    @property
-    def encodes(self) -> bool:
-        """Whether it does."""
-        return self.weights in self.level.digits
-
     def encoder_layer(self, model: T5, layer: Any) -> Any:
         """See `Backend`."""
-        if not self.encodes:
-            return super().encoder_layer(model, layer)
         return kernel_decoder.encoder_layer(layer, weights=self.weights)
 
     def decoder_layer(self, model: T5, layer: Any) -> tuple[Any, Layer]:
         """See `Backend`."""
         matrix = partial(kernel_decoder.matrix, weights=self.weights)
-        laid = lay_out_layer(layer, matrix)
-        if not self.encodes:
-            return super().decoder_layer(model, layer)[0], laid
-        return matrix(joined(layer["cross_attention"]["key"], layer["cross_attention"]["value"])), laid
+        memory = joined(layer["cross_attention"]["key"], layer["cross_attention"]["value"])
+        return matrix(memory), lay_out_layer(layer, matrix)
 
     def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
         """See `Backend`."""
         laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
-        if not self.encodes:
-            return super().ends(model, params)[0], laid
         own = params["encoder"]
         encoder = kernel_decoder.Encoder(
             embedding=narrowed(params["shared"]["embedding"], self.weights, jnp.float32),
@@ -180,16 +169,14 @@ class OwnKernel(Xla):
 
     def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
         """See `Backend`."""
-        if not self.encodes:
-            return super().encoder(ends, layers, memories)
         return ends.replace(layers=tuple(layers), memories=tuple(memories))
 
     def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
         """See `Backend`."""
         slots = memory_length(source.shape[1])
-        if not self.encodes:
-            return kernel_decoder.lay_out_memory(super().encode(model, encoder, source, length), weights=self.weights)
-        return kernel_decoder.encode(model.config, encoder, source, length, slots=slots, level=self.level)
+        return kernel_decoder.encode(
+            model.config, encoder, source, length, slots=slots, weights=self.weights, level=self.level
+        )
 
     def widened(self, memory: Memory, slots: int) -> Memory:
         """See `Backend`."""

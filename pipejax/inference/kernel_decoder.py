@@ -29,25 +29,20 @@ ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in t5.cc
 def fits(config: T5Config) -> bool:
     """Whether its sizes fill panels; those of all published T5s do."""
     sizes = config.d_model, config.d_kv, config.d_ff
-    return not any(size % kernels.LANES for size in sizes)
+    return not any(size % kernels.PANEL for size in sizes)
 
 
 def matrix(rows: Array, *, weights: str) -> Matrix:
     """A matrix [O, I] in panels, held in what `weights` says; outputs are filled up to whole panels with zeros."""
     held = narrowed(rows, weights, jnp.float32)
-    more = -rows.shape[0] % kernels.LANES
+    more = -rows.shape[0] % kernels.PANEL
     scale = jnp.pad(held.scale, (0, more)) if held.scale.size else held.scale
     return Matrix(kernels.panels(jnp.pad(held.rows, ((0, more), (0, 0)))), scale)
 
 
-def lay_out_memory(memory: Memory, *, weights: str) -> Memory:
-    """The model's memory with keys [B, H, L, K] and values [B, H, K, L] in panels."""
-    dtype = jnp.bfloat16 if weights in ("bfloat16", "int8") else jnp.float32
-
-    def laid(x: Array) -> Array:
-        return kernels.panels(x.astype(dtype).swapaxes(2, 3))
-
-    return Memory(tuple(map(laid, memory.keys)), tuple(map(laid, memory.values)), memory.mask)
+def memory_dtype(weights: str) -> np.dtype:
+    """In which keys and values of a source are held beside weights of that kind."""
+    return np.dtype(jnp.bfloat16 if weights in ("bfloat16", "int8") else jnp.float32)
 
 
 def widened(memory: Memory, slots: int) -> Memory:
@@ -80,7 +75,7 @@ class KernelDecoder:
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
-        vocabulary = self.weights.head.rows.shape[0] * kernels.LANES
+        vocabulary = self.weights.head.rows.shape[0] * kernels.PANEL
         logits, cache = self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens), vocabulary), jnp.float32))
         return logits.T[: self.config.vocab_size], cache
 
@@ -106,7 +101,7 @@ class KernelDecoder:
             given += [layer.feed_norm, *_flat(layer.feed_inwards, layer.feed_outwards)]
             aliases |= {len(given): 1 + 2 * i, len(given) + 1: 2 + 2 * i}
             given += [cache.keys[i], cache.values[i]]
-        vocabulary = w.head.rows.shape[0] * kernels.LANES
+        vocabulary = w.head.rows.shape[0] * kernels.PANEL
         found = jax.ffi.ffi_call(
             f"pipejax_step_{self.level.name}",
             (
@@ -162,7 +157,14 @@ def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
 
 
 def encode(
-    config: T5Config, encoder: Encoder, source: Array, length: Array, *, slots: int, level: kernels.Level
+    config: T5Config,
+    encoder: Encoder,
+    source: Array,
+    length: Array,
+    *,
+    slots: int,
+    weights: str,
+    level: kernels.Level,
 ) -> Memory:
     """The memory of sources i32 [B, L], of which i32 [B] tokens are real, with so many slots."""
     batch, longest = source.shape
@@ -175,8 +177,10 @@ def encode(
         given += [layer.norm, *_flat(layer.inwards, layer.outwards)]
         given += [layer.feed_norm, *_flat(layer.feed_inwards, layer.feed_outwards)]
     given += [*_flat(*encoder.memories)]
-    keys = jax.ShapeDtypeStruct((batch, config.num_heads, slots // 16, config.d_kv // 2, 16, 2), jnp.bfloat16)
-    values = jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv // 16, slots // 2, 16, 2), jnp.bfloat16)
+    dtype = memory_dtype(weights)
+    depth = 4 // dtype.itemsize
+    keys = jax.ShapeDtypeStruct((batch, config.num_heads, slots // 16, config.d_kv // depth, 16, depth), dtype)
+    values = jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv // 16, slots // depth, 16, depth), dtype)
     found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", (keys, values) * len(encoder.memories))(
         *given,
         **_attributes(config),

@@ -30,29 +30,26 @@ class Level(NamedTuple):
     name: str
     needs: frozenset[str]  # of the processor
     options: str  # of the compiler
-    digits: frozenset[str] = frozenset()  # which weights it has products for, see products.h
 
 
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
-_BOTH = frozenset({"int8", "bfloat16"})
 LEVELS = (  # the best first
     Level(
         "amx",
         frozenset(_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
         "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16",
-        _BOTH,
     ),
-    Level("bf16", frozenset(_BF16), "-march=x86-64-v4 -mavx512vnni -mavx512bf16", _BOTH),
-    Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni", frozenset({"int8"})),
+    Level("bf16", frozenset(_BF16), "-march=x86-64-v4 -mavx512vnni -mavx512bf16"),
+    Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni"),
     Level("avx512", frozenset(_V4), "-march=x86-64-v4"),
     Level("avx2", frozenset(_V3), "-march=x86-64-v3"),
     Level("native", frozenset(), "-march=native"),
 )
 TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_left")
-LANES = 16  # outputs of a panel, as in products.h
+PANEL = 16  # outputs of a panel, as in products.h
 SOURCES = [Path(__file__).parent / name for name in ("t5.cc", "attention.h", "products.h", "team.h")]
 SHIPPED = Path(__file__).parent / "compiled"  # is in some wheels only
 VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or the best below it
@@ -192,9 +189,9 @@ def panels(matrix: Array) -> Array:
     """[.., O, I] -> [.., O / 16, I / depth, 16, depth], as the kernel reads it: `depth` inputs fill 32 bits."""
     *batch, outputs, inputs = matrix.shape
     depth = 4 // matrix.dtype.itemsize
-    return matrix.reshape(*batch, outputs // LANES, LANES, inputs // depth, depth).swapaxes(-2, -3)
+    return matrix.reshape(*batch, outputs // PANEL, PANEL, inputs // depth, depth).swapaxes(-2, -3)
 
 
 def rows(matrix: Array, which: Array) -> Array:
     """Some of the rows [N, I] of a matrix in panels; `which`: i32 [N]."""
-    return matrix[which // LANES, :, which % LANES].reshape(len(which), -1)
+    return matrix[which // PANEL, :, which % PANEL].reshape(len(which), -1)

@@ -75,19 +75,29 @@ struct Cache {
   // What a query finds in the first `used` slots. `scores`: their bias, with room for whole lanes.
   void Attend(const float* query, float* scores, int64_t used, float* found) const {
     int64_t c = 0;
-    for (; c + kLanes <= used; c += kLanes) {
-      Lanes sum = Load(scores + c);
-      for (int64_t k = 0; k < width; ++k) sum += query[k] * Load(keys + k * slots + c);
-      Store(scores + c, sum);
-    }
+    for (; c + kTogether * kLanes <= used; c += kTogether * kLanes) Add<kTogether>(width, query, keys + c, slots, scores + c);
+    for (; c + kLanes <= used; c += kLanes) Add<1>(width, query, keys + c, slots, scores + c);
     for (; c < used; ++c)
       for (int64_t k = 0; k < width; ++k) scores[c] += query[k] * keys[k * slots + c];
     const float share = Softmax(scores, used);
-    for (int64_t k = 0; k < width; k += kLanes) {
-      Lanes sum = {};
-      for (c = 0; c < used; ++c) sum += scores[c] * Load(values + c * width + k);
-      Store(found + k, sum * share);
-    }
+    std::fill(found, found + width, 0.0f);
+    int64_t k = 0;
+    for (; k + kTogether * kLanes <= width; k += kTogether * kLanes) Add<kTogether>(used, scores, values + k, width, found + k);
+    for (; k < width; k += kLanes) Add<1>(used, scores, values + k, width, found + k);
+    for (k = 0; k < width; k += kLanes) Store(found + k, Load(found + k) * share);
+  }
+
+ private:
+  static constexpr int kTogether = 4;  // sums; a single one would wait for itself
+
+  // sums += x of so many numbers times rows, N registers of each.
+  template <int N>
+  static void Add(int64_t count, const float* x, const float* rows, int64_t stride, float* sums) {
+    Lanes sum[N];
+    for (int n = 0; n < N; ++n) sum[n] = Load(sums + n * kLanes);
+    for (int64_t i = 0; i < count; ++i, rows += stride)
+      for (int n = 0; n < N; ++n) sum[n] += x[i] * Load(rows + n * kLanes);
+    for (int n = 0; n < N; ++n) Store(sums + n * kLanes, sum[n]);
   }
 };
 
@@ -122,33 +132,50 @@ void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries
     }
 }
 
-// Lays the keys [length, width] of a head in panels of bfloat16; of what comes past them zeros.
-inline void PackKeys(const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels) {
+// Lays the keys [length, width] of a head in panels of float32 or bfloat16; of what comes past them zeros.
+inline void PackKeys(Kind kind, const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width,
+                     int32_t* panels) {
+  if (kind == kFloat32) {
+    for (int64_t l = 0; l < whole; ++l) {
+      int32_t* at = panels + l / kPanel * width * kPanel + l % kPanel;
+      for (int64_t k = 0; k < width; ++k) at[k * kPanel] = 0;
+      if (l < length)
+        for (int64_t k = 0; k < width; ++k) std::memcpy(at + k * kPanel, keys + l * stride + k, sizeof(float));
+    }
+    return;
+  }
   const int64_t depth = width / 2;
   for (int64_t l = 0; l < whole; ++l) {
-    int32_t* at = panels + l / kLanes * depth * kLanes + l % kLanes;
+    int32_t* at = panels + l / kPanel * depth * kPanel + l % kPanel;
     if (l >= length) {
-      for (int64_t g = 0; g < depth; ++g) at[g * kLanes] = 0;
+      for (int64_t g = 0; g < depth; ++g) at[g * kPanel] = 0;
       continue;
     }
     alignas(64) uint16_t halves[kLanes];
     for (int64_t k = 0; k < width; k += kLanes) {
       *reinterpret_cast<Shorts*>(halves) = __builtin_convertvector(Rounded(Load(keys + l * stride + k)) >> 16, Shorts);
-      for (int j = 0; j < kLanes / 2; ++j) std::memcpy(at + (k / 2 + j) * kLanes, halves + 2 * j, sizeof(int32_t));
+      for (int j = 0; j < kLanes / 2; ++j) std::memcpy(at + (k / 2 + j) * kPanel, halves + 2 * j, sizeof(int32_t));
     }
   }
 }
 
-// Lays the values [length, width] of a head in panels [width, whole] of bfloat16.
-inline void PackValues(const float* values, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels) {
-  for (int64_t k = 0; k < width; k += kLanes)
-    for (int64_t l = 0; l < whole; l += 2, panels += kLanes) {
-      const float* at = values + l * stride + k;
-      const Ints first = l < length ? Rounded(Load(at)) : Ints{};
-      const Ints second = l + 1 < length ? Rounded(Load(at + stride)) : Ints{};
-      const Ints both = (first >> 16 & 0xffff) | (second & static_cast<int32_t>(0xffff0000u));
-      std::memcpy(panels, &both, sizeof both);
-    }
+// Lays the values [length, width] of a head in panels [width, whole] of float32 or bfloat16.
+inline void PackValues(Kind kind, const float* values, int64_t stride, int64_t length, int64_t whole, int64_t width,
+                       int32_t* panels) {
+  for (int64_t k = 0; k < width; k += kPanel)
+    for (int64_t l = 0; l < whole; l += kind == kFloat32 ? 1 : 2, panels += kPanel)
+      for (int part = 0; part < kPanel; part += kLanes) {
+        const float* at = values + l * stride + k + part;
+        if (kind == kFloat32) {
+          const Lanes number = l < length ? Load(at) : Lanes{};
+          std::memcpy(panels + part, &number, sizeof number);
+          continue;
+        }
+        const Ints first = l < length ? Rounded(Load(at)) : Ints{};
+        const Ints second = l + 1 < length ? Rounded(Load(at + stride)) : Ints{};
+        const Ints both = (first >> 16 & 0xffff) | (second & static_cast<int32_t>(0xffff0000u));
+        std::memcpy(panels + part, &both, sizeof both);
+      }
 }
 
 }  // namespace pipejax

@@ -26,12 +26,16 @@
 
 namespace pipejax {
 
-constexpr int kLanes = 16;
-#ifdef __AVX512F__
-constexpr int kPanels = 2, kColumns = 8;  // 16 of 32 registers hold sums
+constexpr int kPanel = 16;  // outputs of a panel
+// Numbers of a register (vectors that need several of them GCC keeps in memory), and panels and columns at a time.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kPanels = 2, kColumns = 8;  // 16 of 32 registers hold sums
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kPanels = 1, kColumns = 6;  // 12 of 16
 #else
-constexpr int kPanels = 1, kColumns = 6;
+constexpr int kLanes = 4, kPanels = 1, kColumns = 6;  // 24 of ARM's 32
 #endif
+constexpr int kParts = kPanel / kLanes;  // registers that a panel's outputs take
 
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
@@ -53,14 +57,14 @@ enum Kind { kFloat32, kBfloat16, kInt8 };
 template <Kind K>
 constexpr int kDepth = K == kFloat32 ? 1 : K == kBfloat16 ? 2 : 4;  // inputs of a group: 32 bits of each output
 
-// [16 panels, inputs]: in memory [panels, groups, 16, depth], 64 bytes a group.
+// [16 panels, inputs]: in memory [panels, groups, 16, depth], 64 bytes or kParts registers a group.
 struct Matrix {
   Kind kind;
   const Ints* groups;   // the first panel's
   const float* scale;   // [16 panels] of int8
   int64_t panels, depth;  // groups of a panel
 
-  int64_t Outputs() const { return panels * kLanes; }
+  int64_t Outputs() const { return panels * kPanel; }
   int64_t Inputs() const { return depth * (kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1); }
 };
 
@@ -71,16 +75,16 @@ struct Results {
   int64_t stride;  // from a column to the next
   Then then = kPut;
 
-  // The 16 outputs of a panel for a column.
-  void Write(int64_t panel, int64_t column, Lanes sum) const {
-    float* y = at + column * stride + panel * kLanes;
+  // Some outputs for a column, from that number on.
+  void Write(int64_t output, int64_t column, Lanes sum) const {
+    float* y = at + column * stride + output;
     if (then == kAdd) sum += Load(y);
     if (then == kPutPositive) sum = sum > 0.0f || sum != sum ? sum : Lanes{};
     Store(y, sum);
   }
 };
 
-// Of 16 outputs the weights of a group's input j, as float32.
+// Of some outputs the weights of a group's input j, as float32.
 template <Kind K>
 inline Lanes Widened(Ints group, int j) {
   if constexpr (K == kInt8) return __builtin_convertvector(group << (24 - 8 * j) >> 24, Lanes);
@@ -91,23 +95,27 @@ inline Lanes Widened(Ints group, int j) {
 // P panels times C columns, weights widened.
 template <Kind K, int P, int C>
 void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64_t column, const Results& y) {
-  Lanes sum[P][C];
-  for (int p = 0; p < P; ++p)
+  constexpr int kAll = P * kParts;
+  Lanes sum[kAll][C];
+  for (int p = 0; p < kAll; ++p)
     for (int c = 0; c < C; ++c) sum[p][c] = Lanes{};
-  const Ints* groups = w.groups + panel * w.depth;
+  const Ints* groups[P];
+  for (int p = 0; p < P; ++p) groups[p] = w.groups + (panel + p) * w.depth * kParts;
   x += column * stride;
   for (int64_t g = 0; g < w.depth; ++g) {
-    for (int p = 0; p < P; ++p) __builtin_prefetch(groups + p * w.depth + g + 48);
-    for (int j = 0; j < kDepth<K>; ++j, ++x)
-      for (int p = 0; p < P; ++p) {
-        const Lanes weights = Widened<K>(groups[p * w.depth + g], j);
-        for (int c = 0; c < C; ++c) sum[p][c] += weights * x[c * stride];
-      }
+    for (int p = 0; p < P; ++p) __builtin_prefetch(groups[p] + (g + 48) * kParts);
+    for (int j = 0; j < kDepth<K>; ++j, ++x) {
+      Lanes weights[kAll];
+      for (int p = 0; p < kAll; ++p) weights[p] = Widened<K>(groups[p / kParts][g * kParts + p % kParts], j);
+      for (int c = 0; c < C; ++c)  // outside, lest all columns' numbers are kept in registers at once
+        for (int p = 0; p < kAll; ++p) sum[p][c] += weights[p] * x[c * stride];
+    }
   }
-  for (int p = 0; p < P; ++p)
+  for (int p = 0; p < kAll; ++p)
     for (int c = 0; c < C; ++c) {
-      if constexpr (K == kInt8) sum[p][c] *= Load(w.scale + (panel + p) * kLanes);
-      y.Write(panel + p, column + c, sum[p][c]);
+      const int64_t output = panel * kPanel + p * kLanes;
+      if constexpr (K == kInt8) sum[p][c] *= Load(w.scale + output);
+      y.Write(output, column + c, sum[p][c]);
     }
 }
 
@@ -263,7 +271,7 @@ template <Kind K>
 inline Lanes Joined(const Total<K>& hi, const Total<K>& lo, const Matrix& w, int64_t panel, float scale) {
   if constexpr (K == kInt8)
     return (__builtin_convertvector(hi, Lanes) * 256.0f + __builtin_convertvector(lo, Lanes)) *
-           (scale * Load(w.scale + panel * kLanes));
+           (scale * Load(w.scale + panel * kPanel));
   else
     return hi + lo;
 }
@@ -292,7 +300,7 @@ void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, c
     for (int c = 0; c < C; ++c) {
       if constexpr (K == kInt8)
         for (int d = 0; d < 2; ++d) sum[p][c][d] -= 128 * x.SumOf(column + c, d);
-      y.Write(panel + p, column + c, Joined<K>(sum[p][c][0], sum[p][c][1], w, panel + p, x.Scale(column + c)));
+      y.Write((panel + p) * kPanel, column + c, Joined<K>(sum[p][c][0], sum[p][c][1], w, panel + p, x.Scale(column + c)));
     }
 }
 
@@ -371,7 +379,7 @@ void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, 
   for (int p = 0; p < P; ++p)
     for (int64_t c = 0; c < count; ++c) {
       const Total<K>* found = sum[p][c / 8] + 2 * (c % 8);
-      y.Write(panel + p, column + c, Joined<K>(found[0], found[1], w, panel + p, x.Scale(column + c)));
+      y.Write((panel + p) * kPanel, column + c, Joined<K>(found[0], found[1], w, panel + p, x.Scale(column + c)));
     }
 }
 
@@ -442,9 +450,9 @@ class Operand {
 
   // y = w * this, in parallel.
   void Times(Team& team, const Matrix& w, const Results& y) const {
-    const int64_t parts = (w.panels + Panels(w) - 1) / Panels(w), chunks = (count_ + kChunk - 1) / kChunk;
+    const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
     team.Run(parts * chunks, 1, [&](int64_t i) {
-      const int64_t from = i % parts * Panels(w), to = std::min(w.panels, from + Panels(w));
+      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
       const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk);
       Multiply(from, to, w, begin, end, {y.at + begin * y.stride, y.stride, y.then});
     });
@@ -453,16 +461,16 @@ class Operand {
   // Of each column of w * this the number of the highest of so many outputs, the lowest number of equals; the last number
   // if an output is NaN. What is multiplied never leaves a task.
   void Highest(Team& team, const Matrix& w, int64_t outputs, int32_t* number) {
-    const int64_t parts = (w.panels + Panels(w) - 1) / Panels(w), chunks = (count_ + kChunk - 1) / kChunk;
+    const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
     peaks_.resize(parts * count_);
     team.Run(parts * chunks, 1, [&](int64_t i) {
       thread_local std::vector<float> found;
-      const int64_t from = i % parts * Panels(w), to = std::min(w.panels, from + Panels(w));
-      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk), stride = (to - from) * kLanes;
+      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
+      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk), stride = (to - from) * kPanel;
       found.resize((end - begin) * stride);
-      Multiply(from, to, w, begin, end, {found.data() - from * kLanes, stride});
+      Multiply(from, to, w, begin, end, {found.data() - from * kPanel, stride});
       for (int64_t c = begin; c < end; ++c)
-        peaks_[c * parts + i % parts] = Peak(found.data() + (c - begin) * stride, from * kLanes, std::min(outputs, to * kLanes));
+        peaks_[c * parts + i % parts] = Peak(found.data() + (c - begin) * stride, from * kPanel, std::min(outputs, to * kPanel));
     });
     for (int64_t c = 0; c < count_; ++c) {
       const std::pair<float, int32_t>* peaks = peaks_.data() + c * parts;
@@ -479,8 +487,12 @@ class Operand {
  private:
   static constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
 
-  // Of a task.
-  static int64_t Panels(const Matrix& w) { return std::max<int64_t>(2, (1 << 17) / (w.depth * 64) / 2 * 2); }
+  // Of a task, an even number: 128 KiB of weights at the most, and as many tasks for each thread.
+  static int64_t Panels(const Team& team, const Matrix& w) {
+    const int64_t bytes = w.panels * w.depth * 64, all = team.Threads() << 17;
+    const int64_t tasks = team.Threads() * ((bytes + all - 1) / all);
+    return std::max<int64_t>(2, (w.panels + tasks - 1) / tasks + 1) / 2 * 2;
+  }
 
   // Panels `from` to `to` of w times the columns `begin` to `end`; y.at is where the first of these goes.
   void Multiply(int64_t from, int64_t to, const Matrix& w, int64_t begin, int64_t end, const Results& y) const {

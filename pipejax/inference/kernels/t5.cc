@@ -43,7 +43,7 @@ class Arguments {
     const Kind kind = type == ffi::F32 ? kFloat32 : type == ffi::BF16 ? kBfloat16 : kInt8;
     good_ &= (kind != kInt8 || type == ffi::S8) && static_cast<int64_t>(found.element_count()) == count * outputs * inputs;
     const int64_t depth = inputs / (kind == kFloat32 ? 1 : kind == kBfloat16 ? 2 : 4);
-    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kLanes, depth};
+    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kPanel, depth};
   }
 
   bool Good() const { return good_ && next_ == given_.size(); }
@@ -62,7 +62,7 @@ class Arguments {
 // The matrix that comes so many after this one.
 Matrix After(const Matrix& first, int64_t number) {
   Matrix found = first;
-  found.groups += number * first.panels * first.depth;
+  found.groups += number * first.panels * first.depth * kParts;
   return found;
 }
 
@@ -290,8 +290,8 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
 
 // The arguments: x f32 [B, L, D]; length i32 [B]; bias f32 [H, 2 L - 1], of key - query = 1 - L and so on; last norm [D];
 // a layer of the encoder each: norm, qkv, out; norm, in, out; a layer of the decoder each: keys and values [2 H K, D].
-// A matrix is followed by its scale. The results: a layer of the decoder each, in panels of bfloat16, keys [B, H, M, K] and
-// values [B, H, K, M], zeros past a source's length.
+// A matrix is followed by its scale. The results: a layer of the decoder each, in panels of float32 or bfloat16, keys
+// [B, H, M, K] and values [B, H, K, M], zeros past a source's length. The encoder's own attention is of their type as well.
 ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, int64_t layers,
                   int64_t heads, int64_t feed, int64_t activation, int64_t width, int64_t memory, float epsilon) {
   const auto of_x = given.get<ffi::AnyBuffer>(0).value().dimensions();
@@ -312,6 +312,9 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   for (int64_t layer = 0; layer < memories; ++layer) projections.push_back(arguments.Weights(2 * inner, size));
   if (!arguments.Good()) return Wrong("encode: arguments of other shapes");
 
+  const bool wide = (*results.get<ffi::AnyBuffer>(0).value()).element_type() == ffi::F32;
+  const Kind kind = wide ? kFloat32 : kBfloat16;
+  const int64_t depth = wide ? 1 : 2;
   auto& first = rooms.examples;  // an example's first column: only real tokens are computed
   first.assign(1, 0);
   for (int64_t b = 0; b < batch; ++b) first.push_back(first[b] + std::clamp<int64_t>(lengths[b], 0, length));
@@ -330,14 +333,14 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
     team.Run(batch * heads, 1, [&](int64_t i) {
       thread_local std::vector<int32_t> packed;
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
-      const int64_t whole = (real + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes;
+      const int64_t whole = (real + 2 * kPanel - 1) / (2 * kPanel) * 2 * kPanel;
       const float* queries = projected.data() + first[b] * row + h * width;
-      packed.resize(whole * width);
-      int32_t *keys = packed.data(), *values = keys + whole * width / 2;
-      PackKeys(queries + inner, row, real, whole, width, keys);
-      PackValues(queries + 2 * inner, row, real, whole, width, values);
-      const Matrix k{kBfloat16, reinterpret_cast<const Ints*>(keys), nullptr, whole / kLanes, width / 2};
-      const Matrix v{kBfloat16, reinterpret_cast<const Ints*>(values), nullptr, width / kLanes, whole / 2};
+      packed.resize(2 * whole * width / depth);
+      int32_t *keys = packed.data(), *values = keys + whole * width / depth;
+      PackKeys(kind, queries + inner, row, real, whole, width, keys);
+      PackValues(kind, queries + 2 * inner, row, real, whole, width, values);
+      const Matrix k{kind, reinterpret_cast<const Ints*>(keys), nullptr, whole / kPanel, width / depth};
+      const Matrix v{kind, reinterpret_cast<const Ints*>(values), nullptr, width / kPanel, whole / depth};
       constexpr int64_t kQueries = 32;  // at a time: their scores stay in the cache
       for (int64_t q = 0; q < real; q += kQueries) {
         auto add = [&](int64_t c, float* scores) {
@@ -359,8 +362,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
     team.Run(batch * heads, 1, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
       const float* at = projected.data() + first[b] * 2 * inner + h * width;
-      PackKeys(at, 2 * inner, real, memory, width, keys + i * memory * width / 2);
-      PackValues(at + inner, 2 * inner, real, memory, width, values + i * memory * width / 2);
+      PackKeys(kind, at, 2 * inner, real, memory, width, keys + i * memory * width / depth);
+      PackValues(kind, at + inner, 2 * inner, real, memory, width, values + i * memory * width / depth);
     });
   }
   return ffi::Error::Success();

@@ -15,13 +15,15 @@ namespace pipejax {
 // through. Nobody waits for a thread that has not begun.
 class Team {
  public:
-  explicit Team(xla::ffi::ThreadPool& pool) : state_(std::make_shared<State>()), alone_(pool.num_threads() < 2) {
+  explicit Team(xla::ffi::ThreadPool& pool) : state_(std::make_shared<State>()), threads_(std::max<int64_t>(1, pool.num_threads())) {
     for (int64_t i = 1; i < pool.num_threads(); ++i) pool.Schedule([state = state_] { Help(*state); });
   }
 
   ~Team() { state_->ticket.store(kOver, std::memory_order_release); }
 
   Team(const Team&) = delete;
+
+  int64_t Threads() const { return threads_; }
 
   // Runs task(0) ... task(count - 1), `grain` of them at a time, and waits for all.
   template <typename Task>
@@ -30,7 +32,7 @@ class Team {
     auto share = [&](int64_t i) {
       for (int64_t j = i * grain; j < std::min(count, (i + 1) * grain); ++j) task(j);
     };
-    if (alone_ || shares < 2) {
+    if (threads_ < 2 || shares < 2) {
       for (int64_t i = 0; i < shares; ++i) share(i);
       return;
     }
@@ -82,7 +84,7 @@ class Team {
   }
 
   std::shared_ptr<State> state_;
-  bool alone_;
+  int64_t threads_;
 };
 
 }  // namespace pipejax
