@@ -42,6 +42,8 @@ class System(Protocol):
     """What is measured."""
 
     name: str
+    beside: str  # the name of the system that it is compared with: of the same kind, without drafts
+    is_ours: bool
 
     def answer(self, ids: list[int]) -> Answer:
         """Of a source's ids, eos included."""
@@ -50,9 +52,13 @@ class System(Protocol):
 class Ours:
     """A checkpoint with one way to draft."""
 
-    def __init__(self, name: str, generator: Generator) -> None:
+    is_ours = True
+
+    def __init__(self, generator: Generator) -> None:
         """Nothing compiles yet."""
-        self.name, self.generator = name, generator
+        held, draft = generator.config.decode.weights, generator.config.decode.draft
+        self.name, self.beside = (f"{generator.default_strategy}, {held}, {x}" for x in (draft, "none"))
+        self.generator = generator
 
     def answer(self, ids: list[int]) -> Answer:
         """See `System`."""
@@ -64,11 +70,13 @@ class Ours:
 class HuggingFace:
     """`generate` of transformers in float32: greedy, or with `prompt_lookup_num_tokens`."""
 
-    def __init__(self, name: str, model: Any, tokens: int, longest: int) -> None:
+    is_ours = False
+
+    def __init__(self, name: str, beside: str, model: Any, tokens: int, longest: int) -> None:
         """`tokens`: that are drafted; `longest`: of an answer, its eos included."""
         import torch
 
-        self.name, self.torch, self.model, self.calls = name, torch, model, 0
+        self.name, self.beside, self.torch, self.model, self.calls = name, beside, torch, model, 0
         self.options = {"max_new_tokens": longest, "do_sample": False, "num_beams": 1}
         self.options |= {"prompt_lookup_num_tokens": tokens} if name.endswith("lookup") else {}
         model.decoder.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
@@ -111,11 +119,11 @@ def main(argv: Sequence[str]) -> int:
     for held, draft in itertools.product(weights, drafts):
         settings = [f"decode.weights={held}", f"decode.draft={draft}", f"decode.draft_tokens={flags.tokens}"]
         generator = load(flags.checkpoint, best=flags.best, overrides=settings)
-        systems.append(Ours(f"{generator.default_strategy}, {held}, {draft}", generator))
+        systems.append(Ours(generator))
     if peers:
         if generator.default_strategy != "sequential":
             raise UserError(f"--peers: found {generator.default_strategy} weights; expected sequential ones")
-        systems += of_transformers(flags, peers, generator.config.decode.max_length)
+        systems += of_transformers(flags, peers, systems[0].name, generator.config.decode.max_length)
     sources = [
         list(generator.ids_of(generator.source(value, place, place)))
         for place, value in itertools.islice(read_records(flags.input), flags.documents)
@@ -131,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         for name, mine in answers.items():
             found[name] += [mine] if number else []
     progress.close()
-    results = [summary(name, found, len(drafts)) for name in found]
+    results = [summary(system, found) for system in systems]
     print(table(results, len(sources)))
     if flags.json:
         command = "python -m experiments.trained_drafts " + " ".join(argv)
@@ -139,8 +147,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def of_transformers(flags: Any, peers: Sequence[str], longest: int) -> list[System]:
-    """The same weights there."""
+def of_transformers(flags: Any, peers: Sequence[str], beside: str, longest: int) -> list[System]:
+    """The same weights there, compared with a system of ours."""
     import torch
     from transformers import T5ForConditionalGeneration
 
@@ -150,27 +158,24 @@ def of_transformers(flags: Any, peers: Sequence[str], longest: int) -> list[Syst
     with tempfile.TemporaryDirectory(prefix="pipejax-drafts-") as scratch:
         write_hf(restored.config.model, restored.items["params"], Path(scratch) / "hf", None)
         model = T5ForConditionalGeneration.from_pretrained(Path(scratch) / "hf", dtype=torch.float32).eval()
-    return [HuggingFace(name, model, flags.tokens, longest) for name in peers]
+    return [HuggingFace(name, beside, model, flags.tokens, longest) for name in peers]
 
 
-def summary(name: str, found: dict[str, list[list[Answer]]], drafts: int) -> dict[str, Any]:
-    """Means of a system, and how many times as fast as it is the one without drafts of the same weights.
+def summary(system: System, found: dict[str, list[list[Answer]]]) -> dict[str, Any]:
+    """Means of a system, and how many times as fast it is as the one beside which it stands.
 
     Raises:
       AssertionError: drafts changed an answer.
     """
-    names = list(found)
-    of_ours = names.index(name) // drafts * drafts
-    plain = names[of_ours] if ", " in name else names[0]
-    mine, others = found[name], found[plain]
+    mine, others = found[system.name], found[system.beside]
     equal = [a.rows == b.rows for a, b in zip(mine[0], others[0], strict=True)]
-    assert all(equal) or ", " not in name, f"{name}: other rows than without drafts"
+    assert all(equal) or not system.is_ours, f"{system.name}: other rows than without drafts"
     tokens = sum(len(row) + 1 for answer in mine[0] for row in answer.rows)
     totals = [sum(a.seconds for a in answers) for answers in mine]
     pairs = zip(totals, (sum(a.seconds for a in answers) for answers in others), strict=True)
     return {
-        "system": name,
-        "beside": plain,
+        "system": system.name,
+        "beside": system.beside,
         "tokens": tokens / len(equal),  # of an answer, an eos for each row included
         "calls": sum(a.calls for a in mine[0]) / len(equal),
         "seconds": statistics.median(totals) / len(equal),
