@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import platform
 import shutil
 
 import jax
@@ -196,6 +197,25 @@ def test_each_level(name, kernel_cache, monkeypatch):
         for calls in CALLS[1:3] if weights == "int8" else CALLS[2:3]:
             check_calls(other, "silu", weights, calls)
         check_encoder(other, "silu", weights)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="options of an x86's compiler")
+def test_registers_of_four_numbers(kernel_cache, monkeypatch):
+    """As on ARM, and on an x86 without AVX."""
+    plain = kernels.Level("plain", frozenset(), "-march=x86-64-v2")
+    monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
+    monkeypatch.setattr(kernels, "LEVELS", (plain,))
+    monkeypatch.setattr(kernels, "_tried", {})
+    assert kernels.use() == plain
+    for weights in WEIGHTS:
+        check_calls(plain, "silu", weights, CALLS[2])
+        check_encoder(plain, "silu", weights)
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++ here")
+def test_clang_compiles_it(level, tmp_path):
+    assert not kernels.build(level, "clang++", tmp_path / "t5.so")
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

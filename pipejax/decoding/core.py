@@ -254,7 +254,7 @@ def decode(
     def step(size: int, carry: Carry) -> Carry:
         queries = sizes.queries[size]
         asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
-        if wishes is None and strategy.choose is None:
+        if wishes is None and strategy.choose is None and carry.log_probs is None:
             chosen, cache = model.greedy(asked, carry.cache)
         else:
             logits, cache = model(asked, carry.cache)

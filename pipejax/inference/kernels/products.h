@@ -33,7 +33,7 @@ constexpr int kLanes = 16, kPanels = 2, kColumns = 8;  // 16 of 32 registers hol
 #elif defined(__AVX__)
 constexpr int kLanes = 8, kPanels = 1, kColumns = 6;  // 12 of 16
 #else
-constexpr int kLanes = 4, kPanels = 1, kColumns = 6;  // 24 of ARM's 32
+constexpr int kLanes = 4, kPanels = 1, kColumns = 6;  // 24 of 32 on ARM; an x86 without AVX has 16, and waits
 #endif
 constexpr int kParts = kPanel / kLanes;  // registers that a panel's outputs take
 
@@ -487,11 +487,11 @@ class Operand {
  private:
   static constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
 
-  // Of a task, an even number: 128 KiB of weights at the most, and as many tasks for each thread.
+  // Of a task, an even number: about 128 KiB of weights at the most, and about as many tasks for each thread.
   static int64_t Panels(const Team& team, const Matrix& w) {
     const int64_t bytes = w.panels * w.depth * 64, all = team.Threads() << 17;
     const int64_t tasks = team.Threads() * ((bytes + all - 1) / all);
-    return std::max<int64_t>(2, (w.panels + tasks - 1) / tasks + 1) / 2 * 2;
+    return std::max<int64_t>(2, (w.panels + tasks - 1) / tasks) / 2 * 2;
   }
 
   // Panels `from` to `to` of w times the columns `begin` to `end`; y.at is where the first of these goes.
@@ -513,13 +513,15 @@ class Operand {
       at = above ? Ints{} + static_cast<int32_t>(i) : at;
       bad = value != value ? value : bad;
     }
-    std::pair<float, int32_t> peak{high[0], at[0]};
+    float highest = high[0];
+    int32_t lowest = at[0];
     for (int32_t lane = 0; lane < kLanes; ++lane) {
-      if (bad[lane] != bad[lane]) return {bad[lane], 0};
+      const float value = high[lane], trouble = bad[lane];
       const int32_t number = at[lane] + lane;
-      if (high[lane] > peak.first || (high[lane] == peak.first && number < peak.second)) peak = {high[lane], number};
+      if (trouble != trouble) return {trouble, 0};
+      if (value > highest || (value == highest && number < lowest)) highest = value, lowest = number;
     }
-    return {peak.first, static_cast<int32_t>(from) + peak.second};
+    return {highest, static_cast<int32_t>(from) + lowest};
   }
 
   int64_t count_ = 0, inputs_ = 0;
