@@ -361,7 +361,8 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
         strategy: Strategy = inner
         if "+" in name:
             drafter = drafters.make(name.partition("+")[2])
-            strategy = programs.for_drafts(Drafted(inner, drafter, flags.tokens), jax.default_backend())
+            drafted = Drafted(inner, drafter, flags.tokens)
+            strategy = programs.for_drafts(drafted, jax.default_backend(), own.ready.decoding)
         systems.append(Ours(name, own, strategy, bucket(flags.max_source), other if name.endswith("model") else None))
     if theirs := [name for name in names if name.startswith("hf")]:
         import torch

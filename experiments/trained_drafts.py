@@ -44,6 +44,7 @@ class System(Protocol):
     name: str
     beside: str  # the name of the system that it is compared with: of the same kind, without drafts
     is_ours: bool
+    accepted: float | None  # of the drafted tokens, the share that was right; None: not known, or nothing was drafted
 
     def answer(self, ids: list[int]) -> Answer:
         """Of a source's ids, eos included."""
@@ -53,12 +54,21 @@ class Ours:
     """A checkpoint with one way to draft."""
 
     is_ours = True
+    accepted: float | None = None
 
-    def __init__(self, generator: Generator) -> None:
-        """Nothing compiles yet."""
+    def __init__(self, generator: Generator, traced: Generator) -> None:
+        """Nothing compiles yet. `traced`: the same, and its records tell what became of drafts."""
         held, draft = generator.config.decode.weights, generator.config.decode.draft
         self.name, self.beside = (f"{generator.default_strategy}, {held}, {x}" for x in (draft, "none"))
-        self.generator = generator
+        self.generator, self.traced = generator, traced
+
+    def judge(self, sources: Sequence[list[int]]) -> None:
+        """Finds `accepted` over these sources."""
+        if self.traced.config.decode.draft == "none":
+            return
+        records = [record for ids in sources for record in self.traced.decode([ids])]  # alone, as they are timed
+        asked = [one for record in records for call in record["trace"] for one in call]
+        self.accepted = sum(one.accepted for one in asked) / max(sum(len(one.drafted) for one in asked), 1)
 
     def answer(self, ids: list[int]) -> Answer:
         """See `System`."""
@@ -71,6 +81,7 @@ class HuggingFace:
     """`generate` of transformers in float32: greedy, or with `prompt_lookup_num_tokens`."""
 
     is_ours = False
+    accepted: float | None = None
 
     def __init__(self, name: str, beside: str, model: Any, tokens: int, longest: int) -> None:
         """`tokens`: that are drafted; `longest`: of an answer, its eos included."""
@@ -119,7 +130,8 @@ def main(argv: Sequence[str]) -> int:
     for held, draft in itertools.product(weights, drafts):
         settings = [f"decode.weights={held}", f"decode.draft={draft}", f"decode.draft_tokens={flags.tokens}"]
         generator = load(flags.checkpoint, best=flags.best, overrides=settings)
-        systems.append(Ours(generator))
+        traced = load(flags.checkpoint, best=flags.best, overrides=[*settings, f"decode.trace={draft != 'none'}"])
+        systems.append(Ours(generator, traced))
     if peers:
         if generator.default_strategy != "sequential":
             raise UserError(f"--peers: found {generator.default_strategy} weights; expected sequential ones")
@@ -139,6 +151,9 @@ def main(argv: Sequence[str]) -> int:
         for name, mine in answers.items():
             found[name] += [mine] if number else []
     progress.close()
+    for system in systems:
+        if isinstance(system, Ours):
+            system.judge(sources)
     results = [summary(system, found) for system in systems]
     print(table(results, len(sources)))
     if flags.json:
@@ -178,6 +193,7 @@ def summary(system: System, found: dict[str, list[list[Answer]]]) -> dict[str, A
         "beside": system.beside,
         "tokens": tokens / len(equal),  # of an answer, an eos for each row included
         "calls": sum(a.calls for a in mine[0]) / len(equal),
+        "accepted": system.accepted,
         "seconds": statistics.median(totals) / len(equal),
         "faster": statistics.median(other / own for own, other in pairs),
         "equal": sum(equal) / len(equal),
@@ -189,12 +205,13 @@ def table(results: Sequence[dict[str, Any]], count: int) -> str:
     lines = [
         f"{count} sources, one at a time; times with the encoder. Faster: than without drafts in the same weights, or,",
         f"of Hugging Face, than {results[0]['system']}.",
-        f"{'system':<32}{'tokens':>8}{'calls':>8}{'ms':>9}{'faster':>9}{'equal':>8}",
+        f"{'system':<32}{'tokens':>8}{'calls':>8}{'accepted':>10}{'ms':>9}{'faster':>9}{'equal':>8}",
     ]
     for r in results:
+        accepted = "" if r["accepted"] is None else f"{r['accepted']:.1%}"
         lines.append(
-            f"{r['system']:<32}{r['tokens']:>8.1f}{r['calls']:>8.1f}{1e3 * r['seconds']:>9.1f}{r['faster']:>8.2f}x"
-            f"{r['equal']:>8.1%}"
+            f"{r['system']:<32}{r['tokens']:>8.1f}{r['calls']:>8.1f}{accepted:>10}{1e3 * r['seconds']:>9.1f}"
+            f"{r['faster']:>8.2f}x{r['equal']:>8.1%}"
         )
     return "\n".join(lines)
 

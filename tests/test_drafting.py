@@ -23,6 +23,7 @@ from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
+from pipejax.inference import programs
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import command as picture
 from pipejax.inference.records import as_line
@@ -203,6 +204,20 @@ def marks(setting, drafter):
     if (setting, drafter) in QUICK:
         return ()
     return pytest.mark.slow if (setting, drafter) in SLOW else pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "numbers, dtype, likely, unlikely",
+    [(10**6, np.float32, 0, 0), (10**8, np.int8, 1, 0), (10**8, np.float32, 1, 1)],
+    ids=["cached", "int8", "float32"],
+)
+def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, likely, unlikely):
+    """Of three tokens at hand, each right in 30 or 15 of 100 cases; by hand, with (1 + right) / (reading + columns)."""
+    weights = np.broadcast_to(np.zeros((), dtype), numbers)
+    strategy = programs.for_drafts(Drafted(Sequential(20), FromSource(), 3), "cpu", weights)
+    none = jnp.zeros((1, 1), jnp.int32)
+    for odds, drafted in ((0.3, likely), (0.15, unlikely)):
+        assert strategy._chosen(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == drafted
 
 
 @pytest.mark.parametrize(
@@ -479,6 +494,10 @@ def test_drafts_of_trained_weights_are_timed_beside_transformers(tmp_path, capsy
     assert [r["equal"] for r in found.values()] == [1.0] * 6
     plain = found["sequential, float32, none"]
     assert found["sequential, float32, source"]["calls"] <= plain["calls"] == found["hf"]["calls"]
+    known = {name: r["accepted"] for name, r in found.items() if r["accepted"] is not None}
+    assert known.keys() == {"sequential, float32, source", "sequential, int8, source"}
+    for name, share in known.items():
+        assert 0 <= share <= 1 and (share > 0) == (found[name]["calls"] < found[found[name]["beside"]]["calls"])
     assert "hf+lookup" in capsys.readouterr().out
     with pytest.raises(UserError, match="--drafts: found no none"):
         trained_drafts.main([*flags, "--drafts", "source"])

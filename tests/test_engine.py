@@ -33,7 +33,7 @@ def generator():
 def fast(kernel):
     """One that our kernel decodes; its answers are long."""
     sizes = dataclasses.replace(MORE_WORDS, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
-    config = Config(model=sizes, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=100_000))
+    config = Config(model=sizes, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=1_000_000))
     params = oracle.random_params(sizes, np.random.default_rng(4))
     return Generator(config, params, None, backend=OwnKernel("auto", kernel))
 

@@ -34,6 +34,7 @@ from pipejax.inference.backends import Xla
 from pipejax.inference.programs import Ready
 from pipejax.inference.records import warn_of_objective
 from pipejax.inference.sources import Source
+from pipejax.inference.weights import Weights
 from pipejax.inference.wishes import forced_of, rows_of
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.sharding import path_of
@@ -105,12 +106,12 @@ def export(
     for name in names:
         warn_of_objective(name, objective)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
-    chosen = {file: _strategy(config, *of) for file, of in made.items()}
+    model, ready = _prepared(config, restored.items["params"], platforms)
+    chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}
     tokenizer = restored.tokenizer_files()
     spells = Tokenizer.load(tokenizer) if tokenizer else None
     rows = {name: rows_of(Source("any", ""), name, config.grid, spells) for name in names}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
-    model, ready = _prepared(config, restored.items["params"], platforms)
     stored, unpacked = _stored(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
     arguments = weights, jax.ShapeDtypeStruct((batch, length), np.int32), jax.ShapeDtypeStruct((batch,), np.int32)
@@ -134,11 +135,11 @@ def export(
         print(f"{out / file}: {(out / file).stat().st_size / 1e6:.1f} MB")
 
 
-def _strategy(config: Config, name: str, platform: str) -> Strategy:
+def _strategy(config: Config, name: str, platform: str, weights: Weights) -> Strategy:
     assert config.model is not None  # `open_run` checks it
     bos, eos = config.model.decoder_start_token_id, config.model.eos_token_id
     made = decoding.make(name, config.grid, config.decode, bos=bos, eos=eos)
-    return programs.for_drafts(made, platform) if isinstance(made, Drafted) else made
+    return programs.for_drafts(made, platform, weights) if isinstance(made, Drafted) else made
 
 
 def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5, Ready]:

@@ -259,7 +259,9 @@ class Generator:
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
         small.check(self._small, made, name, self.config.grid)
-        return programs.for_drafts(made, self.programs.devices[0].platform) if isinstance(made, Drafted) else made
+        if not isinstance(made, Drafted):
+            return made
+        return programs.for_drafts(made, self.programs.devices[0].platform, self.programs.weights)
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
