@@ -86,6 +86,17 @@ def test_labels_are_what_decode_writes(given, taught):
     assert counts["single"] == sum(len(set(record["rows"])) == 1 for record in ended)
 
 
+@pytest.mark.slow
+def test_beams_are_the_checkpoints(given, tmp_path):
+    """They label; the rows are written greedily, as rows are."""
+    assert run(given, tmp_path / "run", "decode.beams=2") == 0
+    t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; ", "decode.beams=2"])
+    sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (tmp_path / "run/labels" / labels.ANSWERS).read_text().splitlines()]
+    assert answers == t5.decode(sources, strategy="sequential")
+    assert pipejax.load(tmp_path / "run").config.decode.beams == 1
+
+
 def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
     read, trained, examined = loop.TrainingBatches, [], []
 
@@ -250,7 +261,7 @@ def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
         (["train.init_from=x"], r"^--set train\.init_from=x: cannot change"),
         (["model.d_model=8"], r"^--set model\.d_model=8: cannot change"),
         (["train.step=3"], r"^train\.step: unknown key \(did you mean train\.steps\?\)"),
-        (["decode.beams=2"], r"^decode\.beams: found 2; expected 1"),
+        (["decode.beams=2", "decode.draft=source"], r"^decode\.draft: found source with decode\.beams = 2"),
         (
             ["data.separator= deliver deliver "],
             r"^data\.separator: found ' deliver deliver ', at which no answer parts",

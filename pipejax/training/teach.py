@@ -117,6 +117,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
             raise UserError(
                 f"--set {key}={value}: cannot change when rows are taught; expected one of {', '.join(FREE)}"
             )
+    config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, beams=1))  # rows have none
     # What would end the work later ends it here.
     decoding.check(config.train.objective, config.decode)
     metrics.require(config.data.metric or make_task(config.data).metric)
