@@ -398,8 +398,8 @@ def test_records_are_those_without_drafts(strategy, draft, tmp_path):
 @pytest.mark.parametrize(
     "strategy", [pytest.param("pipelined", marks=pytest.mark.slow), pytest.param("sequential", marks=pytest.mark.long)]
 )
-def test_records_hold_the_trace(strategy, tokenizer, tmp_path):
-    """It adds up to the answer, and the page can be drawn of it."""
+def test_records_hold_the_trace(strategy, tokenizer, tmp_path, monkeypatch):
+    """It adds up to the answer, and the page can be drawn of it, even if tokens are no text."""
     config = Config(
         model=MODEL,
         grid=GridConfig(delay=2, time_max=20, sub_max=5),
@@ -410,6 +410,13 @@ def test_records_hold_the_trace(strategy, tokenizer, tmp_path):
     texts = [rng.integers(2, 9, 12).tolist() for _ in range(4)]
     generator = Generator(config, oracle.random_params(MODEL, np.random.default_rng(5)), tokenizer)
     found = generator.decode(texts, drafter=Jacobi((0.99,)), batch_size=1)
+    if strategy == "pipelined":
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer, "decode", lambda ids: " " if ids == found[0]["row_ids"][0] else "text")
+            (blank,) = generator.decode(texts[:1], drafter=Jacobi((0.99,)), batch_size=1)
+        assert blank["row_ids"] == found[0]["row_ids"] and not blank["rows"][0].strip()
+        assert blank["text"] == config.data.separator.join(row for row in blank["rows"] if row == "text")
+        found.append({**blank, "id": "blank"})
     drafted = 0
     for record in found:
         assert len(record["trace"]) == record["calls"]

@@ -3,7 +3,7 @@
 from pipejax.config import STRATEGIES, DecodeConfig, GridConfig
 from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
-from pipejax.decoding.choice import Sampling, Wishes
+from pipejax.decoding.choice import GREEDILY, Sampling, Wishes
 from pipejax.decoding.core import (
     TRUNCATIONS,
     Carry,
@@ -29,6 +29,7 @@ from pipejax.decoding.trace import Asked, Trace, listed
 from pipejax.system.errors import UserError
 
 __all__ = [
+    "GREEDILY",
     "STRATEGIES",
     "TRUNCATIONS",
     "Asked",

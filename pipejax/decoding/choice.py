@@ -41,6 +41,14 @@ class Wishes:
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept
     scored: Any = None  # bool scalar: False saves computing them for now; None: they are computed
 
+    @property
+    def need_logits(self) -> bool:
+        """Whether the highest token of each query is not enough."""
+        return self.scores or self.sampling is not None or self.allowed is not None
+
+
+GREEDILY = Wishes()
+
 
 def first_argmax(logits: Array) -> Array:
     """Greedy choice i32 [N] from logits [V, N]; the lowest id wins a tie."""
@@ -55,6 +63,8 @@ def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes:
 
     `greedy` takes the most likely ones, where nothing else is wished for.
     """
+    if wishes.allowed is None and wishes.sampling is None:
+        return greedy(logits)
     example, row, time = _whose(asked)
     if wishes.allowed is not None:
         logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
@@ -64,19 +74,24 @@ def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes:
         warm = sampling.temperature > 0
         drawn = jax.lax.cond(warm.any(), _drawn, lambda *_: tokens, logits, sampling, row, time)
         tokens = jnp.where(warm, drawn, tokens)
-    if wishes.forced is not None:
-        forced = wishes.forced.at[example, row, time].get(mode="fill", fill_value=-1)
-        tokens = jnp.where(forced < 0, tokens, forced)
     return tokens
 
 
-def log_probs_of(logits: Array, tokens: Array, wishes: Wishes | None) -> Array:
+def imposed(tokens: Array, asked: Step, wishes: Wishes) -> Array:
+    """The tokens i32 [N] with those that `Wishes.forced` has for the queries that were asked."""
+    if wishes.forced is None:
+        return tokens
+    forced = wishes.forced.at[_whose(asked)].get(mode="fill", fill_value=-1)
+    return jnp.where(forced < 0, tokens, forced)
+
+
+def log_probs_of(logits: Array, tokens: Array, wishes: Wishes) -> Array:
     """f32 [N], the log-probabilities of tokens i32 [N] by logits [V, N]; zeros where they are not wished for."""
 
     def computed(logits: Array) -> Array:
         return jnp.take_along_axis(logits, tokens[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
 
-    if wishes is None or wishes.scored is None:
+    if wishes.scored is None:
         return computed(logits)
     found: Array = jax.lax.cond(wishes.scored, computed, lambda x: jnp.zeros(x.shape[1]), logits)
     return found

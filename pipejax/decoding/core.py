@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding import choice
-from pipejax.decoding.choice import Wishes
+from pipejax.decoding.choice import GREEDILY, Wishes
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, gather, taken, without
 from pipejax.decoding.trace import Trace
 
@@ -185,7 +185,7 @@ def begin(
     state: Any,
     sizes: Sizes,
     *,
-    wishes: Wishes | None = None,
+    wishes: Wishes = GREEDILY,
     apart: bool = False,
 ) -> Carry:
     """What the first step needs, with no slot yet; traced.
@@ -209,7 +209,7 @@ def begin(
         used=jnp.zeros(batch if apart else 1, jnp.int32),
         filled=Filled(none, none),
         cache=model.cache(0, None),
-        log_probs=jnp.zeros(tokens) if wishes and wishes.scores else None,
+        log_probs=jnp.zeros(tokens) if wishes.scores else None,
     )
 
 
@@ -220,7 +220,7 @@ def decode(
     *,
     sizes: Sizes,
     slots: int,
-    wishes: Wishes | None = None,
+    wishes: Wishes = GREEDILY,
     most: Array | None = None,
     left: Callable[[Array], Array] = lambda count: count,
     watched: Array | None = None,
@@ -233,7 +233,7 @@ def decode(
       carry: from `begin`, or what was left before.
       sizes: that the decode goes through.
       slots: of the cache, at least as many as before.
-      wishes: how answers are chosen; None: as the strategy does.
+      wishes: how answers are chosen. Without `scores`, log-probabilities that the carry holds stay as they are.
       most: i32 scalar, steps after which it pauses; None: it does not.
       left: with `most`, asked after each step: gives the steps left back, or below zero to pause.
       watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
@@ -254,19 +254,19 @@ def decode(
     def step(size: int, carry: Carry) -> Carry:
         queries = sizes.queries[size]
         asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
-        if wishes is None and strategy.choose is None and carry.log_probs is None:
+        if strategy.choose is None and not wishes.need_logits:
             chosen, cache = model.greedy(asked, carry.cache)
         else:
             logits, cache = model(asked, carry.cache)
-            choose = strategy.choose or choice.first_argmax
-            chosen = choose(logits) if wishes is None else choice.chosen(choose, logits, asked, wishes)
+            chosen = choice.chosen(strategy.choose or choice.first_argmax, logits, asked, wishes)
+        chosen = choice.imposed(chosen, asked, wishes)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
         more = live.sum(axis=1) if kept is None else taken(live, kept)
         if kept is not None:
             filled = without(live & ~kept, live, filled, carry.used)
-        if log_probs is not None:
+        if wishes.scores:
             found = choice.log_probs_of(logits, chosen, wishes)[number_of]
             log_probs = choice.noted(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)

@@ -181,9 +181,10 @@ class Engine:
         source = Source("", [self.generator.architecture.eos_token_id] * length)
         for lane in {_Lane(name, 1), _Lane(name, self.places)}:
             batch = self._batch(lane, source)
-            place = batch.add(self.generator.ids_of(source))
-            batch.advance(1)
-            batch.drop(place)
+            for choice in (Choice(log_probs=False), Choice()):
+                place = batch.add(self.generator.ids_of(source), choice)
+                batch.advance(1)
+                batch.drop(place)
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """Takes no more requests and ends the thread; with `drain` after at most so many seconds of answering."""

@@ -214,7 +214,7 @@ def _decode(
     if isinstance(strategy, Drafted):
         read = SourceIds(jax.numpy.pad(source, ((0, 0), (0, memory.mask.shape[1] - source.shape[1]))), length)
 
-    wishes = None if forced is None else Wishes(forced=jax.numpy.repeat(forced[None], len(source), axis=0))
+    wishes = Wishes(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
 
     def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
         """As `decoding.run`, but in one program: a longer answer goes on with a larger cache."""

@@ -303,10 +303,11 @@ class Generator:
         said: list[str] | None = None
         if self.tokenizer is not None:
             said = [self.tokenizer.decode(row) for _, row in kept]
-            if strategy != "sequential":  # tokens may be no text, and a sequential text has no empty rows either
+            # Tokens may be no text, and a sequential text has no empty rows either. What a trace tells of, stays.
+            if strategy != "sequential" and found.trace is None:
                 kept = [one for one, text in zip(kept, said, strict=True) if text.strip()]
                 said = [text for text in said if text.strip()]
-            text = separator.join(said)
+            text = separator.join(row for row in said if row.strip() or strategy == "sequential")
             said = split_rows(text, separator) if strategy == "sequential" else said
         record: Record = {
             "id": source.id,

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
-from pipejax.decoding import Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch, Wishes
+from pipejax.decoding import GREEDILY, Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch, Wishes
 from pipejax.decoding.drafters import FromModel
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.report import Report
@@ -162,7 +162,7 @@ def decode_batch(
     memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
-    wishes: Wishes | None = None,
+    wishes: Wishes = GREEDILY,
     *,
     sizes: Sizes,
     slots: int,
@@ -178,7 +178,7 @@ def decode_batch(
       memory: of the encoded sources.
       carry: what the stretch before left.
       source: for a strategy that drafts.
-      wishes: how tokens are chosen; None: greedily.
+      wishes: how tokens are chosen.
       sizes: that the decode goes through.
       slots: of the cache in this stretch.
       backend: computes the decoder's products.
@@ -251,7 +251,7 @@ class Programs:
         batch_size: int,
         across: int,
         report: Report,
-        wishes: Wishes | None = None,
+        wishes: Wishes = GREEDILY,
     ) -> Decoded:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
@@ -261,7 +261,7 @@ class Programs:
           batch_size: B.
           across: E.
           report: what it took.
-          wishes: how the tokens of the sources are chosen, in NumPy; None: greedily.
+          wishes: how the tokens of the sources are chosen, in NumPy.
 
         Returns:
           NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
@@ -311,7 +311,7 @@ class Programs:
                 found = small._program("encoder", 0, (own.encoding, source, lengths), shape, report).out_info
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         for slots in schedule(strategy, batch_size).slots:
-            arguments = weights, memory, carry, read, None
+            arguments = weights, memory, carry, read, GREEDILY
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
     def _small(self, strategy: Strategy) -> "Programs | None":

@@ -171,7 +171,9 @@ class RunningBatch:
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """What is written, who is done, and how many steps it took."""
         assert self._memory is not None, "nobody has a place"
-        wishes = Wishes(sampling=self._sampling, forced=self._forced, scores=True, scored=self._scored.any())
+        wishes = Wishes(forced=self._forced)
+        if self._scored.any() or self._sampling.temperature.any():  # another program: it computes all logits
+            wishes = wishes.replace(sampling=self._sampling, scores=True, scored=self._scored.any())
         with precision(self._model.dtype):
             while True:
                 given = self._ready.decoding, self._memory, self._carry, wishes, self._begins, self._ends

@@ -86,8 +86,8 @@ def of_batch(
     rows: Sequence[Rows],
     separator: Sequence[int],
     vocabulary: int,
-) -> Wishes | None:
-    """Arrays [B, ...] in NumPy; None if tokens are chosen greedily and nothing else is asked for.
+) -> Wishes:
+    """Arrays [B, ...] in NumPy.
 
     Args:
       sources: of the batch.
@@ -117,8 +117,6 @@ def of_batch(
         allowed[:, [eos, *separator]] = True
         for b, of_source in enumerate(ids):
             allowed[b, np.asarray(of_source)] = True
-    if sampling is None and forced is None and allowed is None and not decode.scores:
-        return None
     return Wishes(sampling=sampling, forced=forced, allowed=allowed, scores=decode.scores)
 
 
