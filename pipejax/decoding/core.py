@@ -267,6 +267,7 @@ def decode(
         if kept is not None:
             filled = without(live & ~kept, live, filled, carry.used)
         if wishes.scores:
+            assert log_probs is not None, "as `begin` was told"
             found = choice.log_probs_of(logits, chosen, wishes)[number_of]
             log_probs = choice.noted(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
