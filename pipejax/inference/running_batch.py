@@ -173,8 +173,8 @@ class RunningBatch:
         assert self._memory is not None, "nobody has a place"
         wishes = Wishes(forced=self._forced)
         if self._scored.any() or self._sampling.temperature.any():  # another program: it computes all logits
-            own = {"sampling": self._sampling, "scores": True, "scored": self._scored.any()}
-            wishes = dataclasses.replace(wishes, **own)
+            is_scored = self._scored.any()
+            wishes = dataclasses.replace(wishes, sampling=self._sampling, scores=True, scored=is_scored)
         with precision(self._model.dtype):
             while True:
                 given = self._ready.decoding, self._memory, self._carry, wishes, self._begins, self._ends
