@@ -27,6 +27,7 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
+PAUSE = 0.05  # seconds before each answer: threads of the one before it wait for work a while, on all processors
 DRAFTS, PEERS = ("none", "source", "jacobi"), ("hf", "hf+lookup")
 
 
@@ -146,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
         answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
         for i, ids in enumerate(sources):
             for system in systems[i % len(systems) :] + systems[: i % len(systems)]:
+                time.sleep(PAUSE)
                 answers[system.name].append(system.answer(ids))
             progress.add(1)
         for name, mine in answers.items():
