@@ -35,6 +35,7 @@ from benchmarks.systems import (
     peer,
     random_params,
     save,
+    settle,
     use_threads,
     words_of,
     write,
@@ -119,6 +120,7 @@ def main(argv: Sequence[str]) -> int:
             for system in systems.values():
                 system(batch)
         for name in order:
+            settle()
             begun = time.perf_counter()
             systems[name](batch)
             seconds[name] += time.perf_counter() - begun

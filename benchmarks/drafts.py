@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.documents import answers
-from benchmarks.systems import SIZES, machine, names_of, random_params, save, use_threads, write
+from benchmarks.systems import SIZES, machine, names_of, random_params, save, settle, use_threads, write
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.encoding import cut_source
@@ -334,6 +334,7 @@ def main(argv: Sequence[str]) -> int:
         for i, document in enumerate(documents):
             shift = (number + i) % len(systems)
             for system in (*systems[shift:], *systems[:shift]):
+                settle()
                 each[system.name].append(system.run(document))
             progress.add(1)
         if number:

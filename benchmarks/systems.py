@@ -70,6 +70,11 @@ def use_threads(count: int) -> None:
     os.environ["NPROC"] = os.environ["OMP_NUM_THREADS"] = str(count)
 
 
+def settle() -> None:
+    """Waits until threads of the system before no longer wait for work, which keeps the processors busy for a while."""
+    time.sleep(0.05)
+
+
 def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
     """The names of a list with commas, each once; raises a UserError for one that is not known."""
     names = dict.fromkeys(name for name in text.split(",") if name)

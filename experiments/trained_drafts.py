@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from benchmarks.systems import machine, names_of, save, use_threads
+from benchmarks.systems import machine, names_of, save, settle, use_threads
 from pipejax import checkpoint
 from pipejax.convert.huggingface import write_hf
 from pipejax.data.formats import read_records
@@ -27,7 +27,6 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
-PAUSE = 0.05  # seconds before each answer: threads of the one before it wait for work a while, on all processors
 DRAFTS, PEERS = ("none", "source", "jacobi"), ("hf", "hf+lookup")
 
 
@@ -147,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
         answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
         for i, ids in enumerate(sources):
             for system in systems[i % len(systems) :] + systems[: i % len(systems)]:
-                time.sleep(PAUSE)
+                settle()
                 answers[system.name].append(system.answer(ids))
             progress.add(1)
         for name, mine in answers.items():
