@@ -56,15 +56,15 @@ class Ours:
     is_ours = True
     accepted: float | None = None
 
-    def __init__(self, generator: Generator, traced: Generator) -> None:
-        """Nothing compiles yet. `traced`: the same, and its records tell what became of drafts."""
+    def __init__(self, generator: Generator, traced: Generator | None) -> None:
+        """Nothing compiles yet. `traced`: the same, and its records tell what became of drafts; None: it has none."""
         held, draft = generator.config.decode.weights, generator.config.decode.draft
         self.name, self.beside = (f"{generator.default_strategy}, {held}, {x}" for x in (draft, "none"))
         self.generator, self.traced = generator, traced
 
     def judge(self, sources: Sequence[list[int]]) -> None:
         """Finds `accepted` over these sources."""
-        if self.traced.config.decode.draft == "none":
+        if self.traced is None:
             return
         records = [record for ids in sources for record in self.traced.decode([ids])]  # alone, as they are timed
         asked = [one for record in records for call in record["trace"] for one in call]
@@ -130,7 +130,9 @@ def main(argv: Sequence[str]) -> int:
     for held, draft in itertools.product(weights, drafts):
         settings = [f"decode.weights={held}", f"decode.draft={draft}", f"decode.draft_tokens={flags.tokens}"]
         generator = load(flags.checkpoint, best=flags.best, overrides=settings)
-        traced = load(flags.checkpoint, best=flags.best, overrides=[*settings, f"decode.trace={draft != 'none'}"])
+        traced = None
+        if draft != "none":
+            traced = load(flags.checkpoint, best=flags.best, overrides=[*settings, "decode.trace=true"])
         systems.append(Ours(generator, traced))
     if peers:
         if generator.default_strategy != "sequential":

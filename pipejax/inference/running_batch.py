@@ -171,9 +171,8 @@ class RunningBatch:
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """What is written, who is done, and how many steps it took."""
         assert self._memory is not None, "nobody has a place"
-        wishes = Wishes(forced=self._forced)
-        if self._scored.any() or self._sampling.temperature.any():  # another program: it computes all logits
-            is_scored = self._scored.any()
+        wishes, is_scored = Wishes(forced=self._forced), self._scored.any()
+        if is_scored or self._sampling.temperature.any():  # another program: it computes all logits
             wishes = dataclasses.replace(wishes, sampling=self._sampling, scores=True, scored=is_scored)
         with precision(self._model.dtype):
             while True:
