@@ -159,8 +159,12 @@ def run(page: Path, given: Path) -> int:
 
 
 def main(names: list[str]) -> int:
-    """Runs the pages of these names, or all of them; 1 if a block failed."""
+    """Runs the pages of these names, or all of them; 1 if a block failed, 2 if there is no such page."""
     chosen = [page for page in pages() if not names or page.stem in names]
+    if unknown := {*names} - {page.stem for page in chosen}:
+        known = ", ".join(sorted(page.stem for page in pages()))
+        print(f"pages: found no {', '.join(sorted(unknown))}; expected some of {known}", file=sys.stderr)
+        return 2
     unmarked = [b for page in chosen for b in blocks(page) if b.says != "run" and b.says not in REASONS]
     for block in unmarked:
         print(f"{block.place}: found {block.says!r} after shell; expected run, {', '.join(REASONS)}")

@@ -79,7 +79,7 @@ def compare(
     records: dict[str, list[Record]] = {}
     seconds: dict[str, list[float]] = {strategy: [] for strategy in generators}  # of all rounds, one after the other
     total = len(generators) * ROUNDS * len(test)
-    progress = Progress(f"decoding the test split, {ROUNDS} times with each", total, unit="answer")
+    progress = Progress(f"decoding the test split, {ROUNDS} times with each decoder", total, unit="answer")
     for number in range(ROUNDS):
         for strategy in list(generators)[:: -1 if number % 2 else 1]:
             results[strategy], records[strategy] = evaluate(generators[strategy], test, batch_size=1, tick=progress.add)
@@ -123,7 +123,7 @@ def draw(config: Config, test: list[Example], records: list[Record], path: Path)
         truncated=record["truncated"],
         steps=record["steps"],
         source=test[chosen].source,
-        texts=record["rows"],
+        texts=texts(record),
     )
     path.write_text(page, encoding="utf-8")
 

@@ -166,6 +166,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "config a list": (content("config.json", b"[]"), ("config.json: found []",)),
     "generation no json": (content("generation_config.json", b"{"), ("generation_config.json: found no",)),
     "nothing": (clear, ("config.json",)),
+    "our own": (lambda directory: (directory / "checkpoints").mkdir(), ("source: found a checkpoint of pipejax",)),
     "tokenizer too large": (
         lambda directory: transformers.ByT5Tokenizer().save_pretrained(directory),
         ("source: found a tokenizer of 384 ids", "at most 50", "vocab_size"),

@@ -301,7 +301,7 @@ def test_command_draws_pages(tmp_path: Path) -> None:
         (RECORD, ("--delay", "-1"), "--delay: found -1; expected at least 0"),
         (RECORD, ("--output", "x.png"), "expected a name that ends in .html or .svg"),
         (RECORD, ("--output", "/no/such/x.svg"), "/no/such/x.svg: cannot be written"),
-        (RECORD, ("--colour", "red"), "unrecognized arguments: --colour red"),
+        (RECORD, ("--colour", "red"), "--colour: no such option"),
         ("{", (), "records.jsonl:3: not JSON"),
         ("[]", (), "records.jsonl:3: found a list; expected an object"),
     ],

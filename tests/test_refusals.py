@@ -44,6 +44,7 @@ def checkpoints(tmp_path_factory, tokenizer_files):
     (root / "other").mkdir()
     (root / "other" / "thesis.tex").write_text("x")
     (root / "hollow" / "checkpoints").mkdir(parents=True)
+    (root / "hollow" / "best").mkdir()
     (root / "hf").mkdir()
     (root / "hf" / "config.json").write_text('{"model_type": "t5"}')
     save_file({"shared.weight": np.zeros((2, 2), np.float32)}, root / "hf" / "model.safetensors")
@@ -173,12 +174,17 @@ def decode_flags(**changes):
         ),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints"), ["it is a part of {checkpoints}/good:"]),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints/0"), ["it is a part of {checkpoints}/good:"]),
-        (decode_flags(checkpoint="{checkpoints}/file"), ["{checkpoints}/file"]),
+        (decode_flags(checkpoint="{checkpoints}/file"), ["{checkpoints}/file: found a file; expected the directory"]),
         (decode_flags(checkpoint="{checkpoints}/empty"), ["{checkpoints}/empty: found no checkpoints/"]),
         (decode_flags(checkpoint="{checkpoints}/other"), ["{checkpoints}/other: found no checkpoints/"]),
-        (decode_flags(checkpoint="{checkpoints}/hollow"), ["{checkpoints}/hollow/checkpoints: found no good step"]),
+        (
+            decode_flags(checkpoint="{checkpoints}/hollow"),
+            ["{checkpoints}/hollow/checkpoints: found no good step", "--best"],
+        ),
         (decode_flags(checkpoint="{checkpoints}/hf"), ["{checkpoints}/hf", "pipejax convert from-hf"]),
         (["--best", *decode_flags()], ["{checkpoints}/good: found no best/"]),
+        (["--ouput", "x", *decode_flags()[:4]], ["--ouput: no such option (did you mean --output?)"]),
+        (["--no-such=x", *decode_flags()], ["--no-such: no such option"]),
         (decode_flags(checkpoint="{checkpoints}/bare"), ["in.jsonl:1: found text", "no tokenizer", "source_ids"]),
     ],
 )

@@ -31,6 +31,8 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False)
     """
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
+    if look(directory) == "file":
+        raise UserError(f"{directory}: found a file; expected the directory of a checkpoint or a run")
     if look(directory) != "directory":
         hub = "" if directory.parent.is_dir() else "; pipejax convert from-hf fetches a model of the hub"
         raise UserError(f"{directory}: no such checkpoint directory{hub}")
@@ -44,7 +46,8 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False)
         raise UserError(f"{directory}: found no {kind}/; expected a checkpoint or run directory{hint}")
     restored = Store(directory / kind).newest(None)
     if restored is None:
-        raise UserError(f"{directory / kind}: found no good step; expected at least one")
+        hint = "; --best takes the best one" if not best and (directory / "best").is_dir() else ""
+        raise UserError(f"{directory / kind}: found no good step; expected at least one{hint}")
     if restored.config.model is None:
         raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
     params = restored.items["params"]

@@ -153,6 +153,8 @@ def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
 def _read_architecture(directory: Path) -> T5Config:
     """The architecture in config.json, except whether the head is tied: the weights decide that."""
     file = directory / "config.json"
+    if (directory / "checkpoints").is_dir():
+        raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
     for key in REQUIRED:
         if key not in facts:

@@ -78,8 +78,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The stripped text of the ids, without special tokens and ids outside the vocabulary."""
         known = [int(i) for i in ids if 0 <= i < self.size]
-        with self._lock:
-            text: str = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(known, skip_special_tokens=True)
+        else:
+            with self._lock:
+                text = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.strip()
 
     def piece(self, number: int) -> str:

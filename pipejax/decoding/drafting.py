@@ -137,7 +137,7 @@ class Drafted:
             Written(state.tokens, state.length, state.guesses, state.guessed),
             self.width - 1,
         )
-        before_eos = _before(draft.tokens == self.grid.eos)
+        before_eos = _before(draft.tokens == self.grid.eos, axis=2)
         count = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)
         count = jnp.where((is_open | begins) & self._has_room(state), jnp.maximum(count, 0), 0)
 
@@ -191,8 +191,8 @@ class Drafted:
         newest, started = self._first + state.length, rows < state.started[:, None]
         asks = live[:, 0] & ~state.ended
         drafts = state.fed[:, 1:]
-        right = jnp.cumprod(live[:, 1:] & (drafts == answers[:, :-1]), axis=1) > 0
-        run = right.sum(axis=1)
+        run = _before(~(live[:, 1:] & (drafts == answers[:, :-1])), axis=1)
+        right = columns[:-1, None] < run[:, None]
         # How far a row's tokens are fed and right. An ended row whose eos is among them holds nobody up.
         far = jnp.where((right & (drafts == eos)).any(axis=1), NEVER, newest + run)
         far = jnp.where(asks, far, jnp.where(started, NEVER, -1))
@@ -200,7 +200,7 @@ class Drafted:
         gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit - newest) + 1, 0), 0)
         ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
         ends = ends_here.any(axis=1)
-        gain = jnp.where(ends, ends_here.argmax(axis=1) + 1, gain)
+        gain = jnp.minimum(gain, _before(ends_here, axis=1) + 1)
 
         ended, length = state.ended | ends, state.length + gain
         begins = started | ((gain > 0) & self.grid.may_begin(ended, length))
@@ -310,13 +310,14 @@ class Drafted:
         place = jnp.arange(1, self.width)
         chances = odds[:, :, None] ** (place + hangs[:, :, None])
         chances = jnp.where(place <= count[:, :, None], chances, 0.0).reshape(-1)
-        order = jnp.argsort(-chances)
-        right = jnp.pad(jnp.cumsum(chances[order]), (1, 0))  # of the best k, how many will be
-        free = jnp.clip(sizes - needed, 0, chances.shape[0])
+        best, order = jax.lax.top_k(chances, chances.size)  # of equals the first comes first
+        right = jnp.pad(jnp.cumsum(best), (1, 0))  # of the best k, how many will be
+        free = jnp.clip(sizes - needed, 0, chances.size)
         speed = (needed + right[free]) / (self.fixed + jnp.where(sizes < needed, NEVER, sizes))
-        best = free[speed.argmax()]
-        taken_up = jnp.zeros(chances.shape, bool).at[order].set(jnp.arange(chances.shape[0]) < best)
-        return (taken_up.reshape(*count.shape, -1) & (place <= count[:, :, None])).sum(axis=2)
+        drafted = free[speed.argmax()]
+        last = jnp.maximum(drafted - 1, 0)
+        better = (chances > best[last]) | ((chances == best[last]) & (jnp.arange(chances.size) <= order[last]))
+        return (better.reshape(*count.shape, -1) & (place <= count[:, :, None]) & (drafted > 0)).sum(axis=2)
 
     def _learned(self, state: State, drafted: Array, run: Array, counts: Array) -> dict[str, Array]:
         """The sums with the last call's drafts [B, R]; of each row those up to the first that was wrong are judged."""
@@ -331,6 +332,8 @@ def _flat(x: Array) -> Array:
     return x.reshape(x.shape[0], -1)
 
 
-def _before(x: Array) -> Array:
-    """i32 [...], how many come before the first True of the last axis."""
-    return jnp.where(x.any(axis=-1), x.argmax(axis=-1), x.shape[-1])
+def _before(x: Array, *, axis: int) -> Array:
+    """i32, how many come before the first True along an axis; all if there is none."""
+    number = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    found: Array = jnp.where(x, number, x.shape[axis]).min(axis=axis)
+    return found

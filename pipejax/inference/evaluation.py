@@ -212,7 +212,7 @@ def _predictions(examples: Sequence[Example], records: Sequence[Record]) -> str:
     """JSON lines."""
     lines = []
     for example, record in zip(examples, records, strict=True):
-        line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": record["rows"]}
+        line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": texts(record)}
         more = {key: record[key] for key in ("text", "row_ids", "steps", "calls", "truncated")}
         lines.append(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
     return "".join(lines)

@@ -46,9 +46,9 @@ class Record(TypedDict):
 
 
 def texts(record: Record) -> list[str]:
-    """Its rows as texts, which every record has that was decoded with a tokenizer."""
+    """The texts of its rows, but those of tokens that are no text; it must have been decoded with a tokenizer."""
     assert record["rows"] is not None, "decoded without a tokenizer"
-    return record["rows"]
+    return [row for row in record["rows"] if row.strip()]
 
 
 WINDOW = 16  # batches that are read ahead and sorted by length
@@ -303,10 +303,6 @@ class Generator:
         said: list[str] | None = None
         if self.tokenizer is not None:
             said = [self.tokenizer.decode(row) for _, row in kept]
-            # Tokens may be no text, and a sequential text has no empty rows either. What a trace tells of, stays.
-            if strategy != "sequential" and found.trace is None:
-                kept = [one for one, text in zip(kept, said, strict=True) if text.strip()]
-                said = [text for text in said if text.strip()]
             text = separator.join(row for row in said if row.strip() or strategy == "sequential")
             said = split_rows(text, separator) if strategy == "sequential" else said
         record: Record = {

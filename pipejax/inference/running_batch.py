@@ -119,7 +119,7 @@ class RunningBatch:
                 self._memory = self._widen(self._memory, length)
             if memory.mask.shape[1] < self._memory.mask.shape[1]:
                 memory = self._widen(memory, self._memory.mask.shape[1])
-            self._memory = self._place(self._memory, memory, place)
+            self._memory = self._place(self._memory, memory, place) if self.places > 1 else memory
         self._scored[place] = choice.log_probs
         for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(choice, field.name)

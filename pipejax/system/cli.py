@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import errno
 import logging
 import os
@@ -57,8 +58,19 @@ class Parser(argparse.ArgumentParser):
             argcomplete.autocomplete(self)
         return super().parse_args(args, namespace)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does; `error` wants to know what."""
+        self._given = [*(sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raises a UserError; argparse calls this for anything that it cannot parse."""
+        known = self._option_string_actions
+        flags = () if self._subparsers else (word.partition("=")[0] for word in self._given)
+        for flag in flags:  # else argparse would say first what is missing
+            if flag.startswith("--") and flag not in known:
+                guess = difflib.get_close_matches(flag, known, n=1)
+                raise UserError(f"{flag}: no such option" + (f" (did you mean {guess[0]}?)" if guess else ""))
         raise UserError(message)
 
 

@@ -306,7 +306,7 @@ class Run:
         shapes = {name: x.shape for name, x in batch.arrays.items()}
         if self.trainer.is_ready(shapes):
             return self.trainer.program(shapes)
-        what = f"compiling for sources of {shapes['source'][1]} tokens, {shapes['inputs'][1]} slots in a row"
+        what = f"compiling for sources of {shapes['source'][1]} tokens and targets of {shapes['inputs'][1]}"
         with self.clock("compile"), self.progress.aside(what):
             return self.trainer.program(shapes)
 
@@ -316,13 +316,13 @@ class Run:
         trains = f" ({own:.2f} M are trained)" if own < size else ""
         if self.step == 0 and train.warmup_steps >= train.steps:
             logger.warning(
-                f"train.warmup_steps = {train.warmup_steps}: found no fewer than train.steps = {train.steps}; "
-                "the full learning rate comes last or never"
+                f"train.warmup_steps: found {train.warmup_steps}; expected fewer than train.steps ({train.steps}), or "
+                "the full learning rate comes too late"
             )
         where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
         logger.info(f"{size:.1f} M parameters{trains}, {examples} training examples, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
-        logger.info(f"padded shapes of batches: {most}; each one compiles once, {first} of them at the start")
+        logger.info(f"padded shapes of batches: {most}; each compiles once, {first} of them may come first")
 
 
 def _same_shapes(chosen: Shapes) -> Shapes:

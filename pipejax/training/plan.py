@@ -8,6 +8,7 @@ With --target, beside it, what XLA sets aside for the step compiled for that dev
 float32. With --measure, one real step on this machine's accelerators, and the peak that they report.
 """
 
+import argparse
 import dataclasses
 import json
 import math
@@ -173,6 +174,14 @@ def measured_bytes(trainer: Any, config: Config, *, steps: int = 3) -> tuple[flo
     return (max(p for p in peaks if p) if all(peaks) else None), seconds
 
 
+def _gib(text: str) -> float:
+    """The argparse type of --memory."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a number of GiB") from error
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = cli.Parser(prog="pipejax plan", description=__doc__)
@@ -183,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--memory",
-        type=float,
+        type=_gib,
         metavar="GIB",
         help="does it fit in this much on each device? (exit code 1: no) With --target it is XLA's figure that must",
     )
