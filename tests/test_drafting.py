@@ -445,6 +445,34 @@ def test_records_hold_the_trace(strategy, tokenizer, tmp_path, monkeypatch):
             assert f"{len(record['trace'])} decoder calls for {record['steps']} time-steps" in page.read_text()
 
 
+@pytest.mark.slow
+def test_a_trace_numbers_rows_as_the_record_does(monkeypatch):
+    """With the literal stop a row without a token may stand before others; the record has none of it."""
+    config = Config(
+        model=TINY,
+        grid=GridConfig(time_max=16, sub_max=6, stop="literal"),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(draft="source", trace=True),
+    )
+    generator = Generator(config, oracle.random_params(TINY, np.random.default_rng(3)), None)
+    rng = np.random.default_rng(3)
+    given = [rng.integers(2, 9, rng.integers(2, 9)).tolist() for _ in range(16)]
+    of_grid, record_of = [], generator.record
+
+    def noted(source, strategy, found, place):
+        of_grid.append(np.trim_zeros(found.lengths[place], "b"))
+        return record_of(source, strategy, found, place)
+
+    monkeypatch.setattr(generator, "record", noted)
+    for record in generator.decode(given, batch_size=1):
+        written = [0] * 7
+        for one in itertools.chain(*record["trace"]):
+            written[one.row] += one.written
+        lengths = [len(row) for row in record["row_ids"]]
+        assert all(n in (length, length + 1) for n, length in zip(written, lengths, strict=False))
+    assert any(0 in lengths for lengths in of_grid)
+
+
 @pytest.mark.parametrize("delay", [1, 2, 3])
 def test_the_experiment_simulates_the_wavefront(delay):
     rng = np.random.default_rng(delay)

@@ -323,10 +323,14 @@ class Generator:
             spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows)]
             record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
         if found.trace is not None:
-            record["trace"] = decoding.listed(found.trace, place, record["calls"])
+            calls, count = decoding.listed(found.trace, place, record["calls"]), len(rows)
             if strategy == "pipelined" and self.config.grid.delay == 0:  # rows that nobody named end as they begin
                 count = self.rows_of(source, strategy).most or 0
-                record["trace"] = [[one for one in call if one.row < count] for call in record["trace"]]
+            # Rows are numbered as in `row_ids`: one without a token may stand before others (grid.stop=literal).
+            last = kept[-1][0] if kept else -1
+            numbers = {row: k for k, (row, _) in enumerate(kept)}
+            numbers |= {row: len(kept) + row - last - 1 for row in range(last + 1, count)}
+            record["trace"] = [[x._replace(row=numbers[x.row]) for x in call if x.row in numbers] for call in calls]
             if self.tokenizer is not None:
                 seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
                 record["pieces"] = {str(i): self.tokenizer.piece(i) for i in sorted(seen)}
