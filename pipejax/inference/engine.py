@@ -52,15 +52,20 @@ class Event(NamedTuple):
     log_prob: float
 
 
+Found = Sequence[Event | Record | BaseException]  # of one answer; its last is the record or an error
+
+
 class Answer:
-    """What comes of a request. May be read by one thread and cancelled by any."""
+    """What comes of a request. May be read or listened to by one thread, and cancelled by any."""
 
     def __init__(self, request: Request, wake: Callable[[], None]) -> None:
         """Nothing has come yet. `wake`: called when it is cancelled."""
         self.request = request
         self.cancelled = False
         self._wake = wake
-        self._found: queue.SimpleQueue[Sequence[Event | Record | BaseException]] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
+        self._hear: Callable[[Found], None] = self._found.put
+        self._telling = threading.Lock()
 
     def events(self) -> Iterator[Event | Record]:
         """Yields each token as it is written, and the record in the end, with `log_prob` and `log_probs`.
@@ -78,6 +83,13 @@ class Answer:
                 if isinstance(found, dict):
                     return
 
+    def listen(self, hear: Callable[[Found], None]) -> None:
+        """Has all that comes told to `hear`, which the engine waits for, and not to `events`; all that came as well."""
+        with self._telling:
+            self._hear = hear
+            while not self._found.empty():
+                hear(self._found.get())
+
     def cancel(self) -> None:
         """Frees its place."""
         self.cancelled = True
@@ -85,7 +97,8 @@ class Answer:
 
     def give(self, *found: "Event | Record | BaseException") -> None:
         """Called by the engine; who waits is woken once."""
-        self._found.put(found)
+        with self._telling:
+            self._hear(found)
 
 
 class Closed(Exception):

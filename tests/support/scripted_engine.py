@@ -1,7 +1,7 @@
 """An engine without a model: it writes a request's own tokens back, as rows, at once or when a test lets it."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipejax.inference.engine import Closed, Event, Full, Request
@@ -64,7 +64,17 @@ class _Answer:
         self._engine, self._request = engine, request
         self._ended = threading.Event()
 
-    def events(self) -> Iterator[Any]:
+    def listen(self, hear: Callable[[Sequence[Any]], None]) -> None:
+        def tell() -> None:
+            try:
+                for one in self._events():
+                    hear([one])
+            except Exception as error:
+                hear([error])
+
+        threading.Thread(target=tell, daemon=True).start()
+
+    def _events(self) -> Iterator[Any]:
         """Step by step, and in a step row by row."""
         engine, rows = self._engine, self._engine.own_tokens(self._request)
         delay, count = engine.generator.config.grid.delay, 0

@@ -1,17 +1,17 @@
-"""A request's answers: from the engine's threads into the event loop, and there into OpenAI's completion objects."""
+"""A request's answers: from the engine's thread into the event loop, and there into OpenAI's completion objects."""
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pipejax.inference import wishes
-from pipejax.inference.engine import Answer, Closed, Engine, Event, Full, Request
+from pipejax.inference.engine import Answer, Closed, Engine, Event, Found, Full, Request
 from pipejax.inference.generator import Generator, Record
 from pipejax.inference.serving.asked import Asked
 from pipejax.inference.serving.counters import Counters
@@ -74,6 +74,7 @@ class Completion:
             for i in range(count)
         ]
         self._answers: list[Answer] = []
+        self._has_begun = False  # the first of them
         try:
             for source in asked.sources:
                 for k in range(asked.n):
@@ -93,8 +94,7 @@ class Completion:
         each = self.asked.stream or bool(self.asked.stop) or self.asked.logprobs is not None
         inbox = _Inbox()
         for i, answer in enumerate(self._answers):
-            pump = threading.Thread(target=self._pump, args=(i, answer, inbox, each), name="answer", daemon=True)
-            pump.start()
+            answer.listen(functools.partial(self._hear, i, inbox, each))
         while any(choice.reason is None for choice in self.choices):
             added: dict[int, list[Piece]] = {}
             for i, item in await inbox.take(silence):
@@ -132,21 +132,12 @@ class Completion:
                 answer.cancel()
                 self._end(choice, reason)
 
-    def _pump(self, i: int, answer: Answer, inbox: "_Inbox", each: bool) -> None:
-        """Runs in a thread of its own, as the events of an answer block."""
-        is_first = i == 0
-        try:
-            for item in answer.events():
-                if is_first:
-                    self._counters.first.observe(time.perf_counter() - self._begun)
-                    is_first = False
-                if each or not isinstance(item, Event):
-                    inbox.put((i, item))
-                if not isinstance(item, Event):
-                    return
-            raise RuntimeError("an answer without an end")
-        except BaseException as error:
-            inbox.put((i, error))
+    def _hear(self, i: int, inbox: "_Inbox", each: bool, found: Found) -> None:
+        """Called by the engine's thread."""
+        if found and i == 0 and not self._has_begun:
+            self._has_begun = True
+            self._counters.first.observe(time.perf_counter() - self._begun)
+        inbox.put([(i, item) for item in found if each or not isinstance(item, Event)])
 
     def usage(self) -> dict[str, int]:
         """OpenAI's counts of tokens, and how many of the prompts were cut off."""
@@ -228,9 +219,11 @@ class _Inbox:
         self._loop, self._filled = asyncio.get_running_loop(), asyncio.Event()
         self._items: deque[tuple[int, Any]] = deque()
 
-    def put(self, item: tuple[int, Any]) -> None:
+    def put(self, items: list[tuple[int, Any]]) -> None:
         """May be called in any thread."""
-        self._items.append(item)
+        if not items:
+            return
+        self._items += items
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody reads
             self._loop.call_soon_threadsafe(self._filled.set)
 
