@@ -248,19 +248,14 @@ class Engine:
             for place, one in [*self._running[lane].items()]:
                 if one.answer.cancelled:
                     self._leave(lane, place)
-        with self._change:
-            waiting = [*self._waiting]
-        for answer in waiting:
+        while (answer := self._next()) is not None:  # others may come while one is encoded
             request, name = answer.request, answer.request.strategy
-            if not answer.cancelled and self._running_with(name) >= self.places:
-                continue
-            with self._change:
-                self._waiting.remove(answer)
             if answer.cancelled:
                 answer.give(Closed("the request was cancelled"))
                 continue
-            others = [one for one in waiting if one.request.strategy == name and not (one is answer or one.cancelled)]
-            beside = self._running_with(name) > 0 or bool(others)
+            with self._change:
+                others = any(one.request.strategy == name and not one.cancelled for one in self._waiting)
+            beside = others or self._running_with(name) > 0
             lane = _Lane(name, self.places if beside or self._beside else 1)
             self._beside = beside
             try:
@@ -272,6 +267,15 @@ class Engine:
                 answer.give(error)  # the others are told where this is caught
                 raise
             self._running[lane][place] = _Running(answer, np.zeros(batch.strategy.rows, np.int64))
+
+    def _next(self) -> Answer | None:
+        """Takes the first of those that wait who may have a place, or was cancelled."""
+        with self._change:
+            for answer in self._waiting:
+                if answer.cancelled or self._running_with(answer.request.strategy) < self.places:
+                    self._waiting.remove(answer)
+                    return answer
+        return None
 
     def _running_with(self, strategy: str) -> int:
         """Requests that have a place with that strategy."""
