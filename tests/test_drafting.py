@@ -24,6 +24,7 @@ from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import programs
+from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import command as picture
 from pipejax.inference.records import as_line
@@ -214,9 +215,9 @@ def marks(setting, drafter):
 def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, likely, unlikely):
     """Of three tokens at hand, each right in 30 or 15 of 100 cases; by hand, with (1 + right) / (reading + columns)."""
     weights = np.broadcast_to(np.zeros((), dtype), numbers)
-    strategy = programs.for_drafts(Drafted(Sequential(20), FromSource(), 3), "cpu", weights)
     none = jnp.zeros((1, 1), jnp.int32)
-    for odds, drafted in ((0.3, likely), (0.15, unlikely)):
+    for backend, (odds, drafted) in itertools.product((XLA, OwnKernel()), ((0.3, likely), (0.15, unlikely))):
+        strategy = programs.for_drafts(Drafted(Sequential(20), FromSource(), 3), "cpu", weights, backend)
         assert strategy._chosen(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == drafted
 
 
@@ -228,7 +229,8 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, likely, unli
 def test_drafted_is_undrafted(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
-    drafted = Drafted(plain, drafter, 4, queries=(batch + 2,))
+    rounded = batch % 2 == 0
+    drafted = Drafted(plain, drafter, 4, queries=(batch + 2,), fixed=3.0 if rounded else 10.0, rounded=rounded)
     without = compiled(TINY, plain)
     sizes = Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.rows + 3,))
     drafts_itself = isinstance(drafter, FromModel)

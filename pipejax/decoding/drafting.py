@@ -69,6 +69,7 @@ class Drafted:
     tokens: int = 8  # D, drafted for a row in a call, at the most
     queries: tuple[int, ...] = ()  # the sizes of calls of a whole batch, ascending, but for the largest
     fixed: float = 3.0  # what a call costs in any case, in columns
+    rounded: bool = True  # whether a call costs all columns of its size, and not only those that are fed
     trace: bool = False  # whether what becomes of drafts is kept (`Decoded.trace`)
 
     @cached_property
@@ -302,17 +303,21 @@ class Drafted:
         """i32 [B, R], tokens to draft of those at hand: as many as get on fastest.
 
         A call of n columns costs `fixed` + n. It writes one token for each row, and those drafted ones that are right.
-        Of each size of call the best drafts fill what the rows leave free; the size is taken that writes most at the
-        cost of one column.
+        The best drafts come first, and so many of them that the call writes most at the cost of one column. If calls
+        cost their size, they fill one of the sizes.
         """
         most = count.shape[0] * self.rows
-        sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
         place = jnp.arange(1, self.width)
         chances = odds[:, :, None] ** (place + hangs[:, :, None])
         chances = jnp.where(place <= count[:, :, None], chances, 0.0).reshape(-1)
         best, order = jax.lax.top_k(chances, chances.size)  # of equals the first comes first
         right = jnp.pad(jnp.cumsum(best), (1, 0))  # of the best k, how many will be
-        free = jnp.clip(sizes - needed, 0, chances.size)
+        if self.rounded:
+            sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
+            free = jnp.clip(sizes - needed, 0, chances.size)
+        else:
+            free = jnp.arange(chances.size + 1)
+            sizes = needed + free
         speed = (needed + right[free]) / (self.fixed + jnp.where(sizes < needed, NEVER, sizes))
         drafted = free[speed.argmax()]
         last = jnp.maximum(drafted - 1, 0)

@@ -57,6 +57,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def skips_fillers(self) -> bool:
+        """Whether a step takes the time of the queries that are asked, and not of as many as it has room for."""
+        ...
+
+    @property
     def can_listen(self) -> bool:
         """Whether a program that runs can be told to pause."""
         ...
@@ -114,6 +119,11 @@ class Xla:
     def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
         """See `Backend`."""
         return StepDecoder(model.config, weights, memory, model.dtype)
+
+    @property
+    def skips_fillers(self) -> bool:
+        """See `Backend`."""
+        return False
 
     @property
     def can_listen(self) -> bool:
@@ -185,6 +195,11 @@ class OwnKernel(Xla):
     def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
         """See `Backend`."""
         return KernelDecoder(model.config, weights, memory, self.level)
+
+    @property
+    def skips_fillers(self) -> bool:
+        """See `Backend`."""
+        return True
 
     @property
     def can_listen(self) -> bool:

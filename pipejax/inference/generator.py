@@ -261,7 +261,8 @@ class Generator:
         small.check(self._small, made, name, self.config.grid)
         if not isinstance(made, Drafted):
             return made
-        return programs.for_drafts(made, self.programs.devices[0].platform, self.programs.weights)
+        held = self.programs
+        return programs.for_drafts(made, held.devices[0].platform, held.weights, held.backend)
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""

@@ -108,14 +108,15 @@ def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
     return Sizes.fit(strategy, batch, slots=SLOTS[1:])
 
 
-def for_drafts(strategy: Drafted, platform: str, weights: Weights) -> Drafted:
-    """The strategy with the sizes of calls that it may choose from there, and what a call costs in any case."""
+def for_drafts(strategy: Drafted, platform: str, weights: Weights, backend: Backend = XLA) -> Drafted:
+    """The strategy with the sizes of calls that it may choose from there, and what a call costs."""
     if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
         return dataclasses.replace(strategy, queries=(64, 256), fixed=256.0)
     one_row = (1, 2, 4) if strategy.grid.rows == 1 else ()
-    held = jax.tree.leaves(weights)
-    is_cached = sum(x.nbytes for x in held) < CACHE
-    reading = READING_CACHED if is_cached else READING[max(held, key=lambda x: x.nbytes).dtype.itemsize]
+    held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
+    reading = READING_CACHED if sum(x.nbytes for x in held) < CACHE else READING[held[-1].dtype.itemsize]
+    if backend.skips_fillers:  # sizes differ in small things only, and each is one more loop
+        return dataclasses.replace(strategy, queries=() if one_row else QUERIES, fixed=reading, rounded=False)
     return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=reading)
 
 
