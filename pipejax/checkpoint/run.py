@@ -31,9 +31,9 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False)
     """
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
-    if look(directory) == "file":
+    if (found := look(directory)) == "file":
         raise UserError(f"{directory}: found a file; expected the directory of a checkpoint or a run")
-    if look(directory) != "directory":
+    if found != "directory":
         hub = "" if directory.parent.is_dir() else "; pipejax convert from-hf fetches a model of the hub"
         raise UserError(f"{directory}: no such checkpoint directory{hub}")
     if look(directory / kind) != "directory":

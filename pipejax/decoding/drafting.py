@@ -306,13 +306,13 @@ class Drafted:
         The best drafts come first, and so many of them that the call writes most at the cost of one column. If calls
         cost their size, they fill one of the sizes.
         """
-        most = count.shape[0] * self.rows
         place = jnp.arange(1, self.width)
         chances = odds[:, :, None] ** (place + hangs[:, :, None])
         chances = jnp.where(place <= count[:, :, None], chances, 0.0).reshape(-1)
         best, order = jax.lax.top_k(chances, chances.size)  # of equals the first comes first
         right = jnp.pad(jnp.cumsum(best), (1, 0))  # of the best k, how many will be
         if self.rounded:
+            most = count.shape[0] * self.rows
             sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
             free = jnp.clip(sizes - needed, 0, chances.size)
         else:

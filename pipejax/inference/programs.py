@@ -151,7 +151,7 @@ class Drafting:
         assert isinstance(strategy.drafter, FromModel)
         decoder = self.backend.decoder(self.model, weights, source.memory)
         # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
-        few, batch = strategy.queries[::3], len(source.ids)
+        few, batch = strategy.queries[:: max(len(strategy.queries) // 2, 1)], len(source.ids)
         drafter = strategy.drafter.over(decoder, strategy.grid, strategy.width - 1, queries=few, batch=batch)
         return dataclasses.replace(strategy, drafter=drafter)
 

@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         flags = () if self._subparsers else (word.partition("=")[0] for word in self._given)
         for flag in flags:  # else argparse would say first what is missing
-            if flag.startswith("--") and flag not in known:
+            if flag.startswith("--") and flag != "--" and flag not in known:
                 guess = difflib.get_close_matches(flag, known, n=1)
                 raise UserError(f"{flag}: no such option" + (f" (did you mean {guess[0]}?)" if guess else ""))
         raise UserError(message)

@@ -134,7 +134,7 @@ class Completion:
 
     def _hear(self, i: int, inbox: "_Inbox", each: bool, found: Found) -> None:
         """Called by the engine's thread."""
-        if found and i == 0 and not self._has_begun:
+        if i == 0 and not self._has_begun and found and not isinstance(found[0], BaseException):
             self._has_begun = True
             self._counters.first.observe(time.perf_counter() - self._begun)
         inbox.put([(i, item) for item in found if each or not isinstance(item, Event)])
