@@ -101,8 +101,9 @@ def test_verify(tmp_path, capsys):
     save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
     save_all(Store(tmp_path / "best", writable=True), 4)
     assert main(["verify", str(tmp_path)]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in out] == [
+    told = capsys.readouterr()
+    assert told.err == "2 steps and 1 best, 0 damaged\n"
+    assert [line.split()[:2] for line in told.out.splitlines()] == [
         ["checkpoints/4", "good"],
         ["checkpoints/8", "good"],
         ["best/4", "good"],

@@ -260,9 +260,8 @@ def check_resume(old: Config, new: Config, where: Path) -> None:
         was, now = before.get(key), after.get(key)
         if was != now and key not in CHANGEABLE:
             raise UserError(
-                f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume (may change: "
-                f"{', '.join(CHANGEABLE)}); to go on from its weights, take another --workdir and "
-                f"--set train.init_from={where}"
+                f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume "
+                f"(to go on from its weights, take another --workdir and --set train.init_from={where})"
             )
 
 
