@@ -38,7 +38,7 @@ ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 @pytest.mark.parametrize(
     "delay, time_max, sub_max, literal, batch, queries, slots",
     [
-        (1, 20, 9, False, 5, (3, 11), (16, 30)),
+        (1, 20, 9, False, 5, (3, 11), (4, 16, 30)),
         (2, 17, 20, False, 1, (2,), ()),
         (3, 19, 4, True, 6, (), (10,)),
     ],
@@ -177,6 +177,11 @@ def test_schedule_holds_every_decode():
     assert Sizes.fit(Sequential(max_length=7), 1, queries=(4, 8), slots=(128,)) == Sizes((1,), (8,))
     assert (Beam(7, 4).rows, Beam(7, 4).slots) == (4, 1 + 6 * 4)
     assert Sizes.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 30)
+    assert Sizes.fit(strategy, 1, queries=(3,), slots=(2, 3, 8)).slots == (
+        3,
+        8,
+        30,
+    )  # only the narrow steps fit at first
 
 
 @pytest.mark.slow

@@ -132,9 +132,10 @@ class Sizes:
           queries: wanted values of N; those too large fall away, the largest that is needed comes in addition.
           slots: wanted values of C, likewise.
         """
-        most, widest = batch * strategy.rows, strategy.rows
-        holds = strategy.slots + widest  # the last write needs room for its fillers
-        return cls((*(n for n in queries if n < most), most), (*(c for c in slots if widest <= c < holds), holds))
+        most = batch * strategy.rows
+        chosen = (*(n for n in queries if n < most), most)
+        holds = strategy.slots + strategy.rows  # the last write needs room for its fillers
+        return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.rows) <= c < holds), holds))
 
 
 @flax.struct.dataclass
@@ -238,8 +239,9 @@ def decode(
       left: with `most`, asked after each step: gives the steps left back, or below zero to pause.
       watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
     """
+    # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
     widths = [min(n, strategy.rows) for n in sizes.queries]
-    limits = jnp.asarray([slots - w for w in widths], jnp.int32)  # a step writes `width` slots, its fillers included
+    limits = jnp.asarray([slots - w for w in widths], jnp.int32)
     carry = dataclasses.replace(with_slots(model, carry, slots), left=most)
 
     def going(carry: Carry) -> Array:
@@ -283,8 +285,9 @@ def decode(
         )
 
     def sweep(carry: Carry) -> Carry:
-        for i in range(len(widths)):
-            carry = jax.lax.while_loop(partial(fits, i), partial(step, i), carry)
+        for i, width in enumerate(widths):
+            if width <= slots:
+                carry = jax.lax.while_loop(partial(fits, i), partial(step, i), carry)
         return carry
 
     carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)

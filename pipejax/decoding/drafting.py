@@ -28,6 +28,7 @@ from pipejax.decoding.sequential import Sequential
 from pipejax.grid import start
 
 MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
+ROUNDS = 4  # in which the drafts that are worth their columns are found; the first two or three come nearly there
 PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tokens
 
 
@@ -308,16 +309,20 @@ class Drafted:
         """
         place = jnp.arange(1, self.width)
         chances = odds[:, :, None] ** (place + hangs[:, :, None])
-        chances = jnp.where(place <= count[:, :, None], chances, 0.0).reshape(-1)
+        chances = jnp.where(place <= count[:, :, None], chances, 0.0)
+        if not self.rounded:
+            # What a column brings, all in all, if so many are fed: those that bring more are worth theirs.
+            brings = needed / (self.fixed + needed)
+            for _ in range(ROUNDS):
+                worth = chances > brings
+                brings = (needed + jnp.where(worth, chances, 0).sum()) / (self.fixed + needed + worth.sum())
+            return (chances > brings).sum(axis=2)
+        chances = chances.reshape(-1)
         best, order = jax.lax.top_k(chances, chances.size)  # of equals the first comes first
         right = jnp.pad(jnp.cumsum(best), (1, 0))  # of the best k, how many will be
-        if self.rounded:
-            most = count.shape[0] * self.rows
-            sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
-            free = jnp.clip(sizes - needed, 0, chances.size)
-        else:
-            free = jnp.arange(chances.size + 1)
-            sizes = needed + free
+        most = count.shape[0] * self.rows
+        sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
+        free = jnp.clip(sizes - needed, 0, chances.size)
         speed = (needed + right[free]) / (self.fixed + jnp.where(sizes < needed, NEVER, sizes))
         drafted = free[speed.argmax()]
         last = jnp.maximum(drafted - 1, 0)

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NotRequired, TypedDict
 
@@ -113,7 +114,8 @@ class Generator:
         read = (self.source(value, f"source {i}", i) for i, value in enumerate(given))
         checked = list(self.samples_of(read, strategy))
         size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
-        return list(self.stream(checked, strategy=strategy, batch_size=size, report=Report(), drafter=drafter))
+        report = Report(other_steps=None)  # which nobody reads: finding them would take as long as tokenising
+        return list(self.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
 
     def stream_rows(
         self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None
@@ -215,7 +217,8 @@ class Generator:
         Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
         """
         name = strategy or self.default_strategy
-        chosen, separator = self.make_strategy(name, drafter), self._separator(name)
+        chosen = self.make_strategy(name, drafter)
+        separator = self._separator if name == "sequential" else []
         devices, wanted = self.programs.devices, batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
@@ -281,11 +284,10 @@ class Generator:
         """What is known of the rows of its answer; raises a UserError if too little to start all at once."""
         return wishes.rows_of(source, strategy, self.config.grid, self.tokenizer)
 
-    def _separator(self, strategy: str) -> list[int]:
+    @cached_property
+    def _separator(self) -> list[int]:
         """The ids that part the rows of a sequential answer."""
-        if strategy != "sequential" or self.tokenizer is None:
-            return []
-        return self.tokenizer.encode(f"a{self.config.data.separator}a")
+        return [] if self.tokenizer is None else self.tokenizer.encode(f"a{self.config.data.separator}a")
 
     def record(self, source: Source, strategy: str, found: Decoded, place: int, *, ends: bool = True) -> Record:
         """What an example was decoded to.
