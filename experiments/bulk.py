@@ -1,11 +1,12 @@
 """Kills the workers and the leader of `pipejax bulk` at random, and compares its speed with processes without Ray.
 
     python -m experiments.bulk kills [--lines 20000] [--workers-killed 20] [--leaders-killed 5]
-    python -m experiments.bulk speed [--lines 8000] [--rounds 3]
+    python -m experiments.bulk speed [--lines 40000] [--rounds 3]
 
 A tiny random T5 decodes short lines on this machine's CPU by two workers. After the kills, every record must be there
 once, its bytes those of `pipejax decode`; and no shard that was written when a leader died may be written again. The
-speed is that of the shards in the middle of a run, when all workers have compiled. Needs Linux, and pipejax[ray].
+speed is that of the shards in the middle of a run, when all workers have compiled. Shards have 1,000 lines there, as
+those of `pipejax bulk` do, and 100 where workers are killed. Needs Linux, and pipejax[ray].
 """
 
 import json
@@ -35,13 +36,15 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = cli.Parser(prog="python -m experiments.bulk", description=__doc__)
     parser.add_argument("part", choices=("kills", "speed"))
-    parser.add_argument("--lines", type=cli.whole(100), default=20000, metavar="N")
-    parser.add_argument("--block", type=cli.whole(1), default=100, metavar="N", help="lines of a shard")
+    parser.add_argument("--lines", type=cli.whole(100), metavar="N")
+    parser.add_argument("--block", type=cli.whole(1), metavar="N", help="lines of a shard")
     parser.add_argument("--workers-killed", type=cli.whole(0), default=20, metavar="N")
     parser.add_argument("--leaders-killed", type=cli.whole(0), default=5, metavar="N")
     parser.add_argument("--rounds", type=cli.whole(1), default=3, metavar="N", help="of the speed")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     flags = parser.parse_args(argv)
+    lines, block = (20000, 100) if flags.part == "kills" else (40000, 1000)
+    flags.lines, flags.block = flags.lines or lines, flags.block or block
     # For all processes that are started. Ray's workers would have a niceness of 15, which other work would tell.
     os.environ |= {"JAX_PLATFORMS": "cpu", "RAY_worker_niceness": "0"}
     with tempfile.TemporaryDirectory() as name:
