@@ -177,11 +177,8 @@ def test_schedule_holds_every_decode():
     assert Sizes.fit(Sequential(max_length=7), 1, queries=(4, 8), slots=(128,)) == Sizes((1,), (8,))
     assert (Beam(7, 4).rows, Beam(7, 4).slots) == (4, 1 + 6 * 4)
     assert Sizes.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 30)
-    assert Sizes.fit(strategy, 1, queries=(3,), slots=(2, 3, 8)).slots == (
-        3,
-        8,
-        30,
-    )  # only the narrow steps fit at first
+    # The smallest cache need only hold the narrowest step.
+    assert Sizes.fit(strategy, 1, queries=(3,), slots=(2, 3, 8)).slots == (3, 8, 30)
 
 
 @pytest.mark.slow

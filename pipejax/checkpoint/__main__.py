@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         counts = {"damaged": damaged, "refused": refused}
         print(json.dumps({"directory": str(directory), **counts, "steps": reports}, indent=2))
     else:
-        # A best step is a copy of one that may be gone, so it does not count as a step that was saved.
+        # The best step is a copy: `checkpoints/` may hold the same step.
         best = sum(report["place"].startswith("best/") for report in reports)
         counted = f"{len(reports) - best} steps" + (f" and {best} best" if best else "")
         cli.note(f"{counted}, {damaged} damaged" + (f", {refused} refused" if refused else ""))

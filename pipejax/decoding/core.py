@@ -7,7 +7,8 @@ coordinates of all that was fed, asks the model, and hands the answers back. Not
 The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
 see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Sizes`). A
 program holds one `while_loop` a number of queries, each running as long as the decode fits it: a `switch` inside one
-loop would copy the cache. When the cache is full the program ends, and the next one goes on with a larger cache.
+loop would copy the cache. When a step does not fit into the cache the program ends, and the next one goes on with a
+larger cache.
 
 Shapes: B batch, S rows of the grid, T its time-steps, N queries of a step over the whole batch, Q queries of one
 example, C cache slots in reach, V vocabulary.
@@ -130,7 +131,7 @@ class Sizes:
           strategy: says how much that can be.
           batch: B.
           queries: wanted values of N; those too large fall away, the largest that is needed comes in addition.
-          slots: wanted values of C, likewise.
+          slots: wanted values of C, likewise; those that hold not even the narrowest step fall away as well.
         """
         most = batch * strategy.rows
         chosen = (*(n for n in queries if n < most), most)
@@ -154,9 +155,9 @@ class Carry:
 
 @flax.struct.dataclass
 class Stretch:
-    """What a decode came to before its cache was full."""
+    """What a decode came to before a step did not fit into its cache."""
 
-    over: Array  # bool scalar, every example is done; else the cache is full
+    over: Array  # bool scalar, every example is done; else a larger cache is needed
     decoded: Decoded  # what is written; the result, if it is over
     carry: Carry
     left: Array | None = None  # as in `Carry`
@@ -226,7 +227,7 @@ def decode(
     left: Callable[[Array], Array] = lambda count: count,
     watched: Array | None = None,
 ) -> Stretch:
-    """Goes on until every example is done, or a cache of that many slots is full; traced.
+    """Goes on until every example is done, or the next step does not fit into a cache of that many slots; traced.
 
     Args:
       strategy: decides what is fed.

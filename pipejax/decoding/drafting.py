@@ -28,7 +28,9 @@ from pipejax.decoding.sequential import Sequential
 from pipejax.grid import start
 
 MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
-ROUNDS = 4  # in which the drafts that are worth their columns are found; the first two or three come nearly there
+ROUNDS = (
+    4  # of the search for the drafts to feed; each comes nearer to the best choice, and two or three mostly get there
+)
 PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tokens
 
 
@@ -311,12 +313,12 @@ class Drafted:
         chances = odds[:, :, None] ** (place + hangs[:, :, None])
         chances = jnp.where(place <= count[:, :, None], chances, 0.0)
         if not self.rounded:
-            # What a column brings, all in all, if so many are fed: those that bring more are worth theirs.
-            brings = needed / (self.fixed + needed)
+            # The best choice are all drafts that write more than the mean column of the call in which they are fed.
+            mean = needed / (self.fixed + needed)
             for _ in range(ROUNDS):
-                worth = chances > brings
-                brings = (needed + jnp.where(worth, chances, 0).sum()) / (self.fixed + needed + worth.sum())
-            return (chances > brings).sum(axis=2)
+                better = chances > mean
+                mean = (needed + jnp.where(better, chances, 0).sum()) / (self.fixed + needed + better.sum())
+            return (chances > mean).sum(axis=2)
         chances = chances.reshape(-1)
         best, order = jax.lax.top_k(chances, chances.size)  # of equals the first comes first
         right = jnp.pad(jnp.cumsum(best), (1, 0))  # of the best k, how many will be

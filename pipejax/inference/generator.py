@@ -114,7 +114,7 @@ class Generator:
         read = (self.source(value, f"source {i}", i) for i, value in enumerate(given))
         checked = list(self.samples_of(read, strategy))
         size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
-        report = Report(other_steps=None)  # which nobody reads: finding them would take as long as tokenising
+        report = Report(other_steps=None)  # nobody reads this report, and to count those steps it would tokenise again
         return list(self.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
 
     def stream_rows(

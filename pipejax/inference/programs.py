@@ -101,11 +101,9 @@ def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
-    if isinstance(strategy, Drafted):
-        return Sizes.fit(strategy, batch, queries=strategy.queries, slots=SLOTS)
-    if (platform or jax.default_backend()) == "cpu":
-        return Sizes.fit(strategy, batch, queries=QUERIES, slots=SLOTS)
-    return Sizes.fit(strategy, batch, slots=SLOTS[1:])
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    queries = strategy.queries if isinstance(strategy, Drafted) else QUERIES if on_cpu else ()
+    return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:])
 
 
 def for_drafts(strategy: Drafted, platform: str, weights: Weights, backend: Backend = XLA) -> Drafted:

@@ -183,7 +183,7 @@ class RunningBatch:
                 left = abs(int(left))
                 if left < steps or done[self._in_use].any() or not self._in_use.any():
                     return decoded, done, steps - left
-                # The cache was full before the first step.
+                # The first step did not fit into the cache.
                 self._slots = next(n for n in self._sizes.slots if n > self._slots)
                 self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
 
