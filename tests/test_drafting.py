@@ -287,6 +287,7 @@ def test_a_t5_drafts_for_itself(delay, time_max, sub_max, literal):
                 lambda i, length, rows=rows: rows[i][1 + length : 1 + length + most],
                 delay=delay or 1,
                 time_max=time_max,
+                literal=literal,
             )
             assert [row for row in rows_of(found, b) if row] == expected.rows
             assert found.calls[b] == calls

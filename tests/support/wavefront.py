@@ -10,9 +10,17 @@ Drafts = Callable[[int, int], Sequence[int]]  # of row i with so many tokens: ho
 Asked = tuple[int, int, int, list[int]]  # a row, tokens written to it, drafts accepted, and what was drafted
 
 
-def calls(rows: Sequence[Sequence[int]], drafts: Drafts, *, delay: int, time_max: int, eos: int = 1) -> int:
+def calls(
+    rows: Sequence[Sequence[int]],
+    drafts: Drafts,
+    *,
+    delay: int,
+    time_max: int,
+    literal: bool = False,
+    eos: int = 1,
+) -> int:
     """Decoder calls until all is written; arguments as of `trace`."""
-    return len(trace(rows, drafts, delay=delay, time_max=time_max, eos=eos))
+    return len(trace(rows, drafts, delay=delay, time_max=time_max, literal=literal, eos=eos))
 
 
 def trace(
