@@ -28,9 +28,7 @@ from pipejax.decoding.sequential import Sequential
 from pipejax.grid import start
 
 MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
-ROUNDS = (
-    4  # of the search for the drafts to feed; each comes nearer to the best choice, and two or three mostly get there
-)
+ROUNDS = 4  # of the search for the drafts to feed; each comes nearer to the best choice
 PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tokens
 
 
