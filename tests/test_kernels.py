@@ -1,5 +1,6 @@
 """Our own kernel: products equal NumPy's, decodes equal those without it, and its absence costs no more than a line."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -38,19 +39,43 @@ SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of
     "small": {},
     "gelu": {"d_ff": 112, "feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 50},
     "silu": {"d_model": 128, "d_kv": 64, "d_ff": 192, "feed_forward": "gated-silu"},
+    "outliers": {"d_model": 384},
 }
 # How many queries each example asks in a step and in the next: one column to sixty-four, of one example or of three.
 CALLS = [((1,),), ((6,), (13,)), ((5, 0, 2), (0, 1, 4)), ((12, 11, 12), (22, 21, 21))]
 # Against exact arithmetic with the same rounded weights, by the largest magnitude. Activations keep 16 bits where the
 # processor multiplies narrow numbers, and are float32 elsewhere.
 LOGITS = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}
+# With VNNI activations become one int8 digit. A number between two steps may fall to another one than in NumPy, and all
+# that comes after it in its column feels that: so many columns may be off, and by so much.
+FALLEN, OFF = 0.1, 0.02
+KEYS = 2**-7, 0.02  # keys and values of narrow weights are bfloat16; with one digit so is the encoder's attention
+
+
+def in_one_digit(weights, level):
+    features = processor.features() if level.name == "native" else level.needs
+    return weights == "int8" and "avx512_vnni" in features and "amx_int8" not in features
+
+
+def rounding(weights, level):
+    """NumPy's activations at a level."""
+    one = in_one_digit(weights, level)
+    return quantised.activations(quantised.one_digit) if one else contextlib.nullcontext()
 
 
 @functools.cache
 def made(shape, weights, level):
-    """A model with random weights, for our kernel; and NumPy's rounding of the weights."""
+    """A model with random weights, for our kernel; and NumPy's rounding of the weights.
+
+    One has outliers: more than a digit leaves out, all where the maxima over every 64th number show one.
+    """
     config = dataclasses.replace(IN_BLOCKS, **SHAPES[shape])
     model, params = t5.T5(config), oracle.random_params(config, np.random.default_rng(5))
+    if shape == "outliers":
+        for stack in (params["encoder"], params["decoder"]):
+            layer = stack["layers_0"]["feed_forward"]
+            layer["norm"]["scale"][5::64] *= 50
+            layer["wi"]["kernel"][5::64] /= 50
     backend = OwnKernel(weights, level)
     ready = jax.jit(programs.prepare, static_argnames=("model", "backend"))(
         model=model, params=jax.tree.map(jnp.asarray, params), backend=backend
@@ -136,17 +161,24 @@ def check_calls(level, shape, weights, calls):
         return found
 
     found = decode([asked.step(call, fillers=2 * call) for call in range(len(calls))], memory)
-    wanted = [
-        quantised.logits(exact, c, seen[b, :, :, : lengths[b]], asked.tokens[b], asked.visible[b], asked.distance[b])
-        if len(asked.tokens[b])
-        else np.zeros((0, c.vocab_size))
-        for b in range(batch)
-    ]
+    with rounding(weights, level):
+        wanted = [
+            quantised.logits(
+                exact, c, seen[b, :, :, : lengths[b]], asked.tokens[b], asked.visible[b], asked.distance[b]
+            )
+            if len(asked.tokens[b])
+            else np.zeros((0, c.vocab_size))
+            for b in range(batch)
+        ]
+    off = []
     for call, (logits, tokens) in enumerate(found):
         now = np.concatenate([wanted[b][asked.of(b, call)] for b in range(batch)]).T
         assert logits.shape == (c.vocab_size, now.shape[1] + (2 * call if batch > 1 else 0))
-        np.testing.assert_allclose(logits[:, : now.shape[1]], now, atol=LOGITS[weights] * np.abs(now).max(), rtol=0)
+        off += list(np.abs(logits[:, : now.shape[1]] - now).max(axis=0) / np.abs(now).max())
         np.testing.assert_array_equal(tokens[: now.shape[1]], np.argmax(logits[:, : now.shape[1]], axis=0))
+    off = np.asarray(off)
+    assert (off > LOGITS[weights]).mean() <= (FALLEN if in_one_digit(weights, level) else 0)
+    assert off.max() <= max(LOGITS[weights], OFF)
 
 
 def check_encoder(level, shape, weights):
@@ -157,7 +189,8 @@ def check_encoder(level, shape, weights):
     found = jax.jit(lambda s, n: own.encode(model, ready.encoding, s, n))(source, length)
     slots = found.mask.shape[1]
     np.testing.assert_array_equal(found.mask, np.arange(slots) < length[:, None])
-    wanted = [quantised.memory(exact, c, ids[:n]) for ids, n in zip(source, length, strict=True)]
+    with rounding(weights, level):
+        wanted = [quantised.memory(exact, c, ids[:n]) for ids, n in zip(source, length, strict=True)]
     most = max(np.abs(x).max() for x in wanted)
     for i in range(c.num_decoder_layers):
         keys, values = in_rows(found.keys[i]), in_rows(found.values[i]).swapaxes(2, 3)
@@ -166,12 +199,13 @@ def check_encoder(level, shape, weights):
             assert np.isfinite(x).all()
             for b, n in enumerate(length):
                 error = np.abs(x[b, :n] - wanted[b][i, j]).max()
-                assert error <= (3e-5 if weights == "auto" else 2**-7) * most
+                assert error <= (3e-5 if weights == "auto" else KEYS[in_one_digit(weights, level)]) * most
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(
-    "shape, calls", [*(("silu", calls) for calls in CALLS), ("small", CALLS[2]), ("gelu", CALLS[2])]
+    "shape, calls",
+    [*(("silu", calls) for calls in CALLS), *((shape, CALLS[2]) for shape in ("small", "gelu", "outliers"))],
 )
 def test_the_decoder_equals_numpys(level, shape, weights, calls):
     check_calls(level, shape, weights, calls)

@@ -49,8 +49,8 @@ LEVELS = (  # the best first
     Level("native", frozenset(), "-march=native"),
 )
 TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_left")
-PANEL = 16  # outputs of a panel, as in products.h
-SOURCES = [Path(__file__).parent / name for name in ("t5.cc", "attention.h", "products.h", "team.h")]
+PANEL = 16  # outputs of a panel, as in digits.h
+SOURCES = [Path(__file__).parent / name for name in ("t5.cc", "attention.h", "products.h", "digits.h", "team.h")]
 SHIPPED = Path(__file__).parent / "compiled"  # is in some wheels only
 VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or the best below it
 

@@ -5,8 +5,7 @@
 // arithmetic, and a task takes as many of them as the cache holds.
 //
 // Weights are float32, bfloat16, or int8 with a float32 scale an output. A processor with products of the narrow types
-// gets x in two digits of such a type, whose sum is x to about 16 bits; both digits are columns of their own. Elsewhere
-// weights are widened to float32 on the way. Either way what is rounded is the weight, not x.
+// gets x in digits (digits.h), which are columns of their own. Elsewhere weights are widened to float32 on the way.
 //
 // A column's numbers lie side by side, in x and in y.
 #pragma once
@@ -14,48 +13,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__) || defined(__AMX_TILE__)
-#include <immintrin.h>
-#endif
 
+#include "digits.h"
 #include "team.h"
 
 namespace pipejax {
-
-constexpr int kPanel = 16;  // outputs of a panel
-// Numbers of a register (vectors that need several of them GCC keeps in memory), and panels and columns at a time.
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kPanels = 2, kColumns = 8;  // 16 of 32 registers hold sums
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kPanels = 1, kColumns = 6;  // 12 of 16
-#else
-constexpr int kLanes = 4, kPanels = 1, kColumns = 6;  // 24 of 32 on ARM; an x86 without AVX has 16, and waits
-#endif
-constexpr int kParts = kPanel / kLanes;  // registers that a panel's outputs take
-
-typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
-typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2)));
-
-inline Lanes Load(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
-inline void Store(float* y, const Lanes& value) { *reinterpret_cast<Lanes*>(y) = value; }
-inline Ints Bits(Lanes x) { Ints bits; std::memcpy(&bits, &x, sizeof x); return bits; }
-inline Lanes Floats(Ints x) { Lanes floats; std::memcpy(&floats, &x, sizeof x); return floats; }
-inline float Sum(const Lanes& x) { float sum = 0.0f; for (int i = 0; i < kLanes; ++i) sum += x[i]; return sum; }
-
-// In the upper half of each the nearest bfloat16, the even one of two.
-inline Ints Rounded(Lanes x) {
-  const Ints bits = Bits(x);
-  return bits + 0x7fff + ((bits >> 16) & 1);
-}
-
-enum Kind { kFloat32, kBfloat16, kInt8 };
-template <Kind K>
-constexpr int kDepth = K == kFloat32 ? 1 : K == kBfloat16 ? 2 : 4;  // inputs of a group: 32 bits of each output
 
 // [16 panels, inputs]: in memory [panels, groups, 16, depth], 64 bytes or kParts registers a group.
 struct Matrix {
@@ -153,101 +118,6 @@ inline void ByWidening(int64_t from, int64_t to, const Matrix& w, const float* x
   if (w.kind == kInt8) WidenedPanels<kInt8>(from, to, w, x, stride, columns, y);
 }
 
-// Whether this level multiplies x in digits.
-constexpr bool kDigits[] = {
-    false,
-#ifdef __AVX512BF16__
-    true,
-#else
-    false,
-#endif
-#ifdef __AVX512VNNI__
-    true,
-#else
-    false,
-#endif
-};
-
-// Columns in two digits each, hi and lo: int8, x = scale (256 hi + lo); or bfloat16, x = hi + lo.
-class Digits {
- public:
-  // Room for columns of so many numbers.
-  void Reserve(Kind kind, int64_t columns, int64_t inputs) {
-    kind_ = kind, inputs_ = inputs;
-    const int depth = kind == kInt8 ? kDepth<kInt8> : kDepth<kBfloat16>;
-    length_ = (inputs + 16 * depth - 1) / (16 * depth) * 16;
-    const int64_t whole = columns <= 8 ? columns : (columns + 7) / 8 * 8;  // whole tiles
-    rows_.resize(2 * whole * length_);
-    std::fill(rows_.begin() + 2 * columns * length_, rows_.end(), 0);
-    scale_.resize(whole), sums_.resize(2 * whole);
-  }
-
-  void Fill(int64_t column, const float* x) {
-    int32_t* row = rows_.data() + 2 * column * length_;
-    const int64_t whole = inputs_ / kLanes * kLanes;
-    alignas(64) float rest[kLanes] = {};
-    if (whole < inputs_) {
-      std::fill(row, row + 2 * length_, 0);
-      std::copy(x + whole, x + inputs_, rest);
-    }
-    if (kind_ == kInt8) FillInt8(column, x, rest, whole, reinterpret_cast<int8_t*>(row));
-    else FillBfloat16(x, rest, whole, reinterpret_cast<uint16_t*>(row));
-  }
-
-  const int32_t* Row(int64_t column, int digit) const { return rows_.data() + (2 * column + digit) * length_; }
-  int64_t RowBytes() const { return length_ * sizeof(int32_t); }
-  float Scale(int64_t column) const { return scale_[column]; }
-  int32_t SumOf(int64_t column, int digit) const { return sums_[2 * column + digit]; }
-
- private:
-  void FillInt8(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
-    constexpr float kMost = 32639.0f;           // 127 * 256 + 127
-    const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
-    Lanes most = {}, bad = {};
-    auto measure = [&](Lanes value) {
-      const Lanes size = value < 0.0f ? -value : value;
-      most = size > most ? size : most;
-      bad += value * 0.0f;  // NaN if any is NaN or infinite
-    };
-    for (int64_t i = 0; i < whole; i += kLanes) measure(Load(x + i));
-    measure(Load(rest));
-    float largest = 0.0f;
-    for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
-    scale_[column] = largest / kMost + Sum(bad);
-    const float by = largest > 0.0f ? kMost / largest : 0.0f;
-    Ints sum_hi = {}, sum_lo = {};
-    auto put = [&](int64_t i, Lanes value) {
-      const Ints number = Bits(value * by + magic) - Bits(magic);
-      const Ints lo = number << 24 >> 24, hi = (number - lo) >> 8;
-      typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
-      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(hi, Bytes);
-      *reinterpret_cast<Bytes*>(row + 4 * length_ + i) = __builtin_convertvector(lo, Bytes);
-      sum_hi += hi, sum_lo += lo;
-    };
-    for (int64_t i = 0; i < whole; i += kLanes) put(i, Load(x + i));
-    if (whole < inputs_) put(whole, Load(rest));
-    int32_t hi = 0, lo = 0;
-    for (int lane = 0; lane < kLanes; ++lane) hi += sum_hi[lane], lo += sum_lo[lane];
-    sums_[2 * column] = hi, sums_[2 * column + 1] = lo;
-  }
-
-  void FillBfloat16(const float* x, const float* rest, int64_t whole, uint16_t* row) {
-    auto put = [&](int64_t i, Lanes value) {
-      const Ints hi = Rounded(value), lo = Rounded(value - Floats(hi & static_cast<int32_t>(0xffff0000u)));
-      *reinterpret_cast<Shorts*>(row + i) = __builtin_convertvector(hi >> 16, Shorts);
-      *reinterpret_cast<Shorts*>(row + 2 * length_ + i) = __builtin_convertvector(lo >> 16, Shorts);
-    };
-    for (int64_t i = 0; i < whole; i += kLanes) put(i, Load(x + i));
-    if (whole < inputs_) put(whole, Load(rest));
-  }
-
-  Kind kind_ = kInt8;
-  int64_t inputs_ = 0, length_ = 0;  // numbers of a column; 32-bit groups of a row, a multiple of 16
-  std::vector<int32_t> rows_;        // [columns, 2, length], padded with zeros
-  std::vector<float> scale_;         // [columns] of int8
-  std::vector<int32_t> sums_;        // [columns, 2] of int8
-};
-
 #if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
 
 template <Kind K>
@@ -255,13 +125,13 @@ using Total = std::conditional_t<K == kInt8, Ints, Lanes>;
 
 // sum + a group of weights times that of a digit; int8 weights count 128 too many.
 template <Kind K>
-inline Total<K> Dot(Total<K> sum, Ints weights, int32_t digits) {
+inline Total<K> Dot(Total<K> sum, Ints weights, Ints digits) {
 #ifdef __AVX512VNNI__
-  if constexpr (K == kInt8) return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(digits));
+  if constexpr (K == kInt8) return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
 #endif
 #ifdef __AVX512BF16__
   if constexpr (K == kBfloat16)
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)weights, (__m512bh)_mm512_set1_epi32(digits));
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)weights, (__m512bh)(__m512i)digits);
 #endif
   return sum;
 }
@@ -276,55 +146,84 @@ inline Lanes Joined(const Total<K>& hi, const Total<K>& lo, const Matrix& w, int
     return hi + lo;
 }
 
-constexpr int kDotColumns = 4;  // with two panels and two digits 16 of 32 registers hold sums
+// What the sum of a column's only digit stands for, and its outliers.
+template <Kind K>
+inline Lanes Single(const Total<K>& sum, const Matrix& w, int64_t panel, const Digits& x, int64_t column) {
+  if constexpr (K != kInt8) return sum;
+  Lanes found = __builtin_convertvector(sum, Lanes) * x.Scale(column);
+  const Ints* groups = w.groups + panel * w.depth;
+  const Digits::Outlier* outliers = x.Outliers(column);
+  for (int64_t i = 0; i < x.OutlierCount(column); ++i) {
+    const int32_t input = outliers[i].input;
+    found += __builtin_convertvector(groups[input / 4] << (24 - 8 * (input % 4)) >> 24, Lanes) * outliers[i].value;
+  }
+  return found * Load(w.scale + panel * kPanel);
+}
 
-template <Kind K, int P, int C>
+constexpr int kDotSums = 24;  // of 32 registers
+template <int D>
+constexpr int kDotPanels = D == 1 ? 4 : 2;
+
+// P panels times C columns in D digits.
+template <Kind K, int D, int P, int C>
 void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, const Results& y) {
-  Total<K> sum[P][C][2];
-  const int32_t* digits[C][2];
-  for (int c = 0; c < C; ++c)
-    for (int d = 0; d < 2; ++d) {
+  Total<K> sum[P][C][D];
+  const int32_t* digits[C][D];
+  for (int c = 0; c < C; ++c) {
+    for (int d = 0; d < D; ++d) {
       digits[c][d] = x.Row(column + c, d);
       for (int p = 0; p < P; ++p) sum[p][c][d] = Total<K>{};
     }
+  }
   const Ints* groups = w.groups + panel * w.depth;
-  for (int64_t g = 0; g < w.depth; ++g)
+  for (int64_t g = 0; g < w.depth; ++g) {
+    Ints weights[P];
     for (int p = 0; p < P; ++p) {
       __builtin_prefetch(groups + p * w.depth + g + 48);
-      Ints weights = groups[p * w.depth + g];
-      if constexpr (K == kInt8) weights ^= static_cast<int32_t>(0x80808080u);  // Dot takes them without a sign
-      for (int c = 0; c < C; ++c)
-        for (int d = 0; d < 2; ++d) sum[p][c][d] = Dot<K>(sum[p][c][d], weights, digits[c][d][g]);
+      weights[p] = groups[p * w.depth + g];
+      if constexpr (K == kInt8) weights[p] ^= static_cast<int32_t>(0x80808080u);  // Dot takes them without a sign
     }
+    for (int c = 0; c < C; ++c)
+      for (int d = 0; d < D; ++d) {
+        const Ints digit = Ints{} + digits[c][d][g];
+        for (int p = 0; p < P; ++p) sum[p][c][d] = Dot<K>(sum[p][c][d], weights[p], digit);
+      }
+  }
   for (int p = 0; p < P; ++p)
     for (int c = 0; c < C; ++c) {
       if constexpr (K == kInt8)
-        for (int d = 0; d < 2; ++d) sum[p][c][d] -= 128 * x.SumOf(column + c, d);
-      y.Write((panel + p) * kPanel, column + c, Joined<K>(sum[p][c][0], sum[p][c][1], w, panel + p, x.Scale(column + c)));
+        for (int d = 0; d < D; ++d) sum[p][c][d] -= 128 * x.SumOf(column + c, d);
+      Lanes found;
+      if constexpr (D == 1) found = Single<K>(sum[p][c][0], w, panel + p, x, column + c);
+      else found = Joined<K>(sum[p][c][0], sum[p][c][1], w, panel + p, x.Scale(column + c));
+      y.Write((panel + p) * kPanel, column + c, found);
     }
 }
 
-template <Kind K, int P>
+template <Kind K, int D, int P>
 void DotBlocks(int count, const Matrix& w, int64_t panel, const Digits& x, int64_t column, const Results& y) {
   switch (count) {
-    case 1: return DotBlock<K, P, 1>(w, panel, x, column, y);
-    case 2: return DotBlock<K, P, 2>(w, panel, x, column, y);
-    case 3: return DotBlock<K, P, 3>(w, panel, x, column, y);
-    case 4: return DotBlock<K, P, 4>(w, panel, x, column, y);
+#define CASE(C) \
+  case C:       \
+    if constexpr (kDotPanels<D> * D * C <= kDotSums) return DotBlock<K, D, P, C>(w, panel, x, column, y); else return;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
   }
 }
 
-template <Kind K>
+template <Kind K, int D>
 void DotPanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
-  const int64_t columns = end - begin, blocks = (columns + kDotColumns - 1) / kDotColumns;
+  constexpr int64_t kMost = kDotSums / kDotPanels<D> / D;
+  const int64_t columns = end - begin, blocks = (columns + kMost - 1) / kMost;
   for (int64_t panel = from; panel < to;) {
-    const bool pair = panel + 2 <= to;
+    const int64_t together = panel + kDotPanels<D> <= to ? kDotPanels<D> : panel + 2 <= to ? 2 : 1;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t first = columns * b / blocks, count = columns * (b + 1) / blocks - first;
-      if (pair) DotBlocks<K, 2>(count, w, panel, x, begin + first, y);
-      else DotBlocks<K, 1>(count, w, panel, x, begin + first, y);
+      if (together == 1) DotBlocks<K, D, 1>(count, w, panel, x, begin + first, y);
+      else if (together == 2) DotBlocks<K, D, 2>(count, w, panel, x, begin + first, y);
+      else DotBlocks<K, D, kDotPanels<D>>(count, w, panel, x, begin + first, y);
     }
-    panel += pair ? 2 : 1;
+    panel += together;
   }
 }
 
@@ -421,10 +320,11 @@ inline void ByDigits(int64_t from, int64_t to, const Matrix& w, const Digits& x,
                            : TilePanels<kBfloat16>(from, to, w, x, begin, end, y);
 #endif
 #ifdef __AVX512VNNI__
-  if (w.kind == kInt8) return DotPanels<kInt8>(from, to, w, x, begin, end, y);
+  if (w.kind == kInt8) return DotPanels<kInt8, kDigits[kInt8]>(from, to, w, x, begin, end, y);
 #endif
 #ifdef __AVX512BF16__
-  if (w.kind == kBfloat16) return DotPanels<kBfloat16>(from, to, w, x, begin, end, y);
+  if (x.Count() == 1) return DotPanels<kBfloat16, 1>(from, to, w, x, begin, end, y);
+  return DotPanels<kBfloat16, 2>(from, to, w, x, begin, end, y);
 #endif
 }
 
@@ -435,8 +335,8 @@ class Operand {
   template <typename Make>
   void Set(Team& team, Kind kind, int64_t count, int64_t inputs, Make make) {
     count_ = count, inputs_ = inputs;
-    const bool digits = kDigits[kind];
-    if (digits) digits_.Reserve(kind, count, inputs);
+    const int digits = kDigits[kind];
+    if (digits) digits_.Reserve(kind, digits, count, inputs);
     else floats_.resize(count * inputs);
     team.Run(count, std::max<int64_t>(1, 4096 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
       thread_local std::vector<float> room;
@@ -491,7 +391,7 @@ class Operand {
   static int64_t Panels(const Team& team, const Matrix& w) {
     const int64_t bytes = w.panels * w.depth * 64, all = team.Threads() << 17;
     const int64_t tasks = team.Threads() * ((bytes + all - 1) / all);
-    return std::max<int64_t>(2, (w.panels + tasks - 1) / tasks) / 2 * 2;
+    return std::max<int64_t>(4, (w.panels + tasks - 1) / tasks) / 4 * 4;
   }
 
   // Panels `from` to `to` of w times the columns `begin` to `end`; y.at is where the first of these goes.

@@ -259,7 +259,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
       auto bias = [&](int64_t, float* scores) {
         for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
       };
-      AttendPanels(After(own.keys, i), After(own.values, i), projected.data() + from * inner + h * width, inner, to - from, length, bias, false,
+      AttendPanels(After(own.keys, i), After(own.values, i), projected.data() + from * inner + h * width, inner, to - from, length, bias, 0,
                    rooms.found.data() + from * inner + h * width, inner);
     });
     stack.Add(own.cross_outwards, rooms.found);
@@ -327,6 +327,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
   for (const EncoderLayer& layer : stacked) {
+    const int digits = layer.inwards.kind == kInt8 && !kTiles ? 1 : 2;  // as its other activations; tiles take two
     const int64_t row = 3 * inner;
     projected.resize(count * row);
     stack.OfNormed(layer.norm, layer.inwards, {projected.data(), row});
@@ -347,7 +348,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
           const float* of_query = bias + h * (2 * length - 1) + length - 1 - (q + c);
           for (int64_t l = 0; l < real; ++l) scores[l] += of_query[l];
         };
-        AttendPanels(k, v, queries + q * row, row, std::min(kQueries, real - q), real, add, true,
+        AttendPanels(k, v, queries + q * row, row, std::min(kQueries, real - q), real, add, digits,
                      rooms.found.data() + (first[b] + q) * inner + h * width, inner);
       }
     });

@@ -1,0 +1,232 @@
+// Registers, kinds of numbers, and columns in digits of the narrow kinds.
+//
+// A processor with products of narrow numbers multiplies int8 weights with int8 columns, and bfloat16 weights with bfloat16
+// columns. Two digits of a number, whose sum is x to about 16 bits, are twice the arithmetic of one. With VNNI int8 waits
+// for arithmetic, so a column has one int8 digit there. Its few largest numbers, which would make the steps of a digit
+// coarse, are left out and multiplied as float32: a network with outliers loses no more than one without. Tiles (AMX) are
+// fast enough for two digits.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__AVX512F__) || defined(__AMX_TILE__)
+#include <immintrin.h>
+#endif
+
+namespace pipejax {
+
+constexpr int kPanel = 16;  // outputs of a panel
+// Numbers of a register (vectors that need several of them GCC keeps in memory), and panels and columns at a time.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kPanels = 2, kColumns = 8;  // 16 of 32 registers hold sums
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kPanels = 1, kColumns = 6;  // 12 of 16
+#else
+constexpr int kLanes = 4, kPanels = 1, kColumns = 6;  // 24 of 32 on ARM; an x86 without AVX has 16, and waits
+#endif
+constexpr int kParts = kPanel / kLanes;  // registers that a panel's outputs take
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2)));
+
+inline Lanes Load(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
+inline void Store(float* y, const Lanes& value) { *reinterpret_cast<Lanes*>(y) = value; }
+inline Ints Bits(Lanes x) { Ints bits; std::memcpy(&bits, &x, sizeof x); return bits; }
+inline Lanes Floats(Ints x) { Lanes floats; std::memcpy(&floats, &x, sizeof x); return floats; }
+inline float Sum(const Lanes& x) { float sum = 0.0f; for (int i = 0; i < kLanes; ++i) sum += x[i]; return sum; }
+
+// In the upper half of each the nearest bfloat16, the even one of two.
+inline Ints Rounded(Lanes x) {
+  const Ints bits = Bits(x);
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+enum Kind { kFloat32, kBfloat16, kInt8 };
+template <Kind K>
+constexpr int kDepth = K == kFloat32 ? 1 : K == kBfloat16 ? 2 : 4;  // inputs of a group: 32 bits of each output
+
+#ifdef __AMX_TILE__
+constexpr bool kTiles = true;
+#else
+constexpr bool kTiles = false;
+#endif
+// In how many digits this level multiplies x with weights of a kind; 0: it does not.
+constexpr int kDigits[] = {
+    0,
+#ifdef __AVX512BF16__
+    2,
+#else
+    0,
+#endif
+#ifdef __AVX512VNNI__
+    kTiles ? 2 : 1,
+#else
+    0,
+#endif
+};
+
+// Columns in two digits each, hi and lo: int8, x = scale (256 hi + lo); or bfloat16, x = hi + lo. Or in one: int8,
+// x = scale hi but for a few outliers, which count as zero there and are kept beside it; or bfloat16, x = hi.
+class Digits {
+ public:
+  struct Outlier {
+    int32_t input;
+    float value;
+  };
+
+  // Room for columns of so many numbers, in so many digits.
+  void Reserve(Kind kind, int digits, int64_t columns, int64_t inputs) {
+    kind_ = kind, digits_ = digits, inputs_ = inputs;
+    const int depth = kind == kInt8 ? kDepth<kInt8> : kDepth<kBfloat16>;
+    length_ = (inputs + 16 * depth - 1) / (16 * depth) * 16;
+    const int64_t whole = columns <= 8 ? columns : (columns + 7) / 8 * 8;  // whole tiles
+    rows_.resize(digits * whole * length_);
+    std::fill(rows_.begin() + digits * columns * length_, rows_.end(), 0);
+    scale_.resize(whole), sums_.resize(digits * whole);
+    most_ = std::max<int64_t>(4, inputs / 128), outliers_.resize(whole * most_), count_.resize(whole);
+  }
+
+  void Fill(int64_t column, const float* x) {
+    int32_t* row = rows_.data() + digits_ * column * length_;
+    const int64_t whole = inputs_ / kLanes * kLanes;
+    alignas(64) float rest[kLanes] = {};
+    if (whole < inputs_) {
+      std::fill(row, row + digits_ * length_, 0);
+      std::copy(x + whole, x + inputs_, rest);
+    }
+    if (kind_ == kBfloat16) FillBfloat16(x, rest, whole, reinterpret_cast<uint16_t*>(row));
+    else if (digits_ == 2) FillInt8(column, x, rest, whole, reinterpret_cast<int8_t*>(row));
+#ifdef __AVX512VNNI__
+    else FillOne(column, x, rest, whole, reinterpret_cast<int8_t*>(row));
+#endif
+  }
+
+  int Count() const { return digits_; }
+  const int32_t* Row(int64_t column, int digit) const { return rows_.data() + (digits_ * column + digit) * length_; }
+  int64_t RowBytes() const { return length_ * sizeof(int32_t); }
+  float Scale(int64_t column) const { return scale_[column]; }
+  int32_t SumOf(int64_t column, int digit) const { return sums_[digits_ * column + digit]; }
+  const Outlier* Outliers(int64_t column) const { return outliers_.data() + column * most_; }
+  int64_t OutlierCount(int64_t column) const { return count_[column]; }
+
+ private:
+  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
+
+  // In place of each lane the largest size that comes by, and NaN if a number is NaN or infinite.
+  static void Measure(Lanes value, Lanes& most, Lanes& bad) {
+    const Lanes size = value < 0.0f ? -value : value;
+    most = size > most ? size : most;
+    bad += value * 0.0f;
+  }
+
+  void FillInt8(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
+    constexpr float kMost = 32639.0f;           // 127 * 256 + 127
+    const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+    Lanes most = {}, bad = {};
+    for (int64_t i = 0; i < whole; i += kLanes) Measure(Load(x + i), most, bad);
+    Measure(Load(rest), most, bad);
+    float largest = 0.0f;
+    for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+    scale_[column] = largest / kMost + Sum(bad);
+    const float by = largest > 0.0f ? kMost / largest : 0.0f;
+    Ints sum_hi = {}, sum_lo = {};
+    auto put = [&](int64_t i, Lanes value) {
+      const Ints number = Bits(value * by + magic) - Bits(magic);
+      const Ints lo = number << 24 >> 24, hi = (number - lo) >> 8;
+      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(hi, Bytes);
+      *reinterpret_cast<Bytes*>(row + 4 * length_ + i) = __builtin_convertvector(lo, Bytes);
+      sum_hi += hi, sum_lo += lo;
+    };
+    for (int64_t i = 0; i < whole; i += kLanes) put(i, Load(x + i));
+    if (whole < inputs_) put(whole, Load(rest));
+    int32_t hi = 0, lo = 0;
+    for (int lane = 0; lane < kLanes; ++lane) hi += sum_hi[lane], lo += sum_lo[lane];
+    sums_[2 * column] = hi, sums_[2 * column + 1] = lo;
+  }
+
+#ifdef __AVX512VNNI__
+  // A digit's range is the largest number over 2^(j/4), with the greatest j <= 15 for which at most so many numbers are
+  // outside, and of the maxima of 64 lanes, which are quick to count, at most half as many.
+  void FillOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
+    constexpr int kSteps = 16;
+    static const float* const kPowers = [] {
+      static float powers[kSteps];
+      for (int j = 0; j < kSteps; ++j) powers[j] = std::exp2(-0.25f * j);
+      return powers;
+    }();
+    Lanes most[4] = {}, bad = {};
+    for (int64_t i = 0; i < whole; i += kLanes) Measure(Load(x + i), most[i / kLanes % 4], bad);
+    Measure(Load(rest), most[whole / kLanes % 4], bad);
+    const Lanes both = most[0] > most[1] ? most[0] : most[1], others = most[2] > most[3] ? most[2] : most[3];
+    const float largest = _mm512_reduce_max_ps((__m512)(both > others ? both : others));
+    const float trouble = Sum(bad);
+    auto outside = [&](int j) {
+      const __m512 range = _mm512_set1_ps(largest * kPowers[j]);
+      int count = 0;
+      for (const Lanes& lane : most) count += __builtin_popcount(_mm512_cmp_ps_mask((__m512)lane, range, _CMP_GT_OQ));
+      return count;
+    };
+    int steps = 0;
+    for (int half = kSteps / 2; half; half /= 2)
+      if (outside(steps + half) <= most_ / 2) steps += half;
+    while (!PutOne(column, x, rest, whole, row, largest * kPowers[steps], trouble)) --steps;
+  }
+
+  // Writes a column whose digit has that range; false if too many numbers are outside.
+  bool PutOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row, float range,
+              float trouble) {
+    const Lanes magic = Lanes{} + 12582912.0f;
+    const float by = range > 0.0f ? 127.0f / range : 0.0f, scale = range / 127.0f;
+    Outlier* outliers = outliers_.data() + column * most_;
+    int64_t count = 0;
+    Ints sum = {};
+    auto put = [&](int64_t i, Lanes value) {
+      uint32_t out = _mm512_cmp_ps_mask(_mm512_abs_ps((__m512)value), _mm512_set1_ps(range), _CMP_GT_OQ);
+      const Lanes inside = (Lanes)_mm512_mask_blend_ps(out, (__m512)value, _mm512_setzero_ps());
+      const Ints number = Bits(inside * by + magic) - Bits(magic);
+      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(number, Bytes);
+      sum += number;
+      for (; out; out &= out - 1, ++count) {
+        if (count == most_) return false;
+        const int lane = __builtin_ctz(out);
+        outliers[count] = {static_cast<int32_t>(i + lane), value[lane]};
+      }
+      return true;
+    };
+    for (int64_t i = 0; i < whole; i += kLanes)
+      if (!put(i, Load(x + i))) return false;
+    if (whole < inputs_ && !put(whole, Load(rest))) return false;
+    scale_[column] = scale + trouble, count_[column] = count;
+    sums_[column] = _mm512_reduce_add_epi32((__m512i)sum);
+    return true;
+  }
+#endif
+
+  void FillBfloat16(const float* x, const float* rest, int64_t whole, uint16_t* row) {
+    auto put = [&](int64_t i, Lanes value) {
+      const Ints hi = Rounded(value);
+      *reinterpret_cast<Shorts*>(row + i) = __builtin_convertvector(hi >> 16, Shorts);
+      if (digits_ == 1) return;
+      const Ints lo = Rounded(value - Floats(hi & static_cast<int32_t>(0xffff0000u)));
+      *reinterpret_cast<Shorts*>(row + 2 * length_ + i) = __builtin_convertvector(lo >> 16, Shorts);
+    };
+    for (int64_t i = 0; i < whole; i += kLanes) put(i, Load(x + i));
+    if (whole < inputs_) put(whole, Load(rest));
+  }
+
+  Kind kind_ = kInt8;
+  int digits_ = 2;
+  int64_t inputs_ = 0, length_ = 0;  // numbers of a column; 32-bit groups of a row, a multiple of 16
+  int64_t most_ = 0;                 // outliers of a column at the most
+  std::vector<int32_t> rows_;        // [columns, digits, length], padded with zeros
+  std::vector<float> scale_;         // [columns] of int8
+  std::vector<int32_t> sums_;        // [columns, digits] of int8
+  std::vector<Outlier> outliers_;    // [columns, most] of one int8
+  std::vector<int32_t> count_;       // [columns]: how many there are
+};
+
+}  // namespace pipejax
