@@ -3,8 +3,9 @@
     python -m experiments.serve_stress --checkpoint runs/demo_long_pipelined [--requests 10000] [--at-a-time 16]
 
 The prompts are the demo's. Requests are mixed: of both strategies, greedy or sampled, whole or streamed, as text or as
-records. Tells how the server's resident memory grew from request 500 to the end. Needs Linux. The exit code is 1 if an
-answer was another or was lost, or if the memory grew by more than 5 %.
+records. Each kind comes once alone before all others, since an answer that is alone has a program of its own. Tells how
+the server's resident memory grew from request 500 to the end. Needs Linux. The exit code is 1 if an answer was another
+or was lost, or if the memory grew by more than 5 %.
 """
 
 import collections
@@ -73,6 +74,10 @@ def main(argv: Sequence[str]) -> int:
                             memory[count] = resident(started.process.pid)
                             cli.note(f"{count} requests, {memory[count] >> 20} MB, {len(wrong)} wrong")
 
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", started.port, timeout=300)) as connection:
+            for (settings, records), way in itertools.product(zip(SETTINGS, expected, strict=True), WAYS):
+                if found := differs(connection, {"prompt": texts[0]} | settings | way, records[0]):
+                    wrong.append(f"alone, {settings | way}: {found}")
         begun = time.perf_counter()
         with ThreadPoolExecutor(flags.at_a_time) as pool:
             list(pool.map(ask, range(flags.at_a_time)))
