@@ -39,6 +39,12 @@ inline Ints Bits(Lanes x) { Ints bits; std::memcpy(&bits, &x, sizeof x); return 
 inline Lanes Floats(Ints x) { Lanes floats; std::memcpy(&floats, &x, sizeof x); return floats; }
 inline float Sum(const Lanes& x) { float sum = 0.0f; for (int i = 0; i < kLanes; ++i) sum += x[i]; return sum; }
 
+// The nearest whole numbers; |x| is below 2^22.
+inline Ints Whole(Lanes x) {
+  const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds
+  return Bits(x + magic) - Bits(magic);
+}
+
 // In the upper half of each the nearest bfloat16, the even one of two.
 inline Ints Rounded(Lanes x) {
   const Ints bits = Bits(x);
@@ -87,6 +93,7 @@ class Digits {
     rows_.resize(digits * whole * length_);
     std::fill(rows_.begin() + digits * columns * length_, rows_.end(), 0);
     scale_.resize(whole), sums_.resize(digits * whole);
+    if (kind == kBfloat16 || digits == 2) return;  // which leave nothing out
     most_ = std::max<int64_t>(4, inputs / 128), outliers_.resize(whole * most_), count_.resize(whole);
   }
 
@@ -124,8 +131,7 @@ class Digits {
   }
 
   void FillInt8(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
-    constexpr float kMost = 32639.0f;           // 127 * 256 + 127
-    const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+    constexpr float kMost = 32639.0f;  // 127 * 256 + 127
     Lanes most = {}, bad = {};
     for (int64_t i = 0; i < whole; i += kLanes) Measure(Load(x + i), most, bad);
     Measure(Load(rest), most, bad);
@@ -135,7 +141,7 @@ class Digits {
     const float by = largest > 0.0f ? kMost / largest : 0.0f;
     Ints sum_hi = {}, sum_lo = {};
     auto put = [&](int64_t i, Lanes value) {
-      const Ints number = Bits(value * by + magic) - Bits(magic);
+      const Ints number = Whole(value * by);
       const Ints lo = number << 24 >> 24, hi = (number - lo) >> 8;
       *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(hi, Bytes);
       *reinterpret_cast<Bytes*>(row + 4 * length_ + i) = __builtin_convertvector(lo, Bytes);
@@ -179,7 +185,6 @@ class Digits {
   // Writes a column whose digit has that range; false if too many numbers are outside.
   bool PutOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row, float range,
               float trouble) {
-    const Lanes magic = Lanes{} + 12582912.0f;
     const float by = range > 0.0f ? 127.0f / range : 0.0f, scale = range / 127.0f;
     Outlier* outliers = outliers_.data() + column * most_;
     int64_t count = 0;
@@ -187,7 +192,7 @@ class Digits {
     auto put = [&](int64_t i, Lanes value) {
       uint32_t out = _mm512_cmp_ps_mask(_mm512_abs_ps((__m512)value), _mm512_set1_ps(range), _CMP_GT_OQ);
       const Lanes inside = (Lanes)_mm512_mask_blend_ps(out, (__m512)value, _mm512_setzero_ps());
-      const Ints number = Bits(inside * by + magic) - Bits(magic);
+      const Ints number = Whole(inside * by);
       *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(number, Bytes);
       sum += number;
       for (; out; out &= out - 1, ++count) {
