@@ -40,19 +40,20 @@ def rounded(params: Params, weights: str) -> Params:
 
 
 def one_digit(x: np.ndarray) -> np.ndarray:
-    """Columns [N, inputs] as one int8 digit by a scale each, but for outliers, which stay as they are.
+    """Columns [N, inputs] in int8 steps of a size each; a few outliers count more steps than int8 has.
 
-    The digit's range is the largest number over 2^(j / 4). j is the greatest up to 15 with which at most `most` numbers
-    are outside, and of the maxima over every 64th input at most half of `most`.
+    127 steps are the largest number over 2^(j / 4). j is the greatest up to 15 with which at most `most` numbers need more
+    than int8, and of the maxima over every 64th input at most half of `most` are above 127 steps.
     """
     size, most, found = np.abs(x).astype(np.float32), max(4, x.shape[1] // 128), []
     maxima = np.pad(size, ((0, 0), (0, -x.shape[1] % 64))).reshape(len(x), -1, 64).max(axis=1)
     for column, sizes, maximum in zip(x, size, maxima, strict=True):
         ranges = sizes.max() * np.exp2(-np.arange(16) / 4).astype(np.float32)
+        steps = [column / (float(most_of) / 127 or 1.0) for most_of in ranges]
+        outside = [(np.round(n) != np.clip(np.round(n), -128, 127)).sum() for n in steps]
         j = max(j for j in range(16) if (maximum > ranges[j]).sum() <= most // 2)
-        j = max(i for i in range(j + 1) if (sizes > ranges[i]).sum() <= most)
-        step = float(ranges[j]) / 127 or 1.0
-        found.append(np.where(sizes > ranges[j], column, np.round(column / step) * step))
+        j = max(i for i in range(j + 1) if outside[i] <= most)
+        found.append(np.round(steps[j]) * (float(ranges[j]) / 127 or 1.0))
     return np.array(found)
 
 

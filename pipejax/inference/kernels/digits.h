@@ -3,8 +3,8 @@
 // A processor with products of narrow numbers multiplies int8 weights with int8 columns, and bfloat16 weights with bfloat16
 // columns. Two digits of a number, whose sum is x to about 16 bits, are twice the arithmetic of one. With VNNI int8 waits
 // for arithmetic, so a column has one int8 digit there. Its few largest numbers, which would make the steps of a digit
-// coarse, are left out and multiplied as float32: a network with outliers loses no more than one without. Tiles (AMX) are
-// fast enough for two digits.
+// coarse, have a second one: a network with outliers loses no more than one without. Tiles (AMX) are fast enough for two
+// digits of every number.
 #pragma once
 
 #include <algorithm>
@@ -76,12 +76,11 @@ constexpr int kDigits[] = {
 };
 
 // Columns in two digits each, hi and lo: int8, x = scale (256 hi + lo); or bfloat16, x = hi + lo. Or in one: int8,
-// x = scale hi but for a few outliers, which count as zero there and are kept beside it; or bfloat16, x = hi.
+// x = scale lo, and a few outliers whose hi is kept beside it; or bfloat16, x = hi.
 class Digits {
  public:
   struct Outlier {
-    int32_t input;
-    float value;
+    int32_t group, hi;  // of the inputs; in the input's place, zeros in the group's other places
   };
 
   // Room for columns of so many numbers, in so many digits.
@@ -121,6 +120,8 @@ class Digits {
   int64_t OutlierCount(int64_t column) const { return count_[column]; }
 
  private:
+  static constexpr float kLeast = 1e-30f;  // a column of less is zeros: the inverse of its scale might be infinite
+
   typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
 
   // In place of each lane the largest size that comes by, and NaN if a number is NaN or infinite.
@@ -138,7 +139,7 @@ class Digits {
     float largest = 0.0f;
     for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
     scale_[column] = largest / kMost + Sum(bad);
-    const float by = largest > 0.0f ? kMost / largest : 0.0f;
+    const float by = largest < kLeast ? 0.0f : kMost / largest;
     Ints sum_hi = {}, sum_lo = {};
     auto put = [&](int64_t i, Lanes value) {
       const Ints number = Whole(value * by);
@@ -155,8 +156,8 @@ class Digits {
   }
 
 #ifdef __AVX512VNNI__
-  // A digit's range is the largest number over 2^(j/4), with the greatest j <= 15 for which at most so many numbers are
-  // outside, and of the maxima of 64 lanes, which are quick to count, at most half as many.
+  // A digit's range is the largest number over 2^(j/4), with the greatest j <= 15 for which at most so many numbers need
+  // another digit, and of the maxima of 64 lanes, which are quick to count, at most half as many are outside.
   void FillOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
     constexpr int kSteps = 16;
     static const float* const kPowers = [] {
@@ -170,6 +171,11 @@ class Digits {
     const Lanes both = most[0] > most[1] ? most[0] : most[1], others = most[2] > most[3] ? most[2] : most[3];
     const float largest = _mm512_reduce_max_ps((__m512)(both > others ? both : others));
     const float trouble = Sum(bad);
+    if (trouble != 0.0f || largest < kLeast) {
+      std::fill(row, row + 4 * length_, 0);
+      scale_[column] = trouble, count_[column] = 0, sums_[column] = 0;
+      return;
+    }
     auto outside = [&](int j) {
       const __m512 range = _mm512_set1_ps(largest * kPowers[j]);
       int count = 0;
@@ -179,33 +185,30 @@ class Digits {
     int steps = 0;
     for (int half = kSteps / 2; half; half /= 2)
       if (outside(steps + half) <= most_ / 2) steps += half;
-    while (!PutOne(column, x, rest, whole, row, largest * kPowers[steps], trouble)) --steps;
+    while (!PutOne(column, x, rest, whole, row, largest * kPowers[steps])) --steps;
   }
 
-  // Writes a column whose digit has that range; false if too many numbers are outside.
-  bool PutOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row, float range,
-              float trouble) {
-    const float by = range > 0.0f ? 127.0f / range : 0.0f, scale = range / 127.0f;
+  // Writes a column whose digit has that range; false if too many numbers need another.
+  bool PutOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row, float range) {
+    const float by = 127.0f / range;
     Outlier* outliers = outliers_.data() + column * most_;
     int64_t count = 0;
     Ints sum = {};
     auto put = [&](int64_t i, Lanes value) {
-      uint32_t out = _mm512_cmp_ps_mask(_mm512_abs_ps((__m512)value), _mm512_set1_ps(range), _CMP_GT_OQ);
-      const Lanes inside = (Lanes)_mm512_mask_blend_ps(out, (__m512)value, _mm512_setzero_ps());
-      const Ints number = Whole(inside * by);
-      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(number, Bytes);
+      const Ints number = Whole(value * by), lo = number << 24 >> 24, hi = (number - lo) >> 8;
+      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(lo, Bytes);
       sum += number;
-      for (; out; out &= out - 1, ++count) {
+      for (uint32_t out = _mm512_test_epi32_mask((__m512i)hi, (__m512i)hi); out; out &= out - 1, ++count) {
         if (count == most_) return false;
         const int lane = __builtin_ctz(out);
-        outliers[count] = {static_cast<int32_t>(i + lane), value[lane]};
+        outliers[count] = {static_cast<int32_t>(i + lane) / 4, (hi[lane] & 0xff) << (8 * (lane % 4))};
       }
       return true;
     };
     for (int64_t i = 0; i < whole; i += kLanes)
       if (!put(i, Load(x + i))) return false;
     if (whole < inputs_ && !put(whole, Load(rest))) return false;
-    scale_[column] = scale + trouble, count_[column] = count;
+    scale_[column] = range / 127.0f, count_[column] = count;
     sums_[column] = _mm512_reduce_add_epi32((__m512i)sum);
     return true;
   }
@@ -229,7 +232,7 @@ class Digits {
   int64_t most_ = 0;                 // outliers of a column at the most
   std::vector<int32_t> rows_;        // [columns, digits, length], padded with zeros
   std::vector<float> scale_;         // [columns] of int8
-  std::vector<int32_t> sums_;        // [columns, digits] of int8
+  std::vector<int32_t> sums_;        // [columns, digits] of int8; of one digit outliers' other one as well, times 256
   std::vector<Outlier> outliers_;    // [columns, most] of one int8
   std::vector<int32_t> count_;       // [columns]: how many there are
 };

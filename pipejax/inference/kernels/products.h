@@ -123,7 +123,13 @@ inline void ByWidening(int64_t from, int64_t to, const Matrix& w, const float* x
 template <Kind K>
 using Total = std::conditional_t<K == kInt8, Ints, Lanes>;
 
-// sum + a group of weights times that of a digit; int8 weights count 128 too many.
+// A group of weights as Dot takes it: int8 without a sign, 128 too many.
+template <Kind K>
+inline Ints Unsigned(Ints weights) {
+  return K == kInt8 ? weights ^ static_cast<int32_t>(0x80808080u) : weights;
+}
+
+// sum + a group of weights times that of a digit.
 template <Kind K>
 inline Total<K> Dot(Total<K> sum, Ints weights, Ints digits) {
 #ifdef __AVX512VNNI__
@@ -136,28 +142,12 @@ inline Total<K> Dot(Total<K> sum, Ints weights, Ints digits) {
   return sum;
 }
 
-// What both digits' sums of a column stand for.
-template <Kind K>
-inline Lanes Joined(const Total<K>& hi, const Total<K>& lo, const Matrix& w, int64_t panel, float scale) {
-  if constexpr (K == kInt8)
-    return (__builtin_convertvector(hi, Lanes) * 256.0f + __builtin_convertvector(lo, Lanes)) *
-           (scale * Load(w.scale + panel * kPanel));
-  else
-    return hi + lo;
-}
-
-// What the sum of a column's only digit stands for, and its outliers.
-template <Kind K>
-inline Lanes Single(const Total<K>& sum, const Matrix& w, int64_t panel, const Digits& x, int64_t column) {
-  if constexpr (K != kInt8) return sum;
-  Lanes found = __builtin_convertvector(sum, Lanes) * x.Scale(column);
-  const Ints* groups = w.groups + panel * w.depth;
-  const Digits::Outlier* outliers = x.Outliers(column);
-  for (int64_t i = 0; i < x.OutlierCount(column); ++i) {
-    const int32_t input = outliers[i].input;
-    found += __builtin_convertvector(groups[input / 4] << (24 - 8 * (input % 4)) >> 24, Lanes) * outliers[i].value;
-  }
-  return found * Load(w.scale + panel * kPanel);
+// What the sums of a column's digits stand for.
+template <Kind K, int D>
+inline Lanes Joined(const Total<K>* sums, const Matrix& w, int64_t panel, float scale) {
+  Lanes found = __builtin_convertvector(sums[0], Lanes);
+  if constexpr (D == 2) found = found * (K == kInt8 ? 256.0f : 1.0f) + __builtin_convertvector(sums[1], Lanes);
+  return K == kInt8 ? found * (scale * Load(w.scale + panel * kPanel)) : found;
 }
 
 constexpr int kDotSums = 24;  // of 32 registers
@@ -180,8 +170,7 @@ void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, c
     Ints weights[P];
     for (int p = 0; p < P; ++p) {
       __builtin_prefetch(groups + p * w.depth + g + 48);
-      weights[p] = groups[p * w.depth + g];
-      if constexpr (K == kInt8) weights[p] ^= static_cast<int32_t>(0x80808080u);  // Dot takes them without a sign
+      weights[p] = Unsigned<K>(groups[p * w.depth + g]);
     }
     for (int c = 0; c < C; ++c)
       for (int d = 0; d < D; ++d) {
@@ -189,15 +178,21 @@ void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, c
         for (int p = 0; p < P; ++p) sum[p][c][d] = Dot<K>(sum[p][c][d], weights[p], digit);
       }
   }
-  for (int p = 0; p < P; ++p)
-    for (int c = 0; c < C; ++c) {
+  for (int c = 0; c < C; ++c) {
+    if constexpr (K == kInt8 && D == 1) {
+      Total<K> high[P] = {};
+      const Digits::Outlier* outliers = x.Outliers(column + c);
+      for (int64_t i = 0; i < x.OutlierCount(column + c); ++i)
+        for (int p = 0; p < P; ++p)
+          high[p] = Dot<K>(high[p], Unsigned<K>(groups[p * w.depth + outliers[i].group]), Ints{} + outliers[i].hi);
+      for (int p = 0; p < P; ++p) sum[p][c][0] += high[p] << 8;
+    }
+    for (int p = 0; p < P; ++p) {
       if constexpr (K == kInt8)
         for (int d = 0; d < D; ++d) sum[p][c][d] -= 128 * x.SumOf(column + c, d);
-      Lanes found;
-      if constexpr (D == 1) found = Single<K>(sum[p][c][0], w, panel + p, x, column + c);
-      else found = Joined<K>(sum[p][c][0], sum[p][c][1], w, panel + p, x.Scale(column + c));
-      y.Write((panel + p) * kPanel, column + c, found);
+      y.Write((panel + p) * kPanel, column + c, Joined<K, D>(sum[p][c], w, panel + p, x.Scale(column + c)));
     }
+  }
 }
 
 template <Kind K, int D, int P>
@@ -278,7 +273,7 @@ void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, 
   for (int p = 0; p < P; ++p)
     for (int64_t c = 0; c < count; ++c) {
       const Total<K>* found = sum[p][c / 8] + 2 * (c % 8);
-      y.Write((panel + p) * kPanel, column + c, Joined<K>(found[0], found[1], w, panel + p, x.Scale(column + c)));
+      y.Write((panel + p) * kPanel, column + c, Joined<K, 2>(found, w, panel + p, x.Scale(column + c)));
     }
 }
 
