@@ -23,7 +23,7 @@ from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
-from pipejax.inference import programs
+from pipejax.inference import kernels, programs
 from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import command as picture
@@ -208,17 +208,24 @@ def marks(setting, drafter):
 
 
 @pytest.mark.parametrize(
-    "numbers, dtype, likely, unlikely",
-    [(10**6, np.float32, 0, 0), (10**8, jnp.bfloat16, 1, 0), (10**8, np.int8, 1, 1), (10**8, np.float32, 1, 1)],
-    ids=["cached", "bfloat16", "int8", "float32"],
+    "numbers, dtype, drafted",
+    [
+        (10**6, np.float32, "00 00 00"),
+        (10**8, np.float32, "11 21 10"),
+        (10**8, jnp.bfloat16, "10 21 10"),
+        (10**8, np.int8, "10 21 10"),
+    ],
+    ids=["cached", "float32", "bfloat16", "int8"],
 )
-def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, likely, unlikely):
+def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     """Of three tokens at hand, each right in 30 or 12 of 100 cases; by hand, with (1 + right) / (reading + columns)."""
     weights = np.broadcast_to(np.zeros((), dtype), numbers)
     none = jnp.zeros((1, 1), jnp.int32)
-    for backend, (odds, drafted) in itertools.product((XLA, OwnKernel()), ((0.3, likely), (0.12, unlikely))):
+    narrow = next(level for level in kernels.LEVELS if level.name == "vnni")
+    for backend, each in zip((XLA, OwnKernel(level=narrow), OwnKernel()), drafted.split(), strict=True):
         strategy = programs.for_drafts(Drafted(Sequential(20), FromSource(), 3), "cpu", weights, backend)
-        assert strategy._chosen(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == drafted
+        for odds, tokens in zip((0.3, 0.12), each, strict=True):
+            assert strategy._chosen(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == int(tokens)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_each_level(name, kernel_cache, monkeypatch):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of an x86's compiler")
 def test_registers_of_four_numbers(kernel_cache, monkeypatch):
     """As on ARM, and on an x86 without AVX."""
-    plain = kernels.Level("plain", frozenset(), "-march=x86-64-v2")
+    plain = kernels.Level("plain", frozenset(), "-march=x86-64-v2", kernels.LEVELS[-1].reading)
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     monkeypatch.setattr(kernels, "LEVELS", (plain,))
     monkeypatch.setattr(kernels, "_tried", {})

@@ -17,6 +17,7 @@ from pipejax.data.padding import memory_length
 from pipejax.decoding import Model
 from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.kernel_decoder import KernelDecoder
+from pipejax.inference.kernels import Reading
 from pipejax.inference.step_decoder import Cache, StepDecoder
 from pipejax.inference.weights import Layer, Weights, joined, lay_out, lay_out_layer, narrowed
 from pipejax.model import quantization
@@ -59,6 +60,11 @@ class Backend(Protocol):
     @property
     def skips_fillers(self) -> bool:
         """Whether a step takes the time of the queries that are asked, and not of as many as it has room for."""
+        ...
+
+    @property
+    def reading(self) -> Reading:
+        """What a step on a CPU takes beside its columns, if no cache holds the weights."""
         ...
 
     @property
@@ -124,6 +130,11 @@ class Xla:
     def skips_fillers(self) -> bool:
         """See `Backend`."""
         return False
+
+    @property
+    def reading(self) -> Reading:
+        """See `Backend`."""
+        return Reading(float32=10.0, bfloat16=6.0, int8=5.0)
 
     @property
     def can_listen(self) -> bool:
@@ -200,6 +211,11 @@ class OwnKernel(Xla):
     def skips_fillers(self) -> bool:
         """See `Backend`."""
         return True
+
+    @property
+    def reading(self) -> Reading:
+        """See `Backend`."""
+        return self.level.reading
 
     @property
     def can_listen(self) -> bool:

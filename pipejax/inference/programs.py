@@ -36,9 +36,7 @@ SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
 # Larger batches are slower on a CPU. Eight already share the reading of the weights, while attention is computed for
 # the example with the most live rows, and all steps for the one with the longest answer.
 CPU_BATCH = 8
-# What it takes to read the decoder's weights for a call on a CPU, in columns of arithmetic, by bytes of a number: int8
-# is faster in both. Weights in a cache wait for arithmetic alone.
-READING, READING_CACHED, CACHE = {4: 10.0, 2: 6.0, 1: 10.0}, 1.5, 32e6
+CACHE, READING_CACHED = 32e6, 1.5  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
 
 
 def devices() -> list[jax.Device]:
@@ -112,7 +110,8 @@ def for_drafts(strategy: Drafted, platform: str, weights: Weights, backend: Back
         return dataclasses.replace(strategy, queries=(64, 256), fixed=256.0)
     one_row = (1, 2, 4) if strategy.grid.rows == 1 else ()
     held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
-    reading = READING_CACHED if sum(x.nbytes for x in held) < CACHE else READING[held[-1].dtype.itemsize]
+    cached = sum(x.nbytes for x in held) < CACHE
+    reading = READING_CACHED if cached else getattr(backend.reading, held[-1].dtype.name)
     if backend.skips_fillers:  # sizes differ in small things only, and each is one more loop
         return dataclasses.replace(strategy, queries=() if one_row else QUERIES, fixed=reading, rounded=False)
     return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=reading)

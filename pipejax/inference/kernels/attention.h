@@ -1,7 +1,7 @@
 // Attention of one head, and what else happens to columns between two products.
 #pragma once
 
-#include "products.h"
+#include "narrow.h"
 
 namespace pipejax {
 

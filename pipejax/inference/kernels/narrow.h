@@ -1,0 +1,209 @@
+// Products of a matrix of int8 or bfloat16 with columns in digits of its type (digits.h), y = W x, where the processor has
+// them: VNNI, BF16, AMX. Digits are columns of their own.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "products.h"
+
+namespace pipejax {
+
+#if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
+
+template <Kind K>
+using Total = std::conditional_t<K == kInt8, Ints, Lanes>;
+
+// A group of weights as Dot takes it: int8 without a sign, 128 too many.
+template <Kind K>
+inline Ints Unsigned(Ints weights) {
+  return K == kInt8 ? weights ^ static_cast<int32_t>(0x80808080u) : weights;
+}
+
+// sum + a group of weights times that of a digit.
+template <Kind K>
+inline Total<K> Dot(Total<K> sum, Ints weights, Ints digits) {
+#ifdef __AVX512VNNI__
+  if constexpr (K == kInt8) return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
+#endif
+#ifdef __AVX512BF16__
+  if constexpr (K == kBfloat16)
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)weights, (__m512bh)(__m512i)digits);
+#endif
+  return sum;
+}
+
+// What the sums of a column's digits stand for.
+template <Kind K, int D>
+inline Lanes Joined(const Total<K>* sums, const Matrix& w, int64_t panel, float scale) {
+  Lanes found = __builtin_convertvector(sums[0], Lanes);
+  if constexpr (D == 2) found = found * (K == kInt8 ? 256.0f : 1.0f) + __builtin_convertvector(sums[1], Lanes);
+  return K == kInt8 ? found * (scale * Load(w.scale + panel * kPanel)) : found;
+}
+
+constexpr int kDotSums = 24;  // of 32 registers
+template <int D>
+constexpr int kDotPanels = D == 1 ? 4 : 2;
+
+// P panels times C columns in D digits.
+template <Kind K, int D, int P, int C>
+void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, const Results& y) {
+  Total<K> sum[P][C][D];
+  const int32_t* digits[C][D];
+  for (int c = 0; c < C; ++c) {
+    for (int d = 0; d < D; ++d) {
+      digits[c][d] = x.Row(column + c, d);
+      for (int p = 0; p < P; ++p) sum[p][c][d] = Total<K>{};
+    }
+  }
+  const Ints* groups = w.groups + panel * w.depth;
+  for (int64_t g = 0; g < w.depth; ++g) {
+    Ints weights[P];
+    for (int p = 0; p < P; ++p) {
+      __builtin_prefetch(groups + p * w.depth + g + 48);
+      weights[p] = Unsigned<K>(groups[p * w.depth + g]);
+    }
+    for (int c = 0; c < C; ++c)
+      for (int d = 0; d < D; ++d) {
+        const Ints digit = Ints{} + digits[c][d][g];
+        for (int p = 0; p < P; ++p) sum[p][c][d] = Dot<K>(sum[p][c][d], weights[p], digit);
+      }
+  }
+  for (int c = 0; c < C; ++c) {
+    if constexpr (K == kInt8 && D == 1) {
+      Total<K> high[P] = {};
+      const Digits::Outlier* outliers = x.Outliers(column + c);
+      for (int64_t i = 0; i < x.OutlierCount(column + c); ++i)
+        for (int p = 0; p < P; ++p)
+          high[p] = Dot<K>(high[p], Unsigned<K>(groups[p * w.depth + outliers[i].group]), Ints{} + outliers[i].hi);
+      for (int p = 0; p < P; ++p) sum[p][c][0] += high[p] << 8;
+    }
+    for (int p = 0; p < P; ++p) {
+      if constexpr (K == kInt8)
+        for (int d = 0; d < D; ++d) sum[p][c][d] -= 128 * x.SumOf(column + c, d);
+      y.Write((panel + p) * kPanel, column + c, Joined<K, D>(sum[p][c], w, panel + p, x.Scale(column + c)));
+    }
+  }
+}
+
+template <Kind K, int D>
+void DotPanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
+  constexpr int kMost = kDotSums / kDotPanels<D> / D;
+  const int64_t columns = end - begin, blocks = (columns + kMost - 1) / kMost;
+  for (int64_t panel = from; panel < to;) {
+    const int64_t together = panel + kDotPanels<D> <= to ? kDotPanels<D> : panel + 2 <= to ? 2 : 1;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t first = columns * b / blocks, count = columns * (b + 1) / blocks - first;
+      WithConstant<kMost>(count, [&](auto c) {
+        if (together == 1) DotBlock<K, D, 1, c()>(w, panel, x, begin + first, y);
+        else if (together == 2) DotBlock<K, D, 2, c()>(w, panel, x, begin + first, y);
+        else DotBlock<K, D, kDotPanels<D>, c()>(w, panel, x, begin + first, y);
+      });
+    }
+    panel += together;
+  }
+}
+
+#ifdef __AMX_TILE__
+
+// How the tiles lie that TileBlock uses: 0-3 sums, 4-5 weights, 6-7 digits of up to 8 columns.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, none[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit TileShapes(int digits) {
+    for (int tile = 0; tile < 8; ++tile) bytes[tile] = 64, rows[tile] = tile == 4 || tile == 5 ? 16 : digits;
+  }
+};
+
+// P panels times B blocks of 8 columns, of which `count` are real.
+template <Kind K, int P, int B>
+void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, int64_t count, bool far, const Results& y) {
+#define MULTIPLY(SUM, X, W) \
+  { if constexpr (K == kInt8) _tile_dpbssd(SUM, X, W); else _tile_dpbf16ps(SUM, X, W); }
+  const Ints* groups = w.groups + panel * w.depth;
+  const int64_t row = x.RowBytes();
+  const int32_t *digits = x.Row(column, 0), *more = digits + 4 * row;
+  _tile_zero(0);
+  if constexpr (B > 1) _tile_zero(1);
+  if constexpr (P > 1) _tile_zero(2);
+  if constexpr (P > 1 && B > 1) _tile_zero(3);
+  for (int64_t g = 0; g < w.depth; g += 16) {
+    if (far)
+      for (int p = 0; p < P; ++p)
+        for (int line = 0; line < 16; ++line) __builtin_prefetch(groups + p * w.depth + g + 48 + line);
+    _tile_loadd(4, groups + g, 64);
+    _tile_loadd(6, digits + g, row);
+    MULTIPLY(0, 6, 4)
+    if constexpr (B > 1) {
+      _tile_loadd(7, more + g, row);
+      MULTIPLY(1, 7, 4)
+    }
+    if constexpr (P > 1) {
+      _tile_loadd(5, groups + w.depth + g, 64);
+      MULTIPLY(2, 6, 5)
+      if constexpr (B > 1) MULTIPLY(3, 7, 5)
+    }
+  }
+#undef MULTIPLY
+  alignas(64) Total<K> sum[P][B][16];
+  _tile_stored(0, sum[0][0], 64);
+  if constexpr (B > 1) _tile_stored(1, sum[0][B - 1], 64);
+  if constexpr (P > 1) _tile_stored(2, sum[P - 1][0], 64);
+  if constexpr (P > 1 && B > 1) _tile_stored(3, sum[P - 1][B - 1], 64);
+  for (int p = 0; p < P; ++p)
+    for (int64_t c = 0; c < count; ++c) {
+      const Total<K>* found = sum[p][c / 8] + 2 * (c % 8);
+      y.Write((panel + p) * kPanel, column + c, Joined<K, 2>(found, w, panel + p, x.Scale(column + c)));
+    }
+}
+
+template <Kind K>
+void TilePair(int64_t panel, int64_t to, const Matrix& w, const Digits& x, int64_t first, int64_t end, bool far,
+              const Results& y) {
+  const int64_t count = std::min<int64_t>(16, end - first);
+  const bool pair = panel + 2 <= to;
+  if (pair && count > 8) TileBlock<K, 2, 2>(w, panel, x, first, count, far, y);
+  else if (pair) TileBlock<K, 2, 1>(w, panel, x, first, count, far, y);
+  else if (count > 8) TileBlock<K, 1, 2>(w, panel, x, first, count, far, y);
+  else TileBlock<K, 1, 1>(w, panel, x, first, count, far, y);
+}
+
+// `begin` is a multiple of 8.
+template <Kind K>
+void TilePanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
+  const TileShapes shapes(end <= 8 ? 2 * end : 16);
+  _tile_loadconfig(&shapes);
+  if (end - begin <= 32) {  // each weight is read once, from far away
+    for (int64_t panel = from; panel < to; panel += 2)
+      for (int64_t first = begin; first < end; first += 16) TilePair<K>(panel, to, w, x, first, end, true, y);
+  } else {  // digits stay near, and weights come by in the order in which they lie
+    for (int64_t first = begin; first < end; first += 16)
+      for (int64_t panel = from; panel < to; panel += 2) TilePair<K>(panel, to, w, x, first, end, false, y);
+  }
+  _tile_release();
+}
+
+#endif
+#endif
+
+// Panels `from` to `to` of w times the columns `begin` to `end` of x, in a level's best way.
+inline void ByDigits(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end,
+                     const Results& y) {
+#ifdef __AMX_TILE__
+  if (w.depth % 16 == 0)
+    return w.kind == kInt8 ? TilePanels<kInt8>(from, to, w, x, begin, end, y)
+                           : TilePanels<kBfloat16>(from, to, w, x, begin, end, y);
+#endif
+#ifdef __AVX512VNNI__
+  if (w.kind == kInt8) return DotPanels<kInt8, kDigits[kInt8]>(from, to, w, x, begin, end, y);
+#endif
+#ifdef __AVX512BF16__
+  if (x.Count() == 1) return DotPanels<kBfloat16, 1>(from, to, w, x, begin, end, y);
+  return DotPanels<kBfloat16, 2>(from, to, w, x, begin, end, y);
+#endif
+}
+
+}  // namespace pipejax

@@ -1,0 +1,117 @@
+// What matrices are multiplied with, and how a product is shared by a team: a task takes as many columns as the cache holds.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "narrow.h"
+#include "team.h"
+
+namespace pipejax {
+
+// Columns, and their digits where a matrix wants them.
+class Operand {
+ public:
+  // Columns [count, inputs]; `make(c, column)` gives the numbers of one, in the room that it is offered or elsewhere.
+  template <typename Make>
+  void Set(Team& team, Kind kind, int64_t count, int64_t inputs, Make make) {
+    count_ = count, inputs_ = inputs;
+    const int digits = kDigits[kind];
+    if (digits) digits_.Reserve(kind, digits, count, inputs);
+    else floats_.resize(count * inputs);
+    team.Run(count, std::max<int64_t>(1, 4096 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
+      thread_local std::vector<float> room;
+      if (digits) room.resize(inputs);
+      float* offered = digits ? room.data() : floats_.data() + c * inputs;
+      const float* made = make(c, offered);
+      if (digits) digits_.Fill(c, made);
+      else if (made != offered) std::copy(made, made + inputs, offered);
+    });
+  }
+
+  // y = w * this, in parallel.
+  void Times(Team& team, const Matrix& w, const Results& y) const {
+    const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
+    team.Run(parts * chunks, 1, [&](int64_t i) {
+      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
+      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk);
+      Multiply(from, to, w, begin, end, {y.at + begin * y.stride, y.stride, y.then});
+    });
+  }
+
+  // Of each column of w * this the number of the highest of so many outputs, the lowest number of equals; the last number
+  // if an output is NaN. What is multiplied never leaves a task.
+  void Highest(Team& team, const Matrix& w, int64_t outputs, int32_t* number) {
+    const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
+    peaks_.resize(parts * count_);
+    team.Run(parts * chunks, 1, [&](int64_t i) {
+      thread_local std::vector<float> found;
+      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
+      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk), stride = (to - from) * kPanel;
+      found.resize((end - begin) * stride);
+      Multiply(from, to, w, begin, end, {found.data() - from * kPanel, stride});
+      for (int64_t c = begin; c < end; ++c)
+        peaks_[c * parts + i % parts] = Peak(found.data() + (c - begin) * stride, from * kPanel, std::min(outputs, to * kPanel));
+    });
+    for (int64_t c = 0; c < count_; ++c) {
+      const std::pair<float, int32_t>* peaks = peaks_.data() + c * parts;
+      int64_t best = 0;
+      bool bad = false;
+      for (int64_t part = 0; part < parts; ++part) {
+        bad |= peaks[part].first != peaks[part].first;
+        if (peaks[part].first > peaks[best].first) best = part;
+      }
+      number[c] = bad ? outputs - 1 : peaks[best].second;
+    }
+  }
+
+ private:
+  static constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
+
+  // Of a task, an even number: about 128 KiB of weights at the most, and about as many tasks for each thread.
+  static int64_t Panels(const Team& team, const Matrix& w) {
+    const int64_t bytes = w.panels * w.depth * 64, all = team.Threads() << 17;
+    const int64_t tasks = team.Threads() * ((bytes + all - 1) / all);
+    return std::max<int64_t>(4, (w.panels + tasks - 1) / tasks) / 4 * 4;
+  }
+
+  // Panels `from` to `to` of w times the columns `begin` to `end`; y.at is where the first of these goes.
+  void Multiply(int64_t from, int64_t to, const Matrix& w, int64_t begin, int64_t end, const Results& y) const {
+    if (kDigits[w.kind]) ByDigits(from, to, w, digits_, begin, end, {y.at - begin * y.stride, y.stride, y.then});
+    else ByWidening(from, to, w, floats_.data() + begin * inputs_, inputs_, end - begin, y);
+  }
+
+  // The highest of x, whose numbers are `from` to `to`, and the lowest number that it has; NaN if there is one.
+  static std::pair<float, int32_t> Peak(const float* x, int64_t from, int64_t to) {
+    Lanes high = Lanes{} - INFINITY, bad = {};
+    Ints at = {};
+    for (int64_t i = 0; i < to - from; i += kLanes) {
+      Lanes value = Load(x + i);
+      if (i + kLanes > to - from)
+        for (int64_t lane = to - from - i; lane < kLanes; ++lane) value[lane] = -INFINITY;
+      const Ints above = value > high;
+      high = above ? value : high;
+      at = above ? Ints{} + static_cast<int32_t>(i) : at;
+      bad = value != value ? value : bad;
+    }
+    float highest = high[0];
+    int32_t lowest = at[0];
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
+      const float value = high[lane], trouble = bad[lane];
+      const int32_t number = at[lane] + lane;
+      if (trouble != trouble) return {trouble, 0};
+      if (value > highest || (value == highest && number < lowest)) highest = value, lowest = number;
+    }
+    return {highest, static_cast<int32_t>(from) + lowest};
+  }
+
+  int64_t count_ = 0, inputs_ = 0;
+  std::vector<float> floats_;
+  Digits digits_;
+  std::vector<std::pair<float, int32_t>> peaks_;  // [columns, tasks]
+};
+
+}  // namespace pipejax
