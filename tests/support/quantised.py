@@ -42,8 +42,8 @@ def rounded(params: Params, weights: str) -> Params:
 def one_digit(x: np.ndarray) -> np.ndarray:
     """Columns [N, inputs] in int8 steps of a size each; a few outliers count more steps than int8 has.
 
-    127 steps are the largest number over 2^(j / 4). j is the greatest up to 15 with which at most `most` numbers need more
-    than int8, and of the maxima over every 64th input at most half of `most` are above 127 steps.
+    127 steps are the largest number over 2^(j / 4). j is the greatest up to 15 with which at most `most` numbers need
+    more than int8, and of the maxima over every 64th input at most half of `most` are above 127 steps.
     """
     size, most, found = np.abs(x).astype(np.float32), max(4, x.shape[1] // 128), []
     maxima = np.pad(size, ((0, 0), (0, -x.shape[1] % 64))).reshape(len(x), -1, 64).max(axis=1)
