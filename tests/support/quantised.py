@@ -49,11 +49,12 @@ def one_digit(x: np.ndarray) -> np.ndarray:
     maxima = np.pad(size, ((0, 0), (0, -x.shape[1] % 64))).reshape(len(x), -1, 64).max(axis=1)
     for column, sizes, maximum in zip(x, size, maxima, strict=True):
         ranges = sizes.max() * np.exp2(-np.arange(16) / 4).astype(np.float32)
-        steps = [column / (float(most_of) / 127 or 1.0) for most_of in ranges]
-        outside = [(np.round(n) != np.clip(np.round(n), -128, 127)).sum() for n in steps]
+        steps = [float(most_of) / 127 or 1.0 for most_of in ranges]
+        numbers = [np.round(column / step) for step in steps]
+        outside = [(number != np.clip(number, -128, 127)).sum() for number in numbers]
         j = max(j for j in range(16) if (maximum > ranges[j]).sum() <= most // 2)
         j = max(i for i in range(j + 1) if outside[i] <= most)
-        found.append(np.round(steps[j]) * (float(ranges[j]) / 127 or 1.0))
+        found.append(numbers[j] * steps[j])
     return np.array(found)
 
 

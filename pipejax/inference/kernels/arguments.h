@@ -53,7 +53,7 @@ class Arguments {
 };
 
 // The matrix that comes so many after this one.
-Matrix After(const Matrix& first, int64_t number) {
+inline Matrix After(const Matrix& first, int64_t number) {
   Matrix found = first;
   found.groups += number * first.panels * first.depth * kParts;
   return found;

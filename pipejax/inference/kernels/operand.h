@@ -71,7 +71,7 @@ class Operand {
  private:
   static constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
 
-  // Of a task, an even number: about 128 KiB of weights at the most, and about as many tasks for each thread.
+  // Of a task, a multiple of four: about 128 KiB of weights at the most, and about as many tasks for each thread.
   static int64_t Panels(const Team& team, const Matrix& w) {
     const int64_t bytes = w.panels * w.depth * 64, all = team.Threads() << 17;
     const int64_t tasks = team.Threads() * ((bytes + all - 1) / all);
