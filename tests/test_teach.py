@@ -167,14 +167,17 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
             "steps": 700,
             "warmup_steps": 50,
             "learning_rate": 2e-3,
+            "batch_size": 16,
+            "accumulate": 2,
             "init_from": "other",
         },
         data={"task": "demo", "train": "train.jsonl", "tokenizer": "somewhere"},
     )
-    config = teach.lesson(saved, "/runs/teacher", ["train.batch_size=4"])
-    assert (config.train.steps, config.train.warmup_steps, config.train.batch_size) == (175, 13, 4)
+    config = teach.lesson(saved, "/runs/teacher", ["train.weight_decay=0.5"])
+    assert (config.train.steps, config.train.warmup_steps, config.train.weight_decay) == (175, 13, 0.5)
+    assert (config.train.batch_size, config.train.accumulate, config.train.learning_rate) == (64, 8, 4e-3)
     assert (config.train.objective, config.train.init_from) == ("pipelined", "/runs/teacher")
-    assert config.train.learning_rate == 2e-3 and config.data == change(saved, data={"train": "", "tokenizer": ""}).data
+    assert config.data == change(saved, data={"train": "", "tokenizer": ""}).data
     converted = teach.lesson(TEACHER, "/checkpoints/t5", [])
     assert (converted.train.steps, converted.data.task, converted.model) == (500, "jsonl", MODEL)
     assert converted.train.schedule == "constant"
@@ -320,7 +323,7 @@ def test_another_labelling_needs_another_directory(given, taught, tmp_path):
         run(given, taught, held_out=7)
     with pytest.raises(UserError, match=r"decode\.max_length: 16 -> 20; expected no change"):
         run(given, taught, "decode.max_length=20")
-    with pytest.raises(UserError, match=r"train\.learning_rate: 0\.0001 -> 0\.001; expected no change on resume"):
+    with pytest.raises(UserError, match=r"train\.learning_rate: 0\.0002 -> 0\.001; expected no change on resume"):
         run(given, taught, "train.learning_rate=0.001")
     lines = (given / "sources.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "fewer.jsonl").write_text("".join(lines[1:]))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from pipejax.training.run_directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 FULL = 2000  # updates of a full fine-tuning where the checkpoint was never trained here, as in configs/jsonl.py
-PART = 4  # teaching takes one update for so many of them
+PART = 4  # teaching takes one update for so many of them, of so many times the examples
 COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every")  # in updates: all are divided
 # What overrides may change: sections and keys. All else is as the checkpoint has it.
 FREE = (
@@ -98,6 +99,9 @@ def teach(
 def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
     """The config of the run: the checkpoint's own, with the pipelined objective and a quarter of the updates.
 
+    Each has four times the examples, computed in as many parts, so that it needs no more memory. The rate is doubled:
+    AdamW's grows with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287).
+
     Raises:
       UserError: the checkpoint is pipelined already, or an override does not fit.
     """
@@ -105,7 +109,15 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
     if full.objective == "pipelined":
         raise UserError(f"{checkpoint}: found a checkpoint that writes rows already; expected a sequential one")
     counts = {key: -(-getattr(full, key) // PART) for key in COUNTED}
-    train = dataclasses.replace(full, objective="pipelined", init_from=os.path.abspath(checkpoint), **counts)
+    train = dataclasses.replace(
+        full,
+        objective="pipelined",
+        init_from=os.path.abspath(checkpoint),
+        batch_size=PART * full.batch_size,
+        accumulate=PART * full.accumulate,
+        learning_rate=math.sqrt(PART) * full.learning_rate,
+        **counts,
+    )
     task = saved.data.task if saved.data.task in TASKS else "jsonl"
     data = dataclasses.replace(saved.data, task=task, train="", dev="", tokenizer="")
     base = dataclasses.replace(saved, data=data, train=train)
