@@ -208,6 +208,11 @@ def decoder_logits(
         h = rms_norm(x, layer["feed_forward"]["norm"], config)
         x = x + feed_forward(h, layer["feed_forward"], config)
     x = rms_norm(x, params["decoder"]["norm"], config)
+    return head(x, params, config)
+
+
+def head(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
+    """The logits."""
     if config.scale_head:
         x = x * config.d_model**-0.5
     return linear(x, {"kernel": params["shared"]["embedding"].T} if config.tied_head else params["lm_head"])

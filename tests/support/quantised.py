@@ -60,13 +60,17 @@ def one_digit(x: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def activations(rounding: Any) -> Iterator[None]:
-    """With what each matrix is multiplied is rounded before."""
-    exact = oracle.linear
+    """With what each matrix but the head is multiplied is rounded before."""
+    exact, head = oracle.linear, oracle.head
 
     def linear(x: np.ndarray, layer: Params) -> np.ndarray:
         return exact(x if "picks" in layer else rounding(x), layer)
 
-    with mock.patch.object(oracle, "linear", linear):
+    def exact_head(*given: Any) -> np.ndarray:
+        with mock.patch.object(oracle, "linear", exact):
+            return head(*given)
+
+    with mock.patch.object(oracle, "linear", linear), mock.patch.object(oracle, "head", exact_head):
         yield
 
 

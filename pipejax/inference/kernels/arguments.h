@@ -26,7 +26,7 @@ class Arguments {
   Matrix Weights(int64_t outputs, int64_t inputs) {
     const Matrix matrix = Panels(1, outputs, inputs);
     const float* scale = Array(matrix.kind == kInt8 ? outputs : 0);
-    return {matrix.kind, matrix.groups, scale, matrix.panels, matrix.depth};
+    return {matrix.kind, matrix.groups, scale, matrix.panels, matrix.depth, matrix.digits};
   }
 
   // The first of so many matrices [outputs, inputs] in panels, one after the other.
@@ -36,7 +36,7 @@ class Arguments {
     const Kind kind = type == ffi::F32 ? kFloat32 : type == ffi::BF16 ? kBfloat16 : kInt8;
     good_ &= (kind != kInt8 || type == ffi::S8) && static_cast<int64_t>(found.element_count()) == count * outputs * inputs;
     const int64_t depth = inputs / (kind == kFloat32 ? 1 : kind == kBfloat16 ? 2 : 4);
-    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kPanel, depth};
+    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kPanel, depth, kDigits[kind]};
   }
 
   bool Good() const { return good_ && next_ == given_.size(); }
@@ -57,6 +57,12 @@ inline Matrix After(const Matrix& first, int64_t number) {
   Matrix found = first;
   found.groups += number * first.panels * first.depth * kParts;
   return found;
+}
+
+// The same matrix, for columns in two digits where they would have one.
+inline Matrix Finer(Matrix matrix) {
+  if (matrix.digits) matrix.digits = 2;
+  return matrix;
 }
 
 struct FeedForward {
@@ -81,7 +87,7 @@ struct DecoderLayer {
   const float* norm;
   Matrix inwards, outwards;
   const float* cross_norm;
-  Matrix query, cross_outwards, keys, values;
+  Matrix query, cross_outwards, keys, values;  // the latter two for float32: for a few columns digits are no faster
   FeedForward feed_forward;
 
   DecoderLayer(Arguments& given, int64_t size, int64_t width, int64_t heads, int64_t feed, bool gated, int64_t batch,
@@ -91,6 +97,7 @@ struct DecoderLayer {
         query(given.Weights(heads * width, size)), cross_outwards(given.Weights(size, heads * width)),
         keys(given.Panels(batch * heads, length, width)), values(given.Panels(batch * heads, width, length)),
         feed_forward(given, size, feed, gated) {
+    keys.digits = values.digits = 0;
     given.Array(batch * heads * width * slots), given.Array(batch * heads * width * slots);  // the results, in place
   }
 };

@@ -102,19 +102,18 @@ struct Cache {
 };
 
 // What queries [count, width] find in keys [length, width] and values [width, length] in panels. `bias` adds a query's to
-// its scores. `digits`: in how many queries and weights are multiplied; 0: as they are, which is as fast for a few.
+// its scores.
 template <typename Bias>
 void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries, int64_t stride, int64_t count,
-                  int64_t seen, Bias bias, int digits, float* found, int64_t found_stride) {
+                  int64_t seen, Bias bias, float* found, int64_t found_stride) {
   thread_local std::vector<float> kept;
   thread_local Digits split;
   const int64_t length = keys.Outputs(), width = values.Outputs();
-  if (!kDigits[keys.kind]) digits = 0;
   kept.resize(count * (length + 1));
   float *scores = kept.data(), *shares = scores + count * length;
   auto times = [&](const Matrix& w, const float* x, int64_t apart, const Results& y) {
-    if (!digits) return ByWidening(0, w.panels, w, x, apart, count, y);
-    split.Reserve(w.kind, digits, count, w.Inputs());
+    if (!w.digits) return ByWidening(0, w.panels, w, x, apart, count, y);
+    split.Reserve(w.kind, w.digits, count, w.Inputs());
     for (int64_t c = 0; c < count; ++c) split.Fill(c, x + c * apart);
     ByDigits(0, w.panels, w, split, 0, count, y);
   };

@@ -124,6 +124,10 @@ class Digits {
 
   typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
 
+  // A number is 256 High + Low, both of 8 bits with a sign.
+  static Ints Low(Ints number) { return number << 24 >> 24; }
+  static Ints High(Ints number) { return (number - Low(number)) >> 8; }
+
   // In place of each lane the largest size that comes by, and NaN if a number is NaN or infinite.
   static void Measure(Lanes value, Lanes& most, Lanes& bad) {
     const Lanes size = value < 0.0f ? -value : value;
@@ -142,8 +146,7 @@ class Digits {
     const float by = largest < kLeast ? 0.0f : kMost / largest;
     Ints sum_hi = {}, sum_lo = {};
     auto put = [&](int64_t i, Lanes value) {
-      const Ints number = Whole(value * by);
-      const Ints lo = number << 24 >> 24, hi = (number - lo) >> 8;
+      const Ints number = Whole(value * by), lo = Low(number), hi = High(number);
       *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(hi, Bytes);
       *reinterpret_cast<Bytes*>(row + 4 * length_ + i) = __builtin_convertvector(lo, Bytes);
       sum_hi += hi, sum_lo += lo;
@@ -195,8 +198,8 @@ class Digits {
     int64_t count = 0;
     Ints sum = {};
     auto put = [&](int64_t i, Lanes value) {
-      const Ints number = Whole(value * by), lo = number << 24 >> 24, hi = (number - lo) >> 8;
-      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(lo, Bytes);
+      const Ints number = Whole(value * by), hi = High(number);
+      *reinterpret_cast<Bytes*>(row + i) = __builtin_convertvector(Low(number), Bytes);
       sum += number;
       for (uint32_t out = _mm512_test_epi32_mask((__m512i)hi, (__m512i)hi); out; out &= out - 1, ++count) {
         if (count == most_) return false;

@@ -198,7 +198,8 @@ inline void ByDigits(int64_t from, int64_t to, const Matrix& w, const Digits& x,
                            : TilePanels<kBfloat16>(from, to, w, x, begin, end, y);
 #endif
 #ifdef __AVX512VNNI__
-  if (w.kind == kInt8) return DotPanels<kInt8, kDigits[kInt8]>(from, to, w, x, begin, end, y);
+  if (w.kind == kInt8 && x.Count() == 1) return DotPanels<kInt8, 1>(from, to, w, x, begin, end, y);
+  if (w.kind == kInt8) return DotPanels<kInt8, 2>(from, to, w, x, begin, end, y);
 #endif
 #ifdef __AVX512BF16__
   if (x.Count() == 1) return DotPanels<kBfloat16, 1>(from, to, w, x, begin, end, y);

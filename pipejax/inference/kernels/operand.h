@@ -15,12 +15,13 @@ namespace pipejax {
 // Columns, and their digits where a matrix wants them.
 class Operand {
  public:
-  // Columns [count, inputs]; `make(c, column)` gives the numbers of one, in the room that it is offered or elsewhere.
+  // Columns [count, inputs] for w; `make(c, column)` gives the numbers of one, in the room that it is offered or elsewhere.
   template <typename Make>
-  void Set(Team& team, Kind kind, int64_t count, int64_t inputs, Make make) {
+  void Set(Team& team, const Matrix& w, int64_t count, Make make) {
+    const int64_t inputs = w.Inputs();
+    const int digits = w.digits;
     count_ = count, inputs_ = inputs;
-    const int digits = kDigits[kind];
-    if (digits) digits_.Reserve(kind, digits, count, inputs);
+    if (digits) digits_.Reserve(w.kind, digits, count, inputs);
     else floats_.resize(count * inputs);
     team.Run(count, std::max<int64_t>(1, 4096 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
       thread_local std::vector<float> room;
@@ -34,10 +35,7 @@ class Operand {
 
   // y = w * this, in parallel.
   void Times(Team& team, const Matrix& w, const Results& y) const {
-    const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
-    team.Run(parts * chunks, 1, [&](int64_t i) {
-      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
-      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk);
+    Share(team, w, Panels(team, w), [&](int64_t from, int64_t to, int64_t begin, int64_t end) {
       Multiply(from, to, w, begin, end, {y.at + begin * y.stride, y.stride, y.then});
     });
   }
@@ -45,16 +43,15 @@ class Operand {
   // Of each column of w * this the number of the highest of so many outputs, the lowest number of equals; the last number
   // if an output is NaN. What is multiplied never leaves a task.
   void Highest(Team& team, const Matrix& w, int64_t outputs, int32_t* number) {
-    const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
+    const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size;
     peaks_.resize(parts * count_);
-    team.Run(parts * chunks, 1, [&](int64_t i) {
+    Share(team, w, size, [&](int64_t from, int64_t to, int64_t begin, int64_t end) {
       thread_local std::vector<float> found;
-      const int64_t from = i % parts * size, to = std::min(w.panels, from + size);
-      const int64_t begin = i / parts * kChunk, end = std::min(count_, begin + kChunk), stride = (to - from) * kPanel;
+      const int64_t stride = (to - from) * kPanel;
       found.resize((end - begin) * stride);
       Multiply(from, to, w, begin, end, {found.data() - from * kPanel, stride});
       for (int64_t c = begin; c < end; ++c)
-        peaks_[c * parts + i % parts] = Peak(found.data() + (c - begin) * stride, from * kPanel, std::min(outputs, to * kPanel));
+        peaks_[c * parts + from / size] = Peak(found.data() + (c - begin) * stride, from * kPanel, std::min(outputs, to * kPanel));
     });
     for (int64_t c = 0; c < count_; ++c) {
       const std::pair<float, int32_t>* peaks = peaks_.data() + c * parts;
@@ -78,9 +75,19 @@ class Operand {
     return std::max<int64_t>(4, (w.panels + tasks - 1) / tasks) / 4 * 4;
   }
 
+  // run(from, to, begin, end), in parallel, for every so many panels of w and every kChunk columns.
+  template <typename Run>
+  void Share(Team& team, const Matrix& w, int64_t size, Run run) const {
+    const int64_t parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
+    team.Run(parts * chunks, 1, [&](int64_t i) {
+      const int64_t from = i % parts * size, begin = i / parts * kChunk;
+      run(from, std::min(w.panels, from + size), begin, std::min(count_, begin + kChunk));
+    });
+  }
+
   // Panels `from` to `to` of w times the columns `begin` to `end`; y.at is where the first of these goes.
   void Multiply(int64_t from, int64_t to, const Matrix& w, int64_t begin, int64_t end, const Results& y) const {
-    if (kDigits[w.kind]) ByDigits(from, to, w, digits_, begin, end, {y.at - begin * y.stride, y.stride, y.then});
+    if (w.digits) ByDigits(from, to, w, digits_, begin, end, {y.at - begin * y.stride, y.stride, y.then});
     else ByWidening(from, to, w, floats_.data() + begin * inputs_, inputs_, end - begin, y);
   }
 

@@ -24,6 +24,7 @@ struct Matrix {
   const Ints* groups;   // the first panel's
   const float* scale;   // [16 panels] of int8
   int64_t panels, depth;  // groups of a panel
+  int digits;             // in how many of them columns are for it (digits.h); 0: float32
 
   int64_t Outputs() const { return panels * kPanel; }
   int64_t Inputs() const { return depth * (kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1); }

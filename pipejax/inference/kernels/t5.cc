@@ -33,7 +33,7 @@ struct Stack {
 
   // The operand for w is norm(x).
   void SetNormed(const float* scale, const Matrix& w) {
-    operand.Set(team, w.kind, count, size, [&](int64_t c, float* room) {
+    operand.Set(team, w, count, [&](int64_t c, float* room) {
       Norm(x.data() + c * size, scale, epsilon, size, room);
       return room;
     });
@@ -42,7 +42,7 @@ struct Stack {
   // x += w * columns.
   void Add(const Matrix& w, const std::vector<float>& columns) {
     const int64_t inputs = w.Inputs();
-    operand.Set(team, w.kind, count, inputs, [&](int64_t c, float*) { return columns.data() + c * inputs; });
+    operand.Set(team, w, count, [&](int64_t c, float*) { return columns.data() + c * inputs; });
     operand.Times(team, w, {x.data(), size, kAdd});
   }
 
@@ -51,7 +51,7 @@ struct Stack {
     hidden.resize(count * wide);
     OfNormed(layer.norm, layer.inwards, {hidden.data(), wide, activation ? kPut : kPutPositive});
     if (!activation) return Add(layer.outwards, hidden);
-    operand.Set(team, layer.outwards.kind, count, feed, [&](int64_t c, float* room) {
+    operand.Set(team, layer.outwards, count, [&](int64_t c, float* room) {
       const float *gate = hidden.data() + c * wide, *value = gate + feed;
       for (int64_t i = 0; i < feed; i += kLanes)
         Store(room + i, (activation == 1 ? Gelu(Load(gate + i)) : Silu(Load(gate + i))) * Load(value + i));
@@ -104,7 +104,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const int32_t* place = arguments.Array<int32_t>(all);
   const bool* memory_mask = arguments.Array<bool>(batch * length);
   const float* last = arguments.Array(size);
-  const Matrix head = arguments.Weights(vocabulary, size);
+  const Matrix head = Finer(arguments.Weights(vocabulary, size));
   std::vector<DecoderLayer> stacked;
   for (int64_t layer = 0; layer < layers; ++layer)
     stacked.emplace_back(arguments, size, width, heads, feed, activation != 0, batch, length, slots);
@@ -174,7 +174,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
       auto bias = [&](int64_t, float* scores) {
         for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
       };
-      AttendPanels(After(own.keys, i), After(own.values, i), projected.data() + from * inner + h * width, inner, to - from, length, bias, 0,
+      AttendPanels(After(own.keys, i), After(own.values, i), projected.data() + from * inner + h * width, inner, to - from, length, bias,
                    rooms.found.data() + from * inner + h * width, inner);
     });
     stack.Add(own.cross_outwards, rooms.found);
@@ -242,7 +242,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
   for (const EncoderLayer& layer : stacked) {
-    const int digits = layer.inwards.kind == kInt8 && !kTiles ? 1 : 2;  // as its other activations; tiles take two
+    // Queries and shares in as many as its other activations; tiles take two.
+    const int digits = !kDigits[kind] ? 0 : layer.inwards.digits == 1 ? 1 : 2;
     const int64_t row = 3 * inner;
     projected.resize(count * row);
     stack.OfNormed(layer.norm, layer.inwards, {projected.data(), row});
@@ -255,15 +256,15 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
       int32_t *keys = packed.data(), *values = keys + whole * width / depth;
       PackKeys(kind, queries + inner, row, real, whole, width, keys);
       PackValues(kind, queries + 2 * inner, row, real, whole, width, values);
-      const Matrix k{kind, reinterpret_cast<const Ints*>(keys), nullptr, whole / kPanel, width / depth};
-      const Matrix v{kind, reinterpret_cast<const Ints*>(values), nullptr, width / kPanel, whole / depth};
+      const Matrix k{kind, reinterpret_cast<const Ints*>(keys), nullptr, whole / kPanel, width / depth, digits};
+      const Matrix v{kind, reinterpret_cast<const Ints*>(values), nullptr, width / kPanel, whole / depth, digits};
       constexpr int64_t kQueries = 32;  // at a time: their scores stay in the cache
       for (int64_t q = 0; q < real; q += kQueries) {
         auto add = [&](int64_t c, float* scores) {
           const float* of_query = bias + h * (2 * length - 1) + length - 1 - (q + c);
           for (int64_t l = 0; l < real; ++l) scores[l] += of_query[l];
         };
-        AttendPanels(k, v, queries + q * row, row, std::min(kQueries, real - q), real, add, digits,
+        AttendPanels(k, v, queries + q * row, row, std::min(kQueries, real - q), real, add,
                      rooms.found.data() + (first[b] + q) * inner + h * width, inner);
       }
     });
