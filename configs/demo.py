@@ -14,7 +14,7 @@ config = Config(
     grid=GridConfig(delay=1, time_max=20, sub_max=8),
     data=DataConfig(task="demo_long", max_source=48, max_target=96, separator=" ; "),
     train=TrainConfig(
-        steps=850,
+        steps=450,
         batch_size=16,
         shapes=2,
         learning_rate=1e-3,
@@ -23,9 +23,9 @@ config = Config(
         beta2=0.98,
         dropout=0.0,
         log_every=50,
-        evaluate_every=425,
+        evaluate_every=225,
         evaluate_examples=128,
-        checkpoint_every=425,
+        checkpoint_every=225,
     ),
     decode=DecodeConfig(max_length=80, batch_size=64),
 )
