@@ -6,14 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import apps, decode, documents, drafts, plot, serve, systems
+from benchmarks import apps, decode, documents, drafts, plot, serve, streams, systems
 from benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
-from pipejax.config import Config, GridConfig, TrainConfig
+from pipejax import checkpoint
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
 from support import oracle
+from support.tiny import MORE_WORDS
 
 SOURCE = np.random.default_rng(0).integers(3, 500, (2, 20), np.int32)
 
@@ -26,7 +28,7 @@ def params():
 @pytest.fixture(autouse=True)
 def all_processors(monkeypatch):
     """The suite keeps its threads."""
-    for command in (decode, documents, drafts, serve):
+    for command in (decode, documents, drafts, serve, streams):
         monkeypatch.setattr(command, "use_threads", lambda count: None)
 
 
@@ -253,3 +255,27 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys):
     assert "sequential+source" in capsys.readouterr().out
     with pytest.raises(UserError, match="--systems: found other; expected sequential"):
         drafts.main([*flags, "--systems", "other"])
+
+
+@pytest.mark.slow
+def test_streams_are_timed_beside_records(tmp_path, capsys, monkeypatch):
+    config = Config(
+        name="run",
+        model=MORE_WORDS,
+        grid=GridConfig(time_max=12, sub_max=4),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(batch_size=1),
+    )
+    checkpoint.save_params(tmp_path / "run", config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"source_ids": [i, 5, 1]}) + "\n" for i in range(2, 9)))
+    flags = ["--checkpoint", str(tmp_path / "run"), "--input", str(tmp_path / "in.jsonl"), "--documents", "3"]
+    flags += ["--rounds", "2", "--weights", "float32"]
+    assert streams.main([*flags, "--json", str(tmp_path / "out.json")]) == 0
+    (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (found["weights"], found["documents"], found["rounds"]) == ("float32", 3, 2)
+    assert found["events"] >= 1 and found["stream_ms"] > 0 and found["decode_ms"] > 0 and 0 < found["first"] <= 1
+    assert "times as long" in capsys.readouterr().out
+    real = Generator.decode  # a decoder that says something else than the stream is found out
+    monkeypatch.setattr(Generator, "decode", lambda self, given: [{**real(self, given)[0], "row_ids": [[9]]}])
+    with pytest.raises(AssertionError, match="another answer than that of decode"):
+        streams.main(flags)

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -203,6 +204,12 @@ def test_a_thrown_switch_lets_it_pause_after_a_step(fast):
     steps = batch.advance(often=False)[0].steps[place]  # alone it would take minutes
     assert 59 < steps < 100_000
     thrower.join()
+
+
+def test_listening_is_no_effect(fast):
+    """JAX calls a program with effects in Python, array by array, and a stream calls one for each look."""
+    given = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((2,), np.uint32)
+    assert not jax.make_jaxpr(fast.programs.backend.left)(*given).effects
 
 
 def test_who_comes_is_not_kept_waiting_by_a_long_answer(fast):

@@ -36,18 +36,19 @@ def events(
     strategy: Any = batch.strategy
     place = batch.add(ids, choice)
     known, ended, over = np.zeros(strategy.rows, np.int64), np.zeros(strategy.rows, bool), False
+    said: dict[int, str | None] = {}  # by row, its text so far
     try:
         while not over:
             decoded, done = batch.advance()
             over, written = bool(done[place]), np.asarray(decoded.tokens[place])
             for _, row, j in batch.news(decoded, place, known):
-                known[row] = j + 1
-                yield RowEvent(row, int(written[row, j]), text_of(written[row, : j + 1].tolist()), False)
+                known[row], said[row] = j + 1, text_of(written[row, : j + 1].tolist())
+                yield RowEvent(row, int(written[row, j]), said[row], False)
             # Of an open row every step up to now has written a token.
             now = int(decoded.steps[place]) - grid.start(np.arange(strategy.rows), batch.delay)
             for row in np.flatnonzero((decoded.lengths[place] < now) & ~ended & (known > 0)).tolist():
                 ended[row] = True
-                yield RowEvent(row, strategy.eos, text_of(written[row, : known[row]].tolist()), True)
+                yield RowEvent(row, strategy.eos, said[row], True)
     finally:
         batch.drop(place)
     only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)
