@@ -1,6 +1,8 @@
-"""What drafts save with weights that were trained, beside Hugging Face's prompt lookup on the same ones.
+"""What drafts save with weights that were trained, beside Hugging Face's prompt lookup and assistant on the same ones.
 
     python -m experiments.trained_drafts --checkpoint runs/mine --input texts.jsonl --documents 100 --peers hf,hf+lookup
+    python -m experiments.trained_drafts --checkpoint runs/mine --input texts.jsonl --small runs/small \
+        --drafts none,source,model --peers hf,hf+lookup,hf+assistant
 
 Each source is answered by each system in turn, one at a time, in several rounds; the first round, which compiles, does
 not count. Times are of whole answers, the encoder included. Ours pad sources as `pipejax decode` does; Hugging Face
@@ -27,7 +29,7 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
-DRAFTS, PEERS = ("none", "source", "jacobi"), ("hf", "hf+lookup")
+DRAFTS, PEERS = ("none", "source", "jacobi", "model"), ("hf", "hf+lookup", "hf+assistant")
 
 
 class Answer(NamedTuple):
@@ -78,18 +80,19 @@ class Ours:
 
 
 class HuggingFace:
-    """`generate` of transformers in float32: greedy, or with `prompt_lookup_num_tokens`."""
+    """`generate` of transformers in float32: greedy, with `prompt_lookup_num_tokens`, or with an assistant."""
 
     is_ours = False
     accepted: float | None = None
 
-    def __init__(self, name: str, beside: str, model: Any, tokens: int, longest: int) -> None:
-        """`tokens`: that are drafted; `longest`: of an answer, its eos included."""
+    def __init__(self, name: str, beside: str, model: Any, assistant: Any, tokens: int, longest: int) -> None:
+        """`model`, `assistant`: of transformers; `tokens`: that are drafted; `longest`: of an answer, with its eos."""
         import torch
 
         self.name, self.beside, self.torch, self.model, self.calls = name, beside, torch, model, 0
         self.options = {"max_new_tokens": longest, "do_sample": False, "num_beams": 1}
-        self.options |= {"prompt_lookup_num_tokens": tokens} if name.endswith("lookup") else {}
+        self.options |= {"prompt_lookup_num_tokens": tokens} if name == "hf+lookup" else {}
+        self.options |= {"assistant_model": assistant} if name == "hf+assistant" else {}
         model.decoder.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
 
     def answer(self, ids: list[int]) -> Answer:
@@ -115,6 +118,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--drafts", default=",".join(DRAFTS[:2]), metavar="NAME,...", help=f"of {', '.join(DRAFTS)}")
     parser.add_argument("--weights", default="float32", metavar="NAME,...", help="of float32, int8")
     parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench")
+    parser.add_argument("--small", default="", metavar="DIR", help="of the T5 that drafts for model and hf+assistant")
     parser.add_argument("--tokens", type=cli.whole(1, 64), default=8, metavar="D", help="drafted in a call (8)")
     parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
@@ -125,10 +129,13 @@ def main(argv: Sequence[str]) -> int:
     if "none" not in drafts:
         raise UserError("--drafts: found no none; expected it, as the others are compared with it")
     drafts.sort(key=lambda name: name != "none")
+    if ("model" in drafts or "hf+assistant" in peers) and not flags.small:
+        raise UserError("--small: found none; expected the checkpoint of the T5 that drafts")
     use_threads(flags.threads)
     systems: list[System] = []
     for held, draft in itertools.product(weights, drafts):
         settings = [f"decode.weights={held}", f"decode.draft={draft}", f"decode.draft_tokens={flags.tokens}"]
+        settings += [f"decode.draft_checkpoint={flags.small}"] if draft == "model" else []
         generator = load(flags.checkpoint, best=flags.best, overrides=settings)
         traced = None
         if draft != "none":
@@ -171,12 +178,19 @@ def of_transformers(flags: Any, peers: Sequence[str], beside: str, longest: int)
     from transformers import T5ForConditionalGeneration
 
     torch.set_num_threads(flags.threads)
-    restored = checkpoint.open_run(flags.checkpoint, best=flags.best)
-    assert restored.config.model is not None, "checked by open_run"
-    with tempfile.TemporaryDirectory(prefix="pipejax-drafts-") as scratch:
-        write_hf(restored.config.model, restored.items["params"], Path(scratch) / "hf", None)
-        model = T5ForConditionalGeneration.from_pretrained(Path(scratch) / "hf", dtype=torch.float32).eval()
-    return [HuggingFace(name, beside, model, flags.tokens, longest) for name in peers]
+
+    def opened(directory: str, best: bool) -> Any:
+        restored = checkpoint.open_run(directory, best=best)
+        assert restored.config.model is not None, "checked by open_run"
+        with tempfile.TemporaryDirectory(prefix="pipejax-drafts-") as scratch:
+            write_hf(restored.config.model, restored.items["params"], Path(scratch) / "hf", None)
+            return T5ForConditionalGeneration.from_pretrained(Path(scratch) / "hf", dtype=torch.float32).eval()
+
+    model, small = opened(flags.checkpoint, flags.best), None
+    if "hf+assistant" in peers:
+        small = opened(flags.small, False)
+        small.generation_config.num_assistant_tokens = flags.tokens
+    return [HuggingFace(name, beside, model, small, flags.tokens, longest) for name in peers]
 
 
 def summary(system: System, found: dict[str, list[list[Answer]]]) -> dict[str, Any]:

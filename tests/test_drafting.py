@@ -533,14 +533,20 @@ def test_drafts_of_trained_weights_are_timed_beside_transformers(tmp_path, capsy
     lines = "".join(json.dumps({"source_ids": ids}) + "\n" for ids in given)
     (tmp_path / "in.jsonl").write_text(lines)
     flags = ["--checkpoint", str(tmp_path / "run"), "--input", str(tmp_path / "in.jsonl"), "--rounds", "1"]
-    flags += ["--drafts", "none,source", "--weights", "float32,int8", "--peers", "hf,hf+lookup", "--tokens", "3"]
+    peers = "hf,hf+lookup,hf+assistant"
+    flags += ["--drafts", "none,source,model", "--weights", "float32,int8", "--peers", peers, "--tokens", "3"]
+    with pytest.raises(UserError, match="--small: found none; expected the checkpoint"):
+        trained_drafts.main(flags)
+    flags += ["--small", str(tmp_path / "run")]  # a T5 that drafts for itself is right as often as it is sure
     assert trained_drafts.main([*flags, "--json", str(tmp_path / "out.json")]) == 0
     found = {r["system"]: r for r in json.loads((tmp_path / "out.json").read_text())["results"]}
-    assert [r["equal"] for r in found.values()] == [1.0] * 6
+    assert [r["equal"] for r in found.values()] == [1.0] * 9
     plain = found["sequential, float32, none"]
     assert found["sequential, float32, source"]["calls"] <= plain["calls"] == found["hf"]["calls"]
+    assert found["sequential, float32, model"]["calls"] <= plain["calls"] > found["hf+assistant"]["calls"]
     known = {name: r["accepted"] for name, r in found.items() if r["accepted"] is not None}
-    assert known.keys() == {"sequential, float32, source", "sequential, int8, source"}
+    assert {*known} >= {"sequential, float32, source", "sequential, int8, source"}
+    assert all(name.startswith("sequential") for name in known)
     for name, share in known.items():
         assert 0 <= share <= 1 and (share > 0) == (found[name]["calls"] < found[found[name]["beside"]]["calls"])
     assert "hf+lookup" in capsys.readouterr().out
