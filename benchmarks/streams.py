@@ -19,6 +19,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.streaming import RowEvent
 from pipejax.system import cli
+from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
 WEIGHTS = ("float32", "bfloat16", "int8")
@@ -42,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     for held in weights:
         generator = load(flags.checkpoint, best=flags.best, overrides=[f"decode.weights={held}"])
         given = [x for _, x in itertools.islice(read_records(flags.input), flags.documents)]
+        if not given:
+            raise UserError(f"--input {flags.input}: found no lines; expected sources")
         results.append({"weights": held, **measured(generator, given, flags.rounds)})
         print(line(results[-1]), flush=True)
     if flags.json:

@@ -1,15 +1,19 @@
 """Rows without labels: whose answers are learned, what is held out, what a kill costs, and what is refused."""
 
+import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pipejax
 from pipejax import checkpoint
+from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data import demo
+from pipejax.data.batches import pack_size
 from pipejax.inference import records
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
@@ -18,6 +22,7 @@ from support import oracle
 from support.tiny import MODEL, change, metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
+CONFIGS = Path(__file__).parents[1] / "configs"
 SETTINGS = (
     *("train.steps=4", "train.warmup_steps=0", "train.log_every=1", "train.evaluate_every=2"),
     *("train.checkpoint_every=2", "train.batch_size=8", "train.shapes=2", "train.length_group=2"),
@@ -172,6 +177,7 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
             "init_from": "other",
         },
         data={"task": "demo", "train": "train.jsonl", "tokenizer": "somewhere"},
+        mesh={"data": 1},
     )
     config = teach.lesson(saved, "/runs/teacher", ["train.weight_decay=0.5"])
     assert (config.train.steps, config.train.warmup_steps, config.train.weight_decay) == (175, 13, 0.5)
@@ -181,6 +187,25 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
     converted = teach.lesson(TEACHER, "/checkpoints/t5", [])
     assert (converted.train.steps, converted.data.task, converted.model) == (500, "jsonl", MODEL)
     assert converted.train.schedule == "constant"
+    adafactor = change(saved, train={"optimizer": "adafactor"})
+    assert teach.lesson(adafactor, "/runs/teacher", []).train.learning_rate == 2e-3
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.py")), ids=lambda file: file.stem)
+def test_a_checkpoint_of_any_config_can_be_taught_from(file):
+    """The parts of a batch are as large, and as packed, as those that the checkpoint was trained with."""
+    overrides = ["train.objective=sequential", "mesh.data=1", "mesh.fsdp=1"]
+    saved = dataclasses.replace(config_lib.load(file, overrides), model=MODEL)
+    config = teach.lesson(saved, "/runs/teacher", [])
+    before, after = saved.train, config.train
+    assert after.batch_size // after.accumulate == before.batch_size // before.accumulate
+    assert pack_size(after) == pack_size(before)
+
+
+def test_a_batch_that_does_not_come_out_even_is_refused_before_anything_is_labelled(given, tmp_path):
+    with pytest.raises(UserError, match=r"^train\.batch_size: found 6; expected a multiple of 4 "):
+        run(given, tmp_path / "run", "train.batch_size=6")
+    assert not (tmp_path / "run" / "labels").exists()
 
 
 def test_agreement_is_that_of_the_run_with_the_checkpoint(given, taught):

@@ -167,7 +167,7 @@ class Trainer:
         assert config.model is not None
         self.config, self.mesh = config, sharding.make_mesh(config.mesh, devices)
         train = config.train
-        _check_batch(config, self.mesh)
+        check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
         self.model = T5(config.model, dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin)
@@ -304,8 +304,8 @@ def _key(batch: ArrayShapes) -> tuple[Any, ...]:
     return batch["source"], batch["inputs"]
 
 
-def _check_batch(config: Config, mesh: Mesh) -> None:
-    """Every part of a batch, and every device's share of it, holds whole rows of slots."""
+def check_batch(config: Config, mesh: Mesh) -> None:
+    """Raises a UserError unless every part of a batch, and every device's share of it, holds whole rows of slots."""
     train = config.train
     shards, pack = mesh.shape["data"] * mesh.shape["fsdp"], pack_size(train)
     if train.batch_size % (shards * train.accumulate):

@@ -13,10 +13,12 @@ from pipejax import config as config_lib
 from pipejax import decoding, metrics
 from pipejax.config import Config
 from pipejax.data import TASKS, make_task
+from pipejax.data.batches import pack_size
 from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import texts
 from pipejax.inference.loading import DECODING_KEYS, load
+from pipejax.model import sharding
 from pipejax.system.errors import UserError
 from pipejax.system.files import write_text
 from pipejax.system.progress import Progress
@@ -24,6 +26,7 @@ from pipejax.training import labels
 from pipejax.training.labels import Labels
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
+from pipejax.training.step import check_batch
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +102,8 @@ def teach(
 def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
     """The config of the run: the checkpoint's own, with the pipelined objective and a quarter of the updates.
 
-    Each has four times the examples, computed in as many parts, so that it needs no more memory. The rate is doubled:
-    AdamW's grows with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287).
+    Each has four times the examples, computed in as many parts, each as large and packed as before. The rate of AdamW
+    is doubled: it grows with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287).
 
     Raises:
       UserError: the checkpoint is pipelined already, or an override does not fit.
@@ -115,7 +118,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
         init_from=os.path.abspath(checkpoint),
         batch_size=PART * full.batch_size,
         accumulate=PART * full.accumulate,
-        learning_rate=math.sqrt(PART) * full.learning_rate,
+        learning_rate=math.sqrt(PART if full.optimizer == "adamw" else 1) * full.learning_rate,
         **counts,
     )
     task = saved.data.task if saved.data.task in TASKS else "jsonl"
@@ -129,8 +132,12 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
             raise UserError(
                 f"--set {key}={value}: cannot change when rows are taught; expected one of {', '.join(FREE)}"
             )
-    config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, beams=1))  # rows have none
+    chosen = config.train
+    if all(getattr(chosen, key) == getattr(train, key) for key in ("batch_size", "accumulate", "pack")):
+        chosen = dataclasses.replace(chosen, pack=pack_size(full))
+    config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))  # rows: none
     # What would end the work later ends it here.
+    check_batch(config, sharding.make_mesh(config.mesh))
     decoding.check(config.train.objective, config.decode)
     metrics.require(config.data.metric or make_task(config.data).metric)
     if not tells_rows_apart(config.data.separator):

@@ -38,7 +38,7 @@ class Level(NamedTuple):
     name: str
     needs: frozenset[str]  # of the processor
     options: str  # of the compiler
-    reading: Reading  # measured: the products differ
+    reading: Reading  # measured, but for AMX: the products differ
 
 
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
