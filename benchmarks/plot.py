@@ -1,6 +1,9 @@
-"""A picture of what benchmarks.decode wrote: decoding time of each system by pattern, and the encoder's below it.
+"""A picture of what benchmarks.decode wrote: decoding time of each system by pattern, and the encoder's beside it.
 
-python -m benchmarks.plot RESULTS.json --output speed.svg
+    python -m benchmarks.plot RESULTS.json --output speed.svg
+    python -m benchmarks.plot SEQUENTIAL.json PIPELINED.json --output quality.svg
+
+The second draws what experiments.rounding wrote for trained models of one task: score against milliseconds.
 """
 
 import json
@@ -28,25 +31,43 @@ NAMES = {
     "ct2-fp32": "CTranslate2",
     "ct2-int8": "CTranslate2 int8",
 }
+MARKERS = {"float32": "o", "bfloat16": "s", "int8": "^"}
 PANELS = 2  # beside each other
 
 
 def main(argv: Sequence[str]) -> int:
     """Draws."""
     parser = cli.Parser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("results", metavar="RESULTS.json", help="what `benchmarks.decode --json` wrote")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        metavar="RESULTS.json",
+        help="what `benchmarks.decode --json` or experiments.rounding wrote",
+    )
     parser.add_argument("--output", required=True, metavar="FILE", help=".svg, .png or .pdf")
     flags = parser.parse_args(argv)
     cli.check_output("--output", flags.output)
-    try:
-        found = json.loads(Path(flags.results).read_text(encoding="utf-8"))
-        results = found["results"]
-    except OSError as error:
-        raise UserError(f"{flags.results}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{flags.results}: not what benchmarks.decode writes") from error
-    draw(results, title(found), flags.output)
+    found = [read(path) for path in flags.results]
+    if all("score" in result for each in found for result in each["results"]):
+        draw_quality([result for each in found for result in each["results"]], flags.output)
+    elif len(found) > 1:
+        raise UserError(f"{flags.results[1]}: found a second file; expected one of benchmarks.decode alone")
+    else:
+        draw(found[0]["results"], title(found[0]), flags.output)
     return 0
+
+
+def read(path: str) -> dict[str, Any]:
+    """Results, with what they were measured on."""
+    try:
+        found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not all(isinstance(result, dict) for result in found["results"]):
+            raise TypeError
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not what benchmarks.decode or experiments.rounding writes") from error
+    return found
 
 
 def title(found: dict[str, Any]) -> str:
@@ -64,12 +85,7 @@ def in_words(pattern: str) -> str:
 
 def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
     """One panel a pattern, each with its own scale: seconds of an answer, and how many times the fastest they are."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "pipejax"  # the same results give the same file
-    from matplotlib import pyplot
-
+    pyplot = opened()
     patterns = list(dict.fromkeys(r["pattern"] for r in results))
     systems = list(dict.fromkeys(r["system"] for r in results))
     columns = min(PANELS, len(patterns))
@@ -97,6 +113,48 @@ def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
     figure.suptitle(f"{heading}\nseconds; grey: encoder; figures: decoding alone", fontsize=9)
+    write(figure, path)
+
+
+def draw_quality(results: list[dict[str, Any]], path: str) -> None:
+    """Score against milliseconds of a document: a point for each decoder and kind of weights, a colour a decoder."""
+    pyplot = opened()
+    figure, axes = pyplot.subplots(figsize=(6.2, 3.4))
+    decoders = list(dict.fromkeys(r["strategy"] for r in results))
+    for decoder, colour in zip(decoders, COLOURS[::2], strict=False):
+        mine = [r for r in results if r["strategy"] == decoder]
+        axes.plot([r["milliseconds"] for r in mine], [r["score"] for r in mine], color=colour, lw=0.8, label=decoder)
+        for r in mine:
+            marker, place = MARKERS[r["weights"]], (r["milliseconds"], r["score"])
+            axes.plot(*place, marker, color=colour, markersize=6)
+            axes.annotate(r["weights"], place, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8)
+    axes.set_xscale("log")
+    least, most = (f(r["milliseconds"] for r in results) for f in (min, max))
+    axes.set_xlim(least / 1.5, most * 1.5)
+    axes.set_ylim(0, 1.25 * max(r["score"] for r in results))  # from zero: small differences look small
+    axes.set_xlabel("milliseconds a document", fontsize=9)
+    axes.set_ylabel(results[0]["metric"], fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="#e5e5e5", lw=0.6)
+    axes.legend(fontsize=8, loc="lower center", ncols=len(decoders), frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    write(figure, path)
+
+
+def opened() -> Any:
+    """matplotlib's pyplot, without a window; the same results give the same file."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "pipejax"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def write(figure: Any, path: str) -> None:
+    """Without the date of today."""
     figure.tight_layout()
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.endswith(".svg") else None)
 

@@ -1,21 +1,24 @@
-"""What weights in fewer bytes cost: score, equal answers and log-probability, beside float32.
+"""What weights in fewer bytes cost and gain: score, equal answers, log-probability and time, beside float32.
 
-    python -m experiments.rounding --checkpoint runs/mine [--test FILE] [--limit 500]
+    python -m experiments.rounding --checkpoint runs/mine [--test FILE] [--limit 500] [--json OUT]
 
-Decodes the test split of a checkpoint's task once with each kind of weights. "Equal" is the percentage of documents
-with the rows of float32, token for token; the log-probability is the mean over all tokens that were written, by the
-rounded model itself.
+Decodes the test split of a checkpoint's task once with each kind of weights, one document at a time. "Equal" is the
+percentage of documents with the rows of float32, token for token; the log-probability is the mean over all tokens that
+were written, by the rounded model itself; the time is the median of a document, encoded, decoded and made a text. It
+is measured in a second run, without log-probabilities. `python -m benchmarks.plot OUT ...` draws score against time.
 """
 
-import json
 import sys
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
+from benchmarks.systems import machine, save, use_threads
 from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.data import make_task
 from pipejax.inference.evaluation import evaluate
+from pipejax.inference.generator import Record
 from pipejax.inference.loading import load
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -30,39 +33,59 @@ def main(argv: Sequence[str]) -> int:
     parser.add_checkpoint()
     parser.add_argument("--test", default="", metavar="FILE", help="documents with their rows (default: the task's)")
     parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many documents")
-    parser.add_argument("--batch-size", type=cli.whole(1), default=8, metavar="N", help="(8)")
+    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="(2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
+    use_threads(flags.threads)
     results: list[dict[str, Any]] = []
     plain: list[list[list[int]]] = []
-    print(f"{'weights':<10}{'score':>8}{'equal':>9}{'log-probability':>17}{'steps':>8}")
+    print(f"{'weights':<10}{'score':>8}{'equal':>9}{'log-probability':>17}{'steps':>8}{'ms':>10}")
     for kind in KINDS:
-        generator = load(flags.checkpoint, best=flags.best, overrides=[f"decode.weights={kind}", "decode.scores=true"])
-        if flags.test:
-            generator.config = config_lib.override(generator.config, [f"data.test={flags.test}"])
-        examples = make_task(generator.config.data).examples("test")[: flags.limit]
-        if not len(examples):
-            raise UserError("--test: found no documents; expected some")
-        progress = Progress(kind, len(examples), unit="document")
-        found, records = evaluate(generator, examples, batch_size=flags.batch_size, tick=progress.add)
-        progress.close()
+        found, records = measured(flags, kind, scores=True)
         rows = [record["row_ids"] for record in records]
         plain = plain or rows
         tokens = [x for record in records for row in record["log_probs"] for x in row]
+        _, timed = measured(flags, kind, scores=False)
         results.append(
             {
                 "weights": kind,
+                "strategy": found["strategy"],
+                "metric": metrics.HEADLINES[found["metric"]],
                 "score": found[metrics.HEADLINES[found["metric"]]],
                 "equal": 100 * sum(a == b for a, b in zip(rows, plain, strict=True)) / len(rows),
                 "log_prob": sum(tokens) / max(len(tokens), 1),
                 "steps": found["steps"],
+                "milliseconds": 1e3 * median(record["seconds"] for record in timed),
             }
         )
-        print("{weights:<10}{score:>8.2f}{equal:>8.1f}%{log_prob:>17.4f}{steps:>8.2f}".format(**results[-1]), flush=True)
+        print(line(results[-1]), flush=True)
     if flags.json:
-        cli.write_output("--json", flags.json, json.dumps(results, indent=2) + "\n")
+        command = "python -m experiments.rounding " + " ".join(argv)
+        save(flags.json, {"results": results, "machine": machine(flags.threads), "command": command})
     return 0
+
+
+def measured(flags: Any, kind: str, *, scores: bool) -> tuple[dict[str, Any], list[Record]]:
+    """The evaluation with weights of that kind, and its records."""
+    overrides = [f"decode.weights={kind}", f"decode.scores={str(scores).lower()}"]
+    generator = load(flags.checkpoint, best=flags.best, overrides=overrides)
+    if flags.test:
+        generator.config = config_lib.override(generator.config, [f"data.test={flags.test}"])
+    examples = make_task(generator.config.data).examples("test")[: flags.limit]
+    if not len(examples):
+        raise UserError("--test: found no documents; expected some")
+    progress = Progress(f"{kind}{'' if scores else ', timed'}", len(examples), unit="document")
+    found = evaluate(generator, examples, batch_size=1, tick=progress.add)
+    progress.close()
+    return found
+
+
+def line(result: dict[str, Any]) -> str:
+    """For people."""
+    return "{weights:<10}{score:>8.2f}{equal:>8.1f}%{log_prob:>17.4f}{steps:>8.2f}{milliseconds:>10.2f}".format(
+        **result
+    )
 
 
 if __name__ == "__main__":

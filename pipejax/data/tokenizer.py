@@ -77,7 +77,9 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The stripped text of the ids, without special tokens and ids outside the vocabulary."""
-        known = [int(i) for i in ids if 0 <= i < self.size]
+        known = ids if isinstance(ids, list) else [int(i) for i in ids]
+        if known and not 0 <= min(known) <= max(known) < self.size:  # a stream asks for each token: this costs less
+            known = [i for i in known if 0 <= i < self.size]
         text: str
         if self._backend is not None:
             text = self._backend.decode(known, skip_special_tokens=True)

@@ -40,10 +40,11 @@ def events(
     try:
         while not over:
             decoded, done = batch.advance()
-            over, written = bool(done[place]), np.asarray(decoded.tokens[place])
-            for _, row, j in batch.news(decoded, place, known):
-                known[row], said[row] = j + 1, text_of(written[row, : j + 1].tolist())
-                yield RowEvent(row, int(written[row, j]), said[row], False)
+            over, news = bool(done[place]), batch.news(decoded, place, known)
+            lines = {row: decoded.tokens[place, row].tolist() for row in {row for _, row, _ in news}}
+            for _, row, j in news:
+                known[row], said[row] = j + 1, text_of(lines[row][: j + 1])
+                yield RowEvent(row, lines[row][j], said[row], False)
             # Of an open row every step up to now has written a token.
             now = int(decoded.steps[place]) - grid.start(np.arange(strategy.rows), batch.delay)
             for row in np.flatnonzero((decoded.lengths[place] < now) & ~ended & (known > 0)).tolist():
