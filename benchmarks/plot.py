@@ -131,7 +131,7 @@ def draw_quality(results: list[dict[str, Any]], path: str) -> None:
     axes.set_xscale("log")
     least, most = (f(r["milliseconds"] for r in results) for f in (min, max))
     axes.set_xlim(least / 1.5, most * 1.5)
-    axes.set_ylim(0, 1.25 * max(r["score"] for r in results))  # from zero: small differences look small
+    axes.set_ylim(0, 1.25 * max(r["score"] for r in results) or 1)  # from zero: small differences look small
     axes.set_xlabel("milliseconds a document", fontsize=9)
     axes.set_ylabel(results[0]["metric"], fontsize=9)
     axes.tick_params(labelsize=8)

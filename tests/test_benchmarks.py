@@ -128,7 +128,7 @@ def test_the_command(tmp_path, capsys):
         with pytest.raises(UserError, match=words):
             decode.main(["--model", "tiny", *flags])
     (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(UserError, match=r"not what benchmarks\.decode writes"):
+    with pytest.raises(UserError, match=r"not what benchmarks\.decode or experiments\.rounding writes"):
         plot.main([str(tmp_path / "bad.json"), "--output", str(tmp_path / "x.svg")])
 
 

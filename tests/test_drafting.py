@@ -376,9 +376,9 @@ def test_records_are_those_without_drafts(strategy, draft, tmp_path):
     """In the product's own sizes, from sources of many lengths, on several devices; compiled ahead, too."""
     config = Config(
         model=MODEL,
-        grid=GridConfig(delay=2, time_max=30, sub_max=7),
+        grid=GridConfig(delay=2, time_max=20, sub_max=4),
         train=TrainConfig(objective=strategy),
-        decode=DecodeConfig(max_length=40, batch_size=4),
+        decode=DecodeConfig(max_length=30, batch_size=2),
     )
     params = oracle.random_params(MODEL, np.random.default_rng(5))
     rng = np.random.default_rng(6)
