@@ -31,7 +31,7 @@ NAMES = {
     "ct2-fp32": "CTranslate2",
     "ct2-int8": "CTranslate2 int8",
 }
-MARKERS = {"float32": "o", "bfloat16": "s", "int8": "^"}
+MARKERS = {"float32": ("o", 8), "bfloat16": ("s", -14), "int8": ("^", 8)}  # and how far above it its name stands
 PANELS = 2  # beside each other
 
 
@@ -125,15 +125,19 @@ def draw_quality(results: list[dict[str, Any]], path: str) -> None:
         mine = [r for r in results if r["strategy"] == decoder]
         axes.plot([r["milliseconds"] for r in mine], [r["score"] for r in mine], color=colour, lw=0.8, label=decoder)
         for r in mine:
-            marker, place = MARKERS[r["weights"]], (r["milliseconds"], r["score"])
+            (marker, above), place = MARKERS[r["weights"]], (r["milliseconds"], r["score"])
             axes.plot(*place, marker, color=colour, markersize=6)
-            axes.annotate(r["weights"], place, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8)
+            axes.annotate(r["weights"], place, xytext=(0, above), textcoords="offset points", ha="center", fontsize=8)
     axes.set_xscale("log")
     least, most = (f(r["milliseconds"] for r in results) for f in (min, max))
     axes.set_xlim(least / 1.5, most * 1.5)
+    digits = 10.0 ** np.arange(-3, 9)
+    marks = [x for x in np.outer(digits, (1, 2, 5)).ravel() if least / 1.5 <= x <= most * 1.5]
+    axes.set_xticks(marks, [f"{x:g}" for x in marks])
+    axes.minorticks_off()
     axes.set_ylim(0, 1.25 * max(r["score"] for r in results) or 1)  # from zero: small differences look small
     axes.set_xlabel("milliseconds a document", fontsize=9)
-    axes.set_ylabel(results[0]["metric"], fontsize=9)
+    axes.set_ylabel(results[0]["metric"].replace("_", " ").replace("f1", "F1"), fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(color="#e5e5e5", lw=0.6)
     axes.legend(fontsize=8, loc="lower center", ncols=len(decoders), frameon=False)
