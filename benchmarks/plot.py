@@ -148,8 +148,10 @@ def draw_quality(results: list[dict[str, Any]], path: str) -> None:
 
 def opened() -> Any:
     """matplotlib's pyplot, without a window; the same results give the same file."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("matplotlib: found none; expected it (make venv-bench)") from error
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "pipejax"
     from matplotlib import pyplot

@@ -5,7 +5,8 @@
 Decodes the test split of a checkpoint's task once with each kind of weights, one document at a time. "Equal" is the
 percentage of documents with the rows of float32, token for token; the log-probability is the mean over all tokens that
 were written, by the rounded model itself; the time is the median of a document, encoded, decoded and made a text. It
-is measured in a second run, without log-probabilities. `python -m benchmarks.plot OUT ...` draws score against time.
+is measured in a second run, without log-probabilities. `python -m benchmarks.plot OUT ... --output FILE.svg`, after
+`make venv-bench`, draws score against time.
 """
 
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 from benchmarks.systems import machine, save, use_threads
 from pipejax import config as config_lib
 from pipejax import metrics
-from pipejax.data import make_task
+from pipejax.data import TASKS, make_task
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Record
 from pipejax.inference.loading import load
@@ -40,7 +41,6 @@ def main(argv: Sequence[str]) -> int:
     use_threads(flags.threads)
     results: list[dict[str, Any]] = []
     plain: list[list[list[int]]] = []
-    print(f"{'weights':<10}{'score':>8}{'equal':>9}{'log-probability':>17}{'steps':>8}{'ms':>10}")
     for kind in KINDS:
         found, records = measured(flags, kind, scores=True)
         rows = [record["row_ids"] for record in records]
@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
                 "milliseconds": 1e3 * median(record["seconds"] for record in timed),
             }
         )
+        if kind == KINDS[0]:
+            print(f"{'weights':<10}{'score':>8}{'equal':>9}{'log-probability':>17}{'steps':>8}{'ms':>10}")
         print(line(results[-1]), flush=True)
     if flags.json:
         command = "python -m experiments.rounding " + " ".join(argv)
@@ -70,11 +72,17 @@ def measured(flags: Any, kind: str, *, scores: bool) -> tuple[dict[str, Any], li
     """The evaluation with weights of that kind, and its records."""
     overrides = [f"decode.weights={kind}", f"decode.scores={str(scores).lower()}"]
     generator = load(flags.checkpoint, best=flags.best, overrides=overrides)
-    if flags.test:
-        generator.config = config_lib.override(generator.config, [f"data.test={flags.test}"])
+    data = generator.config.data
+    if flags.test:  # scored as the checkpoint's own task is
+        metric = data.metric or (make_task(data).metric if data.task in TASKS else "")
+        task = data.task if data.task == "csv" else "jsonl"
+        own = [f"data.task={task}", f"data.test={flags.test}", f"data.metric={metric}"]
+        generator.config = config_lib.override(generator.config, own)
+    elif data.task in ("jsonl", "csv", "none") and not data.test:
+        raise UserError("--test: found none; expected a file, as the checkpoint names no test split")
     examples = make_task(generator.config.data).examples("test")[: flags.limit]
     if not len(examples):
-        raise UserError("--test: found no documents; expected some")
+        raise UserError("--test: found no documents in it; expected some")
     progress = Progress(f"{kind}{'' if scores else ', timed'}", len(examples), unit="document")
     found = evaluate(generator, examples, batch_size=1, tick=progress.add)
     progress.close()

@@ -24,7 +24,7 @@ from pipejax.model.parameters import mapping
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 
-SIZES = ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
+SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="python -m experiments.widened", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--output", required=True, metavar="DIR", help="where the larger one goes")
-    parser.add_argument("--model", default="base", metavar="NAME", help=f"its size, of {', '.join(ARCHITECTURES)}")
+    parser.add_argument("--model", default="base", metavar="NAME", help=f"whose sizes, of {', '.join(ARCHITECTURES)}")
     parser.add_argument("--only-vocabulary", action="store_true", help="nothing else grows: for a T5 that drafts")
     flags = parser.parse_args(argv)
     restored = checkpoint.open_run(flags.checkpoint, best=flags.best)
@@ -83,12 +83,19 @@ def widened(params: Any, small: T5Config, large: T5Config) -> Any:
                 held = held * (small.d_model / large.d_model) ** 0.5
             if path == "decoder/norm/scale" and large.scale_head:  # what follows is divided by the root of the width
                 held = held * (large.d_model / small.d_model) ** 0.5
-            made[tuple(slice(n) for n in held.shape)] = held
+            held, view = _heads_apart(held, axes, small), _heads_apart(made, axes, large)
+            view[tuple(slice(n) for n in held.shape)] = held
             if "V" in axes:
                 rows = made if axes[0] == "V" else made.T
                 rows[small.vocab_size :] = rows[small.pad_token_id]
         found[path] = made
     return unflatten_dict(found, sep="/")
+
+
+def _heads_apart(x: np.ndarray, axes: str, model: T5Config) -> np.ndarray:
+    """A view with two axes, heads and their width, in the place of "I"."""
+    parts = ((model.num_heads, model.d_kv) if axis == "I" else (n,) for axis, n in zip(axes, x.shape, strict=True))
+    return x.reshape([n for part in parts for n in part])
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ def test_batches_change_no_score(run, tmp_path):
         (["--json", "/nowhere/out.json"], r"--json /nowhere/out\.json: found no directory /nowhere; expected one"),
         (["--predictions", "/"], r"--predictions /: found a directory; expected a file"),
         (["--task", "jsonl", "--set", "data.test=/nowhere.jsonl"], r"/nowhere\.jsonl: no such file"),
+        (["--set", "data.test=/nowhere.jsonl"], r"data\.test: found a file; expected none, as demo has its own"),
     ],
 )
 def test_refusals(run, flags, message):

@@ -217,7 +217,7 @@ def test_what_fewer_bytes_cost_is_what_decoding_both_ways_says(original, tmp_pat
     texts = [demo.examples("test")[i].source for i in range(5)]
     lines = [json.dumps({"id": str(i), "source": text, "targets": ["a"]}) + "\n" for i, text in enumerate(texts)]
     (tmp_path / "test.jsonl").write_text("".join(lines))
-    as_lines = change(CONFIG, data={"task": "jsonl"})
+    as_lines = change(CONFIG, data={"task": "demo"})  # whose own split is another one
     files = original / "tokenizer"
     checkpoint.save_params(tmp_path / "run", as_lines, random_params(MODEL), tokenizer_source=files)
     flags = ["--checkpoint", str(tmp_path / "run"), "--test", str(tmp_path / "test.jsonl")]
@@ -239,3 +239,5 @@ def test_what_fewer_bytes_cost_is_what_decoding_both_ways_says(original, tmp_pat
     (tmp_path / "test.jsonl").write_text("")
     with pytest.raises(UserError, match="found no"):
         rounding.main(flags)
+    with pytest.raises(UserError, match=r"^--test: found none; expected a file"):
+        rounding.main(["--checkpoint", str(original)])

@@ -12,7 +12,8 @@ from pipejax.system.errors import UserError
 from support import oracle
 
 SMALL = T5Config(vocab_size=11, d_model=12, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2)
-LARGER = {"vocab_size": 20, "d_model": 40, "d_ff": 24, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 4}
+LARGER = {"vocab_size": 20, "d_model": 40, "d_kv": 6, "d_ff": 24, "num_heads": 3}
+LARGER |= {"num_layers": 2, "num_decoder_layers": 4}
 GATED = {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False}
 
 

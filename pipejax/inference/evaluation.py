@@ -171,6 +171,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
         )
+    if data.task not in ("jsonl", "csv") and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
+        raise UserError(f"data.{flags.split}: found a file; expected none, as {data.task} has its own, or --task jsonl")
     task = make_task(data)
     metrics.require(data.metric or task.metric)
     examples = task.examples(flags.split)[: flags.limit]

@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="sources to measure on, not to learn from (default: a tenth, 512 at the most)",
     )
-    parser.add_overrides("override a setting of grid, decode, train or mesh, or data.separator (repeatable)")
+    parser.add_overrides(
+        "override a setting of grid, decode, train or mesh, or one of data that docs/teaching.md names (repeatable)"
+    )
     flags = parser.parse_args(argv)
 
     from pipejax.inference import records
