@@ -39,12 +39,12 @@ def main(argv: Sequence[str]) -> int:
     cli.check_output("--json", flags.json)
     weights = names_of("--weights", flags.weights, WEIGHTS)
     use_threads(flags.threads)
+    given = [x for _, x in itertools.islice(read_records(flags.input), flags.documents)]
+    if not given:
+        raise UserError(f"--input {flags.input}: found no lines; expected sources")
     results = []
     for held in weights:
         generator = load(flags.checkpoint, best=flags.best, overrides=[f"decode.weights={held}"])
-        given = [x for _, x in itertools.islice(read_records(flags.input), flags.documents)]
-        if not given:
-            raise UserError(f"--input {flags.input}: found no lines; expected sources")
         results.append({"weights": held, **measured(generator, given, flags.rounds)})
         print(line(results[-1]), flush=True)
     if flags.json:

@@ -18,8 +18,9 @@ from benchmarks.systems import machine, save, use_threads
 from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.data import TASKS, make_task
+from pipejax.data.examples import Example
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import Record
+from pipejax.inference.generator import Generator, Record
 from pipejax.inference.loading import load
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -42,11 +43,15 @@ def main(argv: Sequence[str]) -> int:
     results: list[dict[str, Any]] = []
     plain: list[list[list[int]]] = []
     for kind in KINDS:
-        found, records = measured(flags, kind, scores=True)
+        generator = opened(flags, kind)
+        examples = make_task(generator.config.data).examples("test")[: flags.limit]
+        if not len(examples):
+            raise UserError("--test: found no documents in it; expected some")
+        found, records = measured(generator, examples, kind, scores=True)
         rows = [record["row_ids"] for record in records]
         plain = plain or rows
         tokens = [x for record in records for row in record["log_probs"] for x in row]
-        _, timed = measured(flags, kind, scores=False)
+        _, timed = measured(generator, examples, f"{kind}, timed", scores=False)
         results.append(
             {
                 "weights": kind,
@@ -68,10 +73,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measured(flags: Any, kind: str, *, scores: bool) -> tuple[dict[str, Any], list[Record]]:
-    """The evaluation with weights of that kind, and its records."""
-    overrides = [f"decode.weights={kind}", f"decode.scores={str(scores).lower()}"]
-    generator = load(flags.checkpoint, best=flags.best, overrides=overrides)
+def opened(flags: Any, kind: str) -> Generator:
+    """The checkpoint with weights of that kind, and with the documents that are to be decoded in its config."""
+    generator = load(flags.checkpoint, best=flags.best, overrides=[f"decode.weights={kind}"])
     data = generator.config.data
     if flags.test:  # scored as the checkpoint's own task is
         metric = data.metric or (make_task(data).metric if data.task in TASKS else "")
@@ -80,10 +84,15 @@ def measured(flags: Any, kind: str, *, scores: bool) -> tuple[dict[str, Any], li
         generator.config = config_lib.override(generator.config, own)
     elif data.task in ("jsonl", "csv", "none") and not data.test:
         raise UserError("--test: found none; expected a file, as the checkpoint names no test split")
-    examples = make_task(generator.config.data).examples("test")[: flags.limit]
-    if not len(examples):
-        raise UserError("--test: found no documents in it; expected some")
-    progress = Progress(f"{kind}{'' if scores else ', timed'}", len(examples), unit="document")
+    return generator
+
+
+def measured(
+    generator: Generator, examples: Sequence[Example], name: str, *, scores: bool
+) -> tuple[dict[str, Any], list[Record]]:
+    """The evaluation, with log-probabilities or without, and its records."""
+    generator.config = config_lib.override(generator.config, [f"decode.scores={str(scores).lower()}"])
+    progress = Progress(name, len(examples), unit="document")
     found = evaluate(generator, examples, batch_size=1, tick=progress.add)
     progress.close()
     return found
