@@ -14,9 +14,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipejax import checkpoint
+from pipejax.data.growing import Growing
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving import app, asked, command
-from pipejax.inference.serving.written import Growing, Writing
+from pipejax.inference.serving.written import Writing
 from pipejax.inference.sources import Source
 from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError

@@ -52,6 +52,18 @@ def test_events_add_up_to_the_record(strategy):
             assert ended == {*rows}
 
 
+def test_an_event_says_the_text_of_its_row_so_far(tokenizer):
+    made = generator()
+    made.tokenizer = tokenizer
+    for ids in texts(6):
+        *events, record = made.stream_rows(ids)
+        rows = {}
+        for event in events:
+            rows.setdefault(event.row, []).extend([] if event.done else [event.token])
+            assert event.text == tokenizer.decode(rows[event.row])
+        assert rows and [rows[i] for i in sorted(rows)] == [row for row in record["row_ids"] if row]
+
+
 def test_what_a_stream_does_not_have_is_refused():
     for setting, key in (({"draft": "source"}, "draft"), ({"limit": "source"}, "limit")):
         with pytest.raises(UserError, match=f"decode.{key}"):

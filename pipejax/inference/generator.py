@@ -148,8 +148,7 @@ class Generator:
             )
         seed = wishes.seed_of(source, config.seed)
         choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
-        decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
-        for event in streaming.events(self._streams[strategy], self.ids_of(source), choice, decode):
+        for event in streaming.events(self._streams[strategy], self.ids_of(source), choice, self.tokenizer):
             if isinstance(event, RowEvent):
                 yield event
             else:

@@ -2,13 +2,16 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import jax
 import numpy as np
 
 from pipejax import grid
+from pipejax.data.growing import Growing
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded
 from pipejax.inference.running_batch import Choice, RunningBatch
 
@@ -18,12 +21,12 @@ class RowEvent(NamedTuple):
 
     row: int
     token: int
-    text: str | None  # of the row so far; None without a tokenizer
+    text: str | None  # of the row so far, without half a character; None without a tokenizer
     done: bool  # whether the row has ended; then the token is its eos
 
 
 def events(
-    batch: RunningBatch, ids: Sequence[int], choice: Choice, text_of: Callable[[list[int]], str | None]
+    batch: RunningBatch, ids: Sequence[int], choice: Choice, tokenizer: Tokenizer | None
 ) -> Iterator[RowEvent | Decoded]:
     """Yields what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
 
@@ -31,25 +34,26 @@ def events(
       batch: with a free place.
       ids: of the source.
       choice: how tokens are chosen.
-      text_of: the text of token ids.
+      tokenizer: of the model, if it has one.
     """
     strategy: Any = batch.strategy
     place = batch.add(ids, choice)
     known, ended, over = np.zeros(strategy.rows, np.int64), np.zeros(strategy.rows, bool), False
-    said: dict[int, str | None] = {}  # by row, its text so far
+    growing, said = defaultdict[int, Growing](lambda: Growing(tokenizer)), defaultdict[int, str](str)  # by row
     try:
         while not over:
             decoded, done = batch.advance()
             over, news = bool(done[place]), batch.news(decoded, place, known)
-            lines = {row: decoded.tokens[place, row].tolist() for row in {row for _, row, _ in news}}
             for _, row, j in news:
-                known[row], said[row] = j + 1, text_of(lines[row][: j + 1])
-                yield RowEvent(row, lines[row][j], said[row], False)
+                known[row], token = j + 1, int(decoded.tokens[place, row, j])
+                said[row] += growing[row].add(token)
+                yield RowEvent(row, token, said[row] if tokenizer else None, False)
             # Of an open row every step up to now has written a token.
             now = int(decoded.steps[place]) - grid.start(np.arange(strategy.rows), batch.delay)
             for row in np.flatnonzero((decoded.lengths[place] < now) & ~ended & (known > 0)).tolist():
                 ended[row] = True
-                yield RowEvent(row, strategy.eos, said[row], True)
+                said[row] += growing[row].rest()
+                yield RowEvent(row, strategy.eos, said[row] if tokenizer else None, True)
     finally:
         batch.drop(place)
     only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)

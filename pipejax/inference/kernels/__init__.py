@@ -205,4 +205,5 @@ def panels(matrix: Array) -> Array:
 
 def rows(matrix: Array, which: Array) -> Array:
     """Some of the rows [N, I] of a matrix in panels; `which`: i32 [N]."""
+    which = which.astype("uint32")  # XLA divides anew for each number of a row, and of these a division is a shift
     return matrix[which // PANEL, :, which % PANEL].reshape(len(which), -1)
