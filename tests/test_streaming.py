@@ -64,12 +64,32 @@ def test_an_event_says_the_text_of_its_row_so_far(tokenizer):
         assert rows and [rows[i] for i in sorted(rows)] == [row for row in record["row_ids"] if row]
 
 
-def test_what_a_stream_does_not_have_is_refused():
+def test_what_a_stream_does_not_have_is_refused_before_anything_is_shown(tmp_path, capsys):
     for setting, key in (({"draft": "source"}, "draft"), ({"limit": "source"}, "limit")):
         with pytest.raises(UserError, match=f"decode.{key}"):
             list(generator(**setting).stream_rows([3, 1]))
+        (tmp_path / "in.jsonl").write_text('{"source_ids": [3, 1]}\n')
+        with pytest.raises(UserError, match=f"decode.{key}"):
+            decode_file(
+                generator(**setting),
+                str(tmp_path / "in.jsonl"),
+                str(tmp_path / "out"),
+                strategy=None,
+                batch_size=None,
+                live=True,
+            )
+        assert not (tmp_path / "out").exists() and "0:" not in capsys.readouterr().err
     with pytest.raises(UserError, match="row_prefixes"):
         list(generator().stream_rows({"source_ids": [3, 1], "row_prefixes": [[4]]}))
+
+
+def test_samples_are_headed_apart(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "source_ids": [3, 1]}\n')
+    made = generator(samples=2, temperature=1.0)
+    source, target = str(tmp_path / "in.jsonl"), str(tmp_path / "out")
+    decode_file(made, source, target, strategy=None, batch_size=None, live=True)
+    headed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("a")]
+    assert headed == ["a, sample 0:", "a, sample 1:"]
 
 
 class Terminal(io.StringIO):

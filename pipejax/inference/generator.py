@@ -135,13 +135,17 @@ class Generator:
         yield from self.stream_source(self.source(given, "the source", 0), strategy or self.default_strategy)
 
     def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
-        """As `stream_rows`, of a checked source."""
+        """As `stream_rows`, of a checked source; what a stream does not have is refused at once."""
         config, made = self.config.decode, self.make_strategy(strategy)
         if not isinstance(made, Pipelined | Sequential) or config.limit != "none":
             key = "draft" if isinstance(made, Drafted) else "limit" if config.limit != "none" else "beams"
             raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
         if source.prefixes or source.max_rows is not None:
             raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
+        return self._streamed(source, strategy, made)
+
+    def _streamed(self, source: Source, strategy: str, made: Pipelined | Sequential) -> Iterator[RowEvent | Record]:
+        config = self.config.decode
         if strategy not in self._streams:
             self._streams[strategy] = RunningBatch(
                 self.programs, made, 1, forced=wishes.forced_of(self.rows_of(source, strategy), made)

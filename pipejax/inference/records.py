@@ -262,8 +262,10 @@ def _shown(generator: Generator, sources: Iterable[Source], strategy: str, repor
     """Decodes one source after the other, shows its rows as they are written, and yields its record."""
     report.compiles_within = True
     for source in sources:
-        begun, screen = time.perf_counter(), Screen(f"{source.id}:")
-        for event in generator.stream_source(source, strategy):
+        begun, events = time.perf_counter(), generator.stream_source(source, strategy)
+        several = generator.config.decode.samples > 1
+        screen = Screen(f"{source.id}, sample {source.sample}:" if several else f"{source.id}:")
+        for event in events:
             if isinstance(event, RowEvent):
                 screen.show(event)
             else:
