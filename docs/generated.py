@@ -23,16 +23,13 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+from benchmarks import plot
 from pipejax.config import schema
 
 SYSTEMS = {
-    "pipejax-pipelined": "pipelined",
-    "pipejax-sequential": "sequential",
+    **plot.NAMES,
     "pipejax-pipelined-40-rows": "pipelined, a grid of 40 rows",
     "pipejax-dense": "the whole grid",
-    "hf": "Hugging Face",
-    "ct2-fp32": "CTranslate2",
-    "ct2-int8": "CTranslate2 int8",
 }
 
 
