@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.systems import machine, save, use_threads
 from pipejax import config as config_lib
 from pipejax import metrics
-from pipejax.data import TASKS, make_task
+from pipejax.data import OWN_FILES, TASKS, make_task
 from pipejax.data.examples import Example
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Generator, Record
@@ -42,9 +42,10 @@ def main(argv: Sequence[str]) -> int:
     use_threads(flags.threads)
     results: list[dict[str, Any]] = []
     plain: list[list[list[int]]] = []
+    examples: Sequence[Example] = ()
     for kind in KINDS:
         generator = opened(flags, kind)
-        examples = make_task(generator.config.data).examples("test")[: flags.limit]
+        examples = examples or make_task(generator.config.data).examples("test")[: flags.limit]
         if not len(examples):
             raise UserError("--test: found no documents in it; expected some")
         found, records = measured(generator, examples, kind, scores=True)
@@ -82,7 +83,7 @@ def opened(flags: Any, kind: str) -> Generator:
         task = data.task if data.task == "csv" else "jsonl"
         own = [f"data.task={task}", f"data.test={flags.test}", f"data.metric={metric}"]
         generator.config = config_lib.override(generator.config, own)
-    elif data.task in ("jsonl", "csv", "none") and not data.test:
+    elif data.task in (*OWN_FILES, "none") and not data.test:
         raise UserError("--test: found none; expected a file, as the checkpoint names no test split")
     return generator
 

@@ -13,7 +13,8 @@ PUBLISHED = {
     module.TASK.name: module.TASK
     for module in (msqa, kp20k, kptimes, wikihowqa, cnn_dailymail, pubmed, sumpubmed, wikihow)
 }
-TASKS = ("demo", "demo_long", "jsonl", "csv", *PUBLISHED)
+OWN_FILES = ("jsonl", "csv")  # tasks whose splits are files that the config names
+TASKS = ("demo", "demo_long", *OWN_FILES, *PUBLISHED)
 
 
 def make_task(config: DataConfig) -> Task:
@@ -22,7 +23,7 @@ def make_task(config: DataConfig) -> Task:
     Raises:
       UserError: no task has that name, or its settings contradict each other.
     """
-    if config.task in ("jsonl", "csv"):
+    if config.task in OWN_FILES:
         return FilesTask(config)
     if config.task in ("demo", "demo_long"):
         return DemoTask(long=config.task == "demo_long")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig
-from pipejax.data import PUBLISHED, TASKS, make_task
+from pipejax.data import OWN_FILES, PUBLISHED, TASKS, make_task
 from pipejax.data.statistics import measure, table
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
@@ -68,7 +68,7 @@ def _stats(flags: argparse.Namespace) -> int:
     examples = {split: found for split, found in examples.items() if len(found)}
     if not examples:
         wanted = f"split {flags.split!r}" if flags.split else "split"
-        files = flags.task in ("jsonl", "csv")
+        files = flags.task in OWN_FILES
         expected = f"a file, as in --set data.{flags.split or 'train'}=FILE" if files else "one"
         raise UserError(f"data.task: found no {wanted} of {flags.task} with an example in it; expected {expected}")
     tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else task.tokenizer()

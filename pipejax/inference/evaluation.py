@@ -17,7 +17,7 @@ import jax
 
 from pipejax import config as config_lib
 from pipejax import metrics
-from pipejax.data import make_task
+from pipejax.data import OWN_FILES, make_task
 from pipejax.data.examples import Example
 from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference.generator import Generator, Record, texts
@@ -167,11 +167,11 @@ def main(argv: Sequence[str]) -> int:
         ours = [f"data.task={flags.task}", "data.metric=", *ours]
     generator.config = config_lib.override(generator.config, ours)
     data = generator.config.data
-    if data.task in ("jsonl", "csv") and not getattr(data, flags.split):
+    if data.task in OWN_FILES and not getattr(data, flags.split):
         raise UserError(
             f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
         )
-    if data.task not in ("jsonl", "csv") and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
+    if data.task not in OWN_FILES and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
         raise UserError(f"data.{flags.split}: found a file; expected none, as {data.task} has its own, or --task jsonl")
     task = make_task(data)
     metrics.require(data.metric or task.metric)
