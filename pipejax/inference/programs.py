@@ -36,7 +36,7 @@ SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
 # Larger batches are slower on a CPU. Eight already share the reading of the weights, while attention is computed for
 # the example with the most live rows, and all steps for the one with the longest answer.
 CPU_BATCH = 8
-CACHE, READING_CACHED = 32e6, 1.5  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
+CACHE = 32e6  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
 
 
 def devices() -> list[jax.Device]:
@@ -111,7 +111,7 @@ def for_drafts(strategy: Drafted, platform: str, weights: Weights, backend: Back
     one_row = (1, 2, 4) if strategy.grid.rows == 1 else ()
     held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
     cached = sum(x.nbytes for x in held) < CACHE
-    reading = READING_CACHED if cached else getattr(backend.reading, held[-1].dtype.name)
+    reading = backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
     if backend.skips_fillers:  # sizes differ in small things only, and each is one more loop
         return dataclasses.replace(strategy, queries=() if one_row else QUERIES, fixed=reading, rounded=False)
     return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=reading)

@@ -72,32 +72,50 @@ struct Cache {
     std::copy(value, value + width, values + slot * width);
   }
 
-  // What a query finds in the first `used` slots. `scores`: their bias, with room for whole lanes.
-  void Attend(const float* query, float* scores, int64_t used, float* found) const {
-    int64_t c = 0;
-    for (; c + kTogether * kLanes <= used; c += kTogether * kLanes) Add<kTogether>(width, query, keys + c, slots, scores + c);
-    for (; c + kLanes <= used; c += kLanes) Add<1>(width, query, keys + c, slots, scores + c);
-    for (; c < used; ++c)
-      for (int64_t k = 0; k < width; ++k) scores[c] += query[k] * keys[k * slots + c];
-    const float share = Softmax(scores, used);
-    std::fill(found, found + width, 0.0f);
-    int64_t k = 0;
-    for (; k + kTogether * kLanes <= width; k += kTogether * kLanes) Add<kTogether>(used, scores, values + k, width, found + k);
-    for (; k < width; k += kLanes) Add<1>(used, scores, values + k, width, found + k);
-    for (k = 0; k < width; k += kLanes) Store(found + k, Load(found + k) * share);
+  // What so many queries, one or two, find in the first `used` slots. `scores`: for each their bias, with room for whole
+  // lanes.
+  template <int Queries>
+  void Attend(const float* query, int64_t apart, float* scores, int64_t room, int64_t used, float* found,
+              int64_t found_apart) const {
+    // Of lanes past `used` softmax asks nothing.
+    const int64_t vectors = std::min((used + kLanes - 1) / kLanes, slots / kLanes);
+    Add<Queries>(width, query, apart, keys, slots, vectors, scores, room);
+    for (int64_t c = vectors * kLanes; c < used; ++c)
+      for (int q = 0; q < Queries; ++q)
+        for (int64_t k = 0; k < width; ++k) scores[q * room + c] += query[q * apart + k] * keys[k * slots + c];
+    float share[Queries];
+    for (int q = 0; q < Queries; ++q) {
+      share[q] = Softmax(scores + q * room, used);
+      std::fill(found + q * found_apart, found + q * found_apart + width, 0.0f);
+    }
+    Add<Queries>(used, scores, room, values, width, width / kLanes, found, found_apart);
+    for (int q = 0; q < Queries; ++q)
+      for (float* at = found + q * found_apart; at < found + q * found_apart + width; at += kLanes) Store(at, Load(at) * share[q]);
   }
 
  private:
-  static constexpr int kTogether = 4;  // sums; a single one would wait for itself
+  static constexpr int kTogether = kLanes == 16 ? 8 : 4;  // sums; a single one would wait for itself
 
-  // sums += x of so many numbers times rows, N registers of each.
-  template <int N>
-  static void Add(int64_t count, const float* x, const float* rows, int64_t stride, float* sums) {
-    Lanes sum[N];
-    for (int n = 0; n < N; ++n) sum[n] = Load(sums + n * kLanes);
-    for (int64_t i = 0; i < count; ++i, rows += stride)
-      for (int n = 0; n < N; ++n) sum[n] += x[i] * Load(rows + n * kLanes);
-    for (int n = 0; n < N; ++n) Store(sums + n * kLanes, sum[n]);
+  // For each query, sums += x of so many numbers times rows of so many registers.
+  template <int Queries>
+  static void Add(int64_t count, const float* x, int64_t apart, const float* rows, int64_t stride, int64_t vectors,
+                  float* sums, int64_t sums_apart) {
+    constexpr int kMost = kTogether / Queries;
+    for (int64_t v = 0; v < vectors; v += kMost)
+      WithConstant<kMost>(std::min<int64_t>(kMost, vectors - v), [&](auto n) {
+        constexpr int kRegisters = decltype(n)::value;
+        Lanes sum[Queries][kRegisters];
+        const float* row = rows + v * kLanes;
+        for (int q = 0; q < Queries; ++q)
+          for (int r = 0; r < kRegisters; ++r) sum[q][r] = Load(sums + q * sums_apart + (v + r) * kLanes);
+        for (int64_t i = 0; i < count; ++i, row += stride)
+          for (int r = 0; r < kRegisters; ++r) {
+            const Lanes value = Load(row + r * kLanes);
+            for (int q = 0; q < Queries; ++q) sum[q][r] += x[q * apart + i] * value;
+          }
+        for (int q = 0; q < Queries; ++q)
+          for (int r = 0; r < kRegisters; ++r) Store(sums + q * sums_apart + (v + r) * kLanes, sum[q][r]);
+      });
   }
 };
 
@@ -106,7 +124,7 @@ struct Cache {
 template <typename Bias>
 void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries, int64_t stride, int64_t count,
                   int64_t seen, Bias bias, float* found, int64_t found_stride) {
-  thread_local std::vector<float> kept;
+  thread_local Floats32 kept;
   thread_local Digits split;
   const int64_t length = keys.Outputs(), width = values.Outputs();
   kept.resize(count * (length + 1));

@@ -11,6 +11,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <utility>
 #include <vector>
 #if defined(__AVX512F__) || defined(__AMX_TILE__)
 #include <immintrin.h>
@@ -37,6 +39,24 @@ inline Lanes Load(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
 inline void Store(float* y, const Lanes& value) { *reinterpret_cast<Lanes*>(y) = value; }
 inline Ints Bits(Lanes x) { Ints bits; std::memcpy(&bits, &x, sizeof x); return bits; }
 inline Lanes Floats(Ints x) { Lanes floats; std::memcpy(&floats, &x, sizeof x); return floats; }
+inline float Most(const Lanes& x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float most = x[0];
+  for (int i = 1; i < kLanes; ++i) most = std::max(most, x[i]);
+  return most;
+#endif
+}
+inline int32_t Sum(const Ints& x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_epi32((__m512i)x);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
 inline float Sum(const Lanes& x) { float sum = 0.0f; for (int i = 0; i < kLanes; ++i) sum += x[i]; return sum; }
 
 // The nearest whole numbers; |x| is below 2^22.
@@ -50,6 +70,27 @@ inline Ints Rounded(Lanes x) {
   const Ints bits = Bits(x);
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
+
+// Begins where a cache line does, or each register that is loaded would take two. What becomes part of a vector by
+// `resize` is not cleared.
+template <typename T>
+struct Lines {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  Lines() = default;
+  template <typename U>
+  Lines(const Lines<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* at, size_t) { ::operator delete(at, kLine); }
+  template <typename U>
+  void construct(U*) {}
+  template <typename U, typename... Given>
+  void construct(U* at, Given&&... given) { ::new (at) U(std::forward<Given>(given)...); }
+  bool operator==(const Lines&) const { return true; }
+  bool operator!=(const Lines&) const { return false; }
+};
+using Floats32 = std::vector<float, Lines<float>>;
+using Ints32 = std::vector<int32_t, Lines<int32_t>>;
 
 enum Kind { kFloat32, kBfloat16, kInt8 };
 template <Kind K>
@@ -114,7 +155,7 @@ class Digits {
   int Count() const { return digits_; }
   const int32_t* Row(int64_t column, int digit) const { return rows_.data() + (digits_ * column + digit) * length_; }
   int64_t RowBytes() const { return length_ * sizeof(int32_t); }
-  float Scale(int64_t column) const { return scale_[column]; }
+  const float* Scales(int64_t column) const { return scale_.data() + column; }
   int32_t SumOf(int64_t column, int digit) const { return sums_[digits_ * column + digit]; }
   const Outlier* Outliers(int64_t column) const { return outliers_.data() + column * most_; }
   int64_t OutlierCount(int64_t column) const { return count_[column]; }
@@ -140,8 +181,7 @@ class Digits {
     Lanes most = {}, bad = {};
     for (int64_t i = 0; i < whole; i += kLanes) Measure(Load(x + i), most, bad);
     Measure(Load(rest), most, bad);
-    float largest = 0.0f;
-    for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+    const float largest = Most(most);
     scale_[column] = largest / kMost + Sum(bad);
     const float by = largest < kLeast ? 0.0f : kMost / largest;
     Ints sum_hi = {}, sum_lo = {};
@@ -153,9 +193,7 @@ class Digits {
     };
     for (int64_t i = 0; i < whole; i += kLanes) put(i, Load(x + i));
     if (whole < inputs_) put(whole, Load(rest));
-    int32_t hi = 0, lo = 0;
-    for (int lane = 0; lane < kLanes; ++lane) hi += sum_hi[lane], lo += sum_lo[lane];
-    sums_[2 * column] = hi, sums_[2 * column + 1] = lo;
+    sums_[2 * column] = Sum(sum_hi), sums_[2 * column + 1] = Sum(sum_lo);
   }
 
 #ifdef __AVX512VNNI__
@@ -172,7 +210,7 @@ class Digits {
     for (int64_t i = 0; i < whole; i += kLanes) Measure(Load(x + i), most[i / kLanes % 4], bad);
     Measure(Load(rest), most[whole / kLanes % 4], bad);
     const Lanes both = most[0] > most[1] ? most[0] : most[1], others = most[2] > most[3] ? most[2] : most[3];
-    const float largest = _mm512_reduce_max_ps((__m512)(both > others ? both : others));
+    const float largest = Most(both > others ? both : others);
     const float trouble = Sum(bad);
     if (trouble != 0.0f || largest < kLeast) {
       std::fill(row, row + 4 * length_, 0);
@@ -212,7 +250,7 @@ class Digits {
       if (!put(i, Load(x + i))) return false;
     if (whole < inputs_ && !put(whole, Load(rest))) return false;
     scale_[column] = range / 127.0f, count_[column] = count;
-    sums_[column] = _mm512_reduce_add_epi32((__m512i)sum);
+    sums_[column] = Sum(sum);
     return true;
   }
 #endif
@@ -233,7 +271,7 @@ class Digits {
   int digits_ = 2;
   int64_t inputs_ = 0, length_ = 0;  // numbers of a column; 32-bit groups of a row, a multiple of 16
   int64_t most_ = 0;                 // outliers of a column at the most
-  std::vector<int32_t> rows_;        // [columns, digits, length], padded with zeros
+  Ints32 rows_;                      // [columns, digits, length], padded with zeros
   std::vector<float> scale_;         // [columns] of int8
   std::vector<int32_t> sums_;        // [columns, digits] of int8; of one digit outliers' other one as well, times 256
   std::vector<Outlier> outliers_;    // [columns, most] of one int8

@@ -34,12 +34,18 @@ inline Total<K> Dot(Total<K> sum, Ints weights, Ints digits) {
   return sum;
 }
 
-// What the sums of a column's digits stand for.
+// What the sums of a column's digits stand for; `of_panel`: int8 weights' scales.
 template <Kind K, int D>
-inline Lanes Joined(const Total<K>* sums, const Matrix& w, int64_t panel, float scale) {
+inline Lanes Joined(const Total<K>* sums, Lanes of_panel, float scale) {
   Lanes found = __builtin_convertvector(sums[0], Lanes);
   if constexpr (D == 2) found = found * (K == kInt8 ? 256.0f : 1.0f) + __builtin_convertvector(sums[1], Lanes);
-  return K == kInt8 ? found * (scale * Load(w.scale + panel * kPanel)) : found;
+  return K == kInt8 ? found * (scale * of_panel) : found;
+}
+
+// The scales of a panel of int8 weights.
+template <Kind K>
+inline Lanes Scales(const Matrix& w, int64_t panel) {
+  return K == kInt8 ? Load(w.scale + panel * kPanel) : Lanes{};
 }
 
 constexpr int kDotSums = 24;  // of 32 registers
@@ -82,7 +88,7 @@ void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, c
     for (int p = 0; p < P; ++p) {
       if constexpr (K == kInt8)
         for (int d = 0; d < D; ++d) sum[p][c][d] -= 128 * x.SumOf(column + c, d);
-      y.Write((panel + p) * kPanel, column + c, Joined<K, D>(sum[p][c], w, panel + p, x.Scale(column + c)));
+      y.Write((panel + p) * kPanel, column + c, Joined<K, D>(sum[p][c], Scales<K>(w, panel + p), *x.Scales(column + c)));
     }
   }
 }
@@ -107,14 +113,17 @@ void DotPanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64
 
 #ifdef __AMX_TILE__
 
-// How the tiles lie that TileBlock uses: 0-3 sums, 4-5 weights, 6-7 digits of up to 8 columns.
+// How the tiles lie that TileBlock uses: 0-3 sums, 4-5 weights, 6-7 digits of up to 8 columns. A product takes as long
+// as its digits have rows, so of 9 to 16 columns the second block has no more than it needs.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, none[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  explicit TileShapes(int digits) {
-    for (int tile = 0; tile < 8; ++tile) bytes[tile] = 64, rows[tile] = tile == 4 || tile == 5 ? 16 : digits;
+  explicit TileShapes(int64_t columns) {
+    const int first = 2 * std::min<int64_t>(columns, 8), second = columns > 8 && columns < 16 ? 2 * (columns - 8) : first;
+    for (int tile = 0; tile < 8; ++tile)
+      bytes[tile] = 64, rows[tile] = tile == 4 || tile == 5 ? 16 : tile % 2 ? second : first;
   }
 };
 
@@ -153,11 +162,13 @@ void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, 
   if constexpr (B > 1) _tile_stored(1, sum[0][B - 1], 64);
   if constexpr (P > 1) _tile_stored(2, sum[P - 1][0], 64);
   if constexpr (P > 1 && B > 1) _tile_stored(3, sum[P - 1][B - 1], 64);
-  for (int p = 0; p < P; ++p)
-    for (int64_t c = 0; c < count; ++c) {
-      const Total<K>* found = sum[p][c / 8] + 2 * (c % 8);
-      y.Write((panel + p) * kPanel, column + c, Joined<K, 2>(found, w, panel + p, x.Scale(column + c)));
-    }
+  const Results results = y;  // a copy: what is written might be a part of it, as far as the compiler knows
+  const float* scale = x.Scales(column);
+  for (int p = 0; p < P; ++p) {
+    const Lanes scales = Scales<K>(w, panel + p);
+    for (int64_t c = 0; c < count; ++c)
+      results.Write((panel + p) * kPanel, column + c, Joined<K, 2>(sum[p][c / 8] + 2 * (c % 8), scales, scale[c]));
+  }
 }
 
 template <Kind K>
@@ -174,7 +185,7 @@ void TilePair(int64_t panel, int64_t to, const Matrix& w, const Digits& x, int64
 // `begin` is a multiple of 8.
 template <Kind K>
 void TilePanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
-  const TileShapes shapes(end <= 8 ? 2 * end : 16);
+  const TileShapes shapes(end - begin);
   _tile_loadconfig(&shapes);
   if (end - begin <= 32) {  // each weight is read once, from far away
     for (int64_t panel = from; panel < to; panel += 2)

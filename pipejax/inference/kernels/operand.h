@@ -24,7 +24,7 @@ class Operand {
     if (digits) digits_.Reserve(w.kind, digits, count, inputs);
     else floats_.resize(count * inputs);
     team.Run(count, std::max<int64_t>(1, 4096 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
-      thread_local std::vector<float> room;
+      thread_local Floats32 room;
       if (digits) room.resize(inputs);
       float* offered = digits ? room.data() : floats_.data() + c * inputs;
       const float* made = make(c, offered);
@@ -46,7 +46,7 @@ class Operand {
     const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size;
     peaks_.resize(parts * count_);
     Share(team, w, size, [&](int64_t from, int64_t to, int64_t begin, int64_t end) {
-      thread_local std::vector<float> found;
+      thread_local Floats32 found;
       const int64_t stride = (to - from) * kPanel;
       found.resize((end - begin) * stride);
       Multiply(from, to, w, begin, end, {found.data() - from * kPanel, stride});
@@ -116,7 +116,7 @@ class Operand {
   }
 
   int64_t count_ = 0, inputs_ = 0;
-  std::vector<float> floats_;
+  Floats32 floats_;
   Digits digits_;
   std::vector<std::pair<float, int32_t>> peaks_;  // [columns, tasks]
 };

@@ -23,7 +23,7 @@ struct Stack {
   int64_t count, size, inner, feed;
   float epsilon;
   int activation;  // 0: relu, 1: gelu, 2: silu; the latter two have a gate
-  std::vector<float>& x;
+  Floats32& x;
 
   // y = w * norm(x).
   void OfNormed(const float* scale, const Matrix& w, const Results& y) {
@@ -40,7 +40,7 @@ struct Stack {
   }
 
   // x += w * columns.
-  void Add(const Matrix& w, const std::vector<float>& columns) {
+  void Add(const Matrix& w, const Floats32& columns) {
     const int64_t inputs = w.Inputs();
     operand.Set(team, w, count, [&](int64_t c, float*) { return columns.data() + c * inputs; });
     operand.Times(team, w, {x.data(), size, kAdd});
@@ -61,12 +61,12 @@ struct Stack {
   }
 
   Operand& operand;
-  std::vector<float>& hidden;
+  Floats32& hidden;
 };
 
 // What a call needs room for; it keeps the room for the next.
 struct Rooms {
-  std::vector<float> x, projected, found, hidden, bias;
+  Floats32 x, projected, found, hidden, bias;
   std::vector<int64_t> columns, examples, places, asking;
   std::vector<int32_t> tokens;
   Operand operand;
@@ -154,15 +154,22 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
       const int64_t b = asking[task / heads], h = task % heads, i = b * heads + h, used = start[b] + queries;
       const Cache cache{static_cast<float*>(cached_keys.untyped_data()) + i * width * slots,
                         static_cast<float*>(cached_values.untyped_data()) + i * slots * width, slots, width};
-      thread_local std::vector<float> scores;
-      scores.resize(room);
+      thread_local Floats32 scores;
+      scores.resize(2 * room);
       const float* first = projected.data() + h * width;
       for (int64_t c = examples[b]; c < examples[b + 1]; ++c)
         cache.Put(start[b] + places[c] % queries, first + c * 3 * inner + inner, first + c * 3 * inner + 2 * inner);
-      for (int64_t c = examples[b]; c < examples[b + 1]; ++c) {
-        const float* bias = rooms.bias.data() + (c * heads + h) * room;
-        std::copy(bias, bias + used, scores.data());
-        cache.Attend(first + c * 3 * inner, scores.data(), used, rooms.found.data() + c * inner + h * width);
+      for (int64_t c = examples[b]; c < examples[b + 1];) {
+        const int64_t pair = std::min<int64_t>(2, examples[b + 1] - c), row = 3 * inner;
+        for (int64_t q = 0; q < pair; ++q) {
+          const float* bias = rooms.bias.data() + ((c + q) * heads + h) * room;
+          std::copy(bias, bias + used, scores.data() + q * room);
+        }
+        WithConstant<2>(pair, [&](auto count) {
+          cache.Attend<decltype(count)::value>(first + c * row, row, scores.data(), room, used,
+                                               rooms.found.data() + c * inner + h * width, inner);
+        });
+        c += pair;
       }
     });
     stack.Add(own.outwards, rooms.found);
@@ -248,7 +255,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
     projected.resize(count * row);
     stack.OfNormed(layer.norm, layer.inwards, {projected.data(), row});
     team.Run(batch * heads, 1, [&](int64_t i) {
-      thread_local std::vector<int32_t> packed;
+      thread_local Ints32 packed;
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
       const int64_t whole = (real + 2 * kPanel - 1) / (2 * kPanel) * 2 * kPanel;
       const float* queries = projected.data() + first[b] * row + h * width;
