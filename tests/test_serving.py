@@ -212,7 +212,9 @@ def test_pieces_of_a_row_are_its_text(tokenizer: Any) -> None:
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
-    def decode(self, ids: Any) -> str:
+    size = 256
+
+    def decode_known(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", "replace").strip()
 
 

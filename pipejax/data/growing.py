@@ -19,21 +19,21 @@ class Growing:
 
     def add(self, token: int) -> str:
         """What the token adds. Half a character waits for the other half."""
-        if self._tokenizer is None:
+        if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
             return ""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
+        text = self._tokenizer.decode_known(self._ids)
         if text.endswith("\ufffd") or not text.startswith(self._said):
             return ""
         added, self._said = text[len(self._said) :], text
         if len(self._ids) >= WINDOW:
-            later = self._tokenizer.decode(self._ids[WINDOW // 2 :])
+            later = self._tokenizer.decode_known(self._ids[WINDOW // 2 :])
             if later and text.endswith(later):
                 self._ids, self._said = self._ids[WINDOW // 2 :], later
         return added
 
     def rest(self) -> str:
         """What still waits when the row ends."""
-        text = self._tokenizer.decode(self._ids) if self._tokenizer and self._ids else ""
+        text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
         added, self._said = text[len(self._said) :], text
         return added

@@ -77,15 +77,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The stripped text of the ids, without special tokens and ids outside the vocabulary."""
-        known = ids if isinstance(ids, list) else [int(i) for i in ids]
-        if known and not 0 <= min(known) <= max(known) < self.size:  # a stream asks for each token: this costs less
-            known = [i for i in known if 0 <= i < self.size]
+        return self.decode_known([int(i) for i in ids if 0 <= i < self.size])
+
+    def decode_known(self, ids: list[int]) -> str:
+        """As `decode`, of ids of the vocabulary: a stream asks for each token, and to look at all of them costs time."""
         text: str
         if self._backend is not None:
-            text = self._backend.decode(known, skip_special_tokens=True)
+            text = self._backend.decode(ids, skip_special_tokens=True)
         else:
             with self._lock:
-                text = self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                text = self._inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.strip()
 
     def piece(self, number: int) -> str:

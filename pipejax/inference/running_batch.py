@@ -163,9 +163,10 @@ class RunningBatch:
         `known`: i32 [R], how many tokens of each row are.
         """
         lengths = decoded.lengths[place]
-        rows = np.flatnonzero(lengths > known).tolist()
+        rows = np.flatnonzero(lengths > known)
+        first, begin, end = (x[rows].tolist() for x in (grid.start(np.arange(len(known)), self.delay), known, lengths))
         return sorted(
-            (int(grid.start(i, self.delay)) + j, i, j) for i in rows for j in range(int(known[i]), int(lengths[i]))
+            (first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k])
         )
 
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:

@@ -44,9 +44,12 @@ def events(
         while not over:
             decoded, done = batch.advance()
             over, news = bool(done[place]), batch.news(decoded, place, known)
-            for _, row, j in news:
-                known[row], token = j + 1, int(decoded.tokens[place, row, j])
-                said[row] += growing[row].add(token)
+            known = np.maximum(known, decoded.lengths[place])
+            rows = [row for _, row, _ in news]
+            tokens: list[int] = decoded.tokens[place][rows, [j for _, _, j in news]].tolist()
+            for row, token in zip(rows, tokens, strict=True):
+                if tokenizer:
+                    said[row] += growing[row].add(token)
                 yield RowEvent(row, token, said[row] if tokenizer else None, False)
             # Of an open row every step up to now has written a token.
             now = int(decoded.steps[place]) - grid.start(np.arange(strategy.rows), batch.delay)
