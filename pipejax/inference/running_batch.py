@@ -165,9 +165,7 @@ class RunningBatch:
         lengths = decoded.lengths[place]
         rows = np.flatnonzero(lengths > known)
         first, begin, end = (x[rows].tolist() for x in (grid.start(np.arange(len(known)), self.delay), known, lengths))
-        return sorted(
-            (first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k])
-        )
+        return sorted((first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k]))
 
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """What is written, who is done, and how many steps it took."""
