@@ -80,7 +80,7 @@ class Tokenizer:
         return self.decode_known([int(i) for i in ids if 0 <= i < self.size])
 
     def decode_known(self, ids: list[int]) -> str:
-        """As `decode`, of ids of the vocabulary: a stream asks for each token, and to look at all of them costs time."""
+        """As `decode`, of ids of the vocabulary: a stream asks for each token, and to look at all costs time."""
         text: str
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=True)

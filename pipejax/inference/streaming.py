@@ -48,8 +48,7 @@ def events(
             rows = [row for _, row, _ in news]
             tokens: list[int] = decoded.tokens[place][rows, [j for _, _, j in news]].tolist()
             for row, token in zip(rows, tokens, strict=True):
-                if tokenizer:
-                    said[row] += growing[row].add(token)
+                said[row] += growing[row].add(token)
                 yield RowEvent(row, token, said[row] if tokenizer else None, False)
             # Of an open row every step up to now has written a token.
             now = int(decoded.steps[place]) - grid.start(np.arange(strategy.rows), batch.delay)

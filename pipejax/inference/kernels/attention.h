@@ -9,12 +9,12 @@ namespace pipejax {
 inline Lanes Exp(Lanes x) {
   x = x < -87.0f ? Lanes{} - 87.0f : x;
   const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
-  const Lanes n = (x * 1.44269504f + magic) - magic;
-  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  const Lanes n = Fma(x, 1.44269504f, magic) - magic;
+  const Lanes r = Fma(n, 2.12194440e-4f, Fma(n, -0.693359375f, x));
   Lanes sum = Lanes{} + 1.9875691500e-4f;
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    sum = sum * r + c;
-  sum = sum * r * r + r + 1.0f;
+    sum = Fma(sum, r, Lanes{} + c);
+  sum = Fma(sum * r, r, r) + 1.0f;
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
   return sum * Floats(power);
 }
@@ -44,7 +44,7 @@ inline float Softmax(float* scores, int64_t count) {
 // x / rms(x) * scale.
 inline void Norm(const float* x, const float* scale, float epsilon, int64_t size, float* normed) {
   Lanes squares = {};
-  for (int64_t i = 0; i < size; i += kLanes) squares += Load(x + i) * Load(x + i);
+  for (int64_t i = 0; i < size; i += kLanes) squares = Fma(Load(x + i), Load(x + i), squares);
   const float inverse = 1.0f / std::sqrt(Sum(squares) / size + epsilon);
   for (int64_t i = 0; i < size; i += kLanes) Store(normed + i, Load(x + i) * inverse * Load(scale + i));
 }
@@ -57,7 +57,7 @@ inline Lanes Silu(Lanes x) {
 
 // By its tanh approximation: x times the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3).
 inline Lanes Gelu(Lanes x) {
-  const Lanes inner = 1.5957691216f * (x + 0.044715f * x * x * x);
+  const Lanes inner = 1.5957691216f * Fma(0.044715f * x * x, x, x);
   const Lanes power = Exp(inner < 0.0f ? inner : -inner);
   return x * (inner < 0.0f ? power : Lanes{} + 1.0f) / (1.0f + power);
 }
@@ -82,7 +82,8 @@ struct Cache {
     Add<Queries>(width, query, apart, keys, slots, vectors, scores, room);
     for (int64_t c = vectors * kLanes; c < used; ++c)
       for (int q = 0; q < Queries; ++q)
-        for (int64_t k = 0; k < width; ++k) scores[q * room + c] += query[q * apart + k] * keys[k * slots + c];
+        for (int64_t k = 0; k < width; ++k)
+          scores[q * room + c] = Fma(query[q * apart + k], keys[k * slots + c], scores[q * room + c]);
     float share[Queries];
     for (int q = 0; q < Queries; ++q) {
       share[q] = Softmax(scores + q * room, used);
@@ -111,7 +112,7 @@ struct Cache {
         for (int64_t i = 0; i < count; ++i, row += stride)
           for (int r = 0; r < kRegisters; ++r) {
             const Lanes value = Load(row + r * kLanes);
-            for (int q = 0; q < Queries; ++q) sum[q][r] += x[q * apart + i] * value;
+            for (int q = 0; q < Queries; ++q) sum[q][r] = Fma(value, x[q * apart + i], sum[q][r]);
           }
         for (int q = 0; q < Queries; ++q)
           for (int r = 0; r < kRegisters; ++r) Store(sums + q * sums_apart + (v + r) * kLanes, sum[q][r]);

@@ -14,8 +14,10 @@
 #include <new>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__) || defined(__AMX_TILE__)
+#ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace pipejax {
@@ -39,6 +41,23 @@ inline Lanes Load(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
 inline void Store(float* y, const Lanes& value) { *reinterpret_cast<Lanes*>(y) = value; }
 inline Ints Bits(Lanes x) { Ints bits; std::memcpy(&bits, &x, sizeof x); return bits; }
 inline Lanes Floats(Ints x) { Lanes floats; std::memcpy(&floats, &x, sizeof x); return floats; }
+
+// x y + z, rounded once where the processor can. The compiler joins no others (-ffp-contract=off): it would here and not
+// there, and what a column's results are would depend on how many columns there are.
+inline Lanes Fma(Lanes x, Lanes y, Lanes z) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__) && defined(__AVX__)
+  return (Lanes)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Lanes)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+#else
+  return x * y + z;
+#endif
+}
+inline Lanes Fma(Lanes x, float y, Lanes z) { return Fma(x, Lanes{} + y, z); }
+inline float Fma(float x, float y, float z) { return Fma(Lanes{} + x, y, Lanes{} + z)[0]; }
+
 inline float Most(const Lanes& x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps((__m512)x);

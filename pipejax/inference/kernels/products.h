@@ -70,7 +70,7 @@ void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64
       Lanes weights[kAll];
       for (int p = 0; p < kAll; ++p) weights[p] = Widened<K>(groups[p / kParts][g * kParts + p % kParts], j);
       for (int c = 0; c < C; ++c)  // outside, lest all columns' numbers are kept in registers at once
-        for (int p = 0; p < kAll; ++p) sum[p][c] += weights[p] * x[c * stride];
+        for (int p = 0; p < kAll; ++p) sum[p][c] = Fma(weights[p], x[c * stride], sum[p][c]);
     }
   }
   for (int p = 0; p < kAll; ++p)
