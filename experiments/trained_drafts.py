@@ -4,10 +4,11 @@
     python -m experiments.trained_drafts --checkpoint runs/mine --input texts.jsonl --small runs/small \
         --drafts none,source,model --peers hf,hf+lookup,hf+assistant
 
-Each source is answered by each system in turn, one at a time, in several rounds; the first round, which compiles, does
-not count. Times are of whole answers, the encoder included. Ours pad sources as `pipejax decode` does; Hugging Face
-pads none. Drafts must not change an answer: if one does, that is an error. What Hugging Face writes is compared, and
-the share of equal answers told, since its sums are rounded otherwise. It takes sequential weights alone.
+The systems answer the same sources in turn, several sources a turn, one at a time, in several rounds; the first round,
+which compiles, does not count. Times are of whole answers, the encoder included. Ours pad sources as `pipejax decode`
+does; Hugging Face pads none. Drafts must not change an answer: if one does, that is an error. What Hugging Face writes
+is compared, and the share of equal answers told, since its sums are rounded otherwise. It takes sequential weights
+alone.
 """
 
 import itertools
@@ -115,6 +116,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--input", required=True, metavar="FILE", help='lines with a "source"')
     parser.add_argument("--documents", type=cli.whole(1), default=100, metavar="N", help="the first N (100)")
     parser.add_argument("--rounds", type=cli.whole(1), default=3, metavar="N")
+    parser.add_argument("--turn", type=cli.whole(1), default=10, metavar="N", help="sources a system's turn has (10)")
     parser.add_argument("--drafts", default=",".join(DRAFTS[:2]), metavar="NAME,...", help=f"of {', '.join(DRAFTS)}")
     parser.add_argument("--weights", default="float32", metavar="NAME,...", help="of float32, int8")
     parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench")
@@ -153,11 +155,11 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress("answering", len(sources) * (flags.rounds + 1), unit="source")
     for number in range(flags.rounds + 1):
         answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
-        for i, ids in enumerate(sources):
+        for i, turn in enumerate(sources[k : k + flags.turn] for k in range(0, len(sources), flags.turn)):
             for system in systems[i % len(systems) :] + systems[: i % len(systems)]:
                 settle()
-                answers[system.name].append(system.answer(ids))
-            progress.add(1)
+                answers[system.name] += [system.answer(ids) for ids in turn]
+            progress.add(len(turn))
         for name, mine in answers.items():
             found[name] += [mine] if number else []
     progress.close()

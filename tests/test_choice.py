@@ -21,7 +21,7 @@ from support.tiny import MORE_WORDS
 def asked(row, time):
     """A step of as many examples with one query each."""
     row, time = (jnp.asarray(x, jnp.int32)[:, None] for x in (row, time))
-    return Step(row[:, 0], None, None, None, None, row, time, None)
+    return Step(row[:, 0], None, None, None, None, row, time, None, None)
 
 
 def sampling(count, temperature=1.0, top_k=0, top_p=1.0, seed=None):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import platform
 import shutil
@@ -14,6 +13,7 @@ import pytest
 
 from pipejax.decoding import Pipelined, Step
 from pipejax.decoding.choice import first_argmax
+from pipejax.decoding.gathering import NOWHERE, Filled
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, fastest
 from pipejax.inference.weights import narrowed
@@ -22,10 +22,9 @@ from pipejax.model.quantization import quantize
 from pipejax.system import compile_cache, processor
 from pipejax.system.errors import UserError
 from support import oracle, quantised
+from support.kernel_models import HERE, SHAPES, WEIGHTS, laid_out, made
 from support.one_program import compiled
 from support.tiny import IN_BLOCKS
-
-HERE = [level.name for level in kernels.LEVELS if level.needs <= processor.features()]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +33,6 @@ def level(kernel):
     return kernel
 
 
-WEIGHTS = ("auto", "bfloat16", "int8")
-SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of panels
-    "small": {},
-    "gelu": {"d_ff": 112, "feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 50},
-    "silu": {"d_model": 128, "d_kv": 64, "d_ff": 192, "feed_forward": "gated-silu"},
-    "outliers": {"d_model": 384},
-}
 # How many queries each example asks in a step and in the next: one column to sixty-four, of one example or of three.
 CALLS = [((1,),), ((6,), (13,)), ((5, 0, 2), (0, 1, 4)), ((12, 11, 12), (22, 21, 21))]
 # Against exact arithmetic with the same rounded weights, by the largest magnitude. Activations keep 16 bits where the
@@ -63,39 +55,10 @@ def rounding(weights, level):
     return quantised.activations(quantised.one_digit) if one else contextlib.nullcontext()
 
 
-@functools.cache
-def made(shape, weights, level):
-    """A model with random weights, for our kernel; and NumPy's rounding of the weights.
-
-    One has outliers: more than a digit leaves out, all where the maxima over every 64th number show one.
-    """
-    config = dataclasses.replace(IN_BLOCKS, **SHAPES[shape])
-    model, params = t5.T5(config), oracle.random_params(config, np.random.default_rng(5))
-    if shape == "outliers":
-        for stack in (params["encoder"], params["decoder"]):
-            layer = stack["layers_0"]["feed_forward"]
-            layer["norm"]["scale"][5::64] *= 50
-            layer["wi"]["kernel"][5::64] /= 50
-    backend = OwnKernel(weights, level)
-    ready = jax.jit(programs.prepare, static_argnames=("model", "backend"))(
-        model=model, params=jax.tree.map(jnp.asarray, params), backend=backend
-    )
-    return model, backend, ready, quantised.rounded(params, weights)
-
-
 def in_rows(panels):
     """[.., O / 16, I / depth, 16, depth] -> f32 [.., O, I]."""
     *batch, o, i, lanes, depth = panels.shape
     return np.asarray(panels.swapaxes(-2, -3).astype(jnp.float32)).reshape(*batch, o * lanes, i * depth)
-
-
-def laid_out(memory, weights):
-    """Keys [B, H, L, K] and values [B, H, K, L] in panels, as the kernel holds them beside such weights."""
-    dtype = kernel_decoder.memory_dtype(weights)
-    keys, values = (
-        tuple(kernels.panels(x.astype(dtype).swapaxes(2, 3)) for x in y) for y in (memory.keys, memory.values)
-    )
-    return t5.Memory(keys, values, memory.mask)
 
 
 class Asked:
@@ -133,7 +96,11 @@ class Asked:
         several = (None, None) if self.batch == 1 else (jnp.asarray(number), jnp.asarray(columns, jnp.int32))
         nowhere, start = jnp.zeros((self.batch, places), jnp.int32), [self.of(b, call).start for b in range(self.batch)]
         seen = jnp.asarray(mask, bool), jnp.asarray(distance), nowhere, nowhere
-        return Step(jnp.asarray(tokens, jnp.int32), *several, *seen, jnp.asarray(start, jnp.int32))
+        fed = np.arange(self.slots) < np.asarray([[self.of(b, call).stop] for b in range(self.batch)])
+        filled = Filled(
+            jnp.asarray(np.where(fed, 0, NOWHERE), jnp.int32), jnp.broadcast_to(jnp.arange(self.slots), fed.shape)
+        )
+        return Step(jnp.asarray(tokens, jnp.int32), *several, *seen, jnp.asarray(start, jnp.int32), filled)
 
 
 def check_calls(level, shape, weights, calls):

@@ -27,6 +27,14 @@ class Query:
 
 
 @flax.struct.dataclass
+class Filled:
+    """Coordinates of the slots of the cache."""
+
+    row: Array  # i32 [B, C], NOWHERE where nothing was fed
+    time: Array  # i32 [B, C]
+
+
+@flax.struct.dataclass
 class Step:
     """What the model is asked: N live queries, gathered; the last may be fillers, which stand for no query.
 
@@ -41,14 +49,7 @@ class Step:
     row: Array  # i32 [B, Q], coordinates of the queries; NOWHERE at fillers
     time: Array  # i32 [B, Q]
     start: Array  # i32 [B|1]: keys of an example's place q go to slot start + q
-
-
-@flax.struct.dataclass
-class Filled:
-    """Coordinates of the slots of the cache."""
-
-    row: Array  # i32 [B, C], NOWHERE where nothing was fed
-    time: Array  # i32 [B, C]
+    filled: Filled  # theirs included
 
 
 def taken(live: Array, kept: Array) -> Array:
@@ -92,7 +93,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     tokens = at_places(query.tokens, 0)
     if queries == batch * width:
         number = place + width * jnp.arange(batch)[:, None]
-        return Step(tokens.reshape(-1), None, None, mask, distance, row, time, start), number, filled
+        return Step(tokens.reshape(-1), None, None, mask, distance, row, time, start, filled), number, filled
 
     before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # live queries of earlier examples
     number = before + place  # [B, S], of a live query among all
@@ -101,7 +102,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     example = (before[:, 0] <= numbers[:, None]).sum(axis=1) - 1
     place_of_query = jnp.where(numbers < live.sum(), example * width + numbers - before[:, 0][example], batch * width)
     gathered = jnp.append(tokens.reshape(-1), 0)[place_of_query]
-    return Step(gathered, query_at_place, place_of_query, mask, distance, row, time, start), number, filled
+    return Step(gathered, query_at_place, place_of_query, mask, distance, row, time, start, filled), number, filled
 
 
 def _put(old: Array, new: Array, start: Array) -> Array:

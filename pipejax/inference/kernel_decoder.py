@@ -71,6 +71,7 @@ class KernelDecoder:
 
     def cache(self, slots: int, old: Cache | None) -> Cache:
         """See `Model`."""
+        slots += -slots % kernels.PANEL
         return grown(self.config, self.memory.mask.shape[0], jnp.float32, slots, old)
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
@@ -92,8 +93,8 @@ class KernelDecoder:
         place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
         factor = c.d_model**-0.5 if c.scale_head else 1.0
         start = jnp.broadcast_to(step.start, len(memory.mask))
-        given = [x, w.bias, step.mask, step.distance, start, place.astype(jnp.int32), memory.mask]
-        given += [w.norm * factor, *_flat(w.head)]
+        given = [x, w.bias, step.mask, step.distance, start, step.filled.row, step.filled.time, place.astype(jnp.int32)]
+        given += [memory.mask, w.norm * factor, *_flat(w.head)]
         aliases: dict[int, int] = {}  # the caches are written in place
         for i, layer in enumerate(w.layers):
             given += [layer.self_norm, *_flat(layer.self_inwards, layer.self_outwards), layer.cross_norm]

@@ -167,7 +167,8 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
 
 
 def _flags(level: Level) -> list[str]:
-    return ["-O3", "-ffp-contract=off", *level.options.split(), "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
+    always = "-O3 -ffp-contract=off -std=c++17 -shared -fPIC -w"
+    return [*always.split(), *level.options.split(), f"-I{jax.ffi.include_dir()}"]
 
 
 def _digest(*facts: object) -> str:

@@ -20,25 +20,31 @@ inline Lanes Exp(Lanes x) {
 }
 
 // e^(scores - their maximum) in place; returns the inverse of the sum. Past `count` there is room for whole lanes, and
-// zeros come there.
+// zeros come there. The sum is in float64, lest it depend on which lanes scores are in.
 inline float Softmax(float* scores, int64_t count) {
   const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + count, scores + whole, -INFINITY);
-  Lanes most = Lanes{} - INFINITY, sum = {};
+  Lanes most = Lanes{} - INFINITY;
   for (int64_t i = 0; i < whole; i += kLanes) {
     const Lanes value = Load(scores + i);
     most = value > most ? value : most;
   }
   float largest = -INFINITY;
   for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+  constexpr int kHalf = kLanes / 2;
+  typedef float Half __attribute__((vector_size(kHalf * sizeof(float)), aligned(4)));
+  typedef double Wide __attribute__((vector_size(kHalf * sizeof(double))));
+  auto half = [&](int64_t i) { return __builtin_convertvector(*reinterpret_cast<const Half*>(scores + i), Wide); };
+  Wide low = {}, high = {};
   for (int64_t i = 0; i < whole; i += kLanes) {
-    const Lanes weight = Exp(Load(scores + i) - largest);
-    Store(scores + i, weight);
-    sum += weight;
+    Store(scores + i, Exp(Load(scores + i) - largest));
+    low += half(i), high += half(i + kHalf);
   }
-  float total = Sum(sum);
+  low += high;
+  double total = 0.0;
+  for (int lane = 0; lane < kHalf; ++lane) total += low[lane];
   for (int64_t i = count; i < whole; ++i) total -= scores[i], scores[i] = 0.0f;
-  return 1.0f / total;
+  return static_cast<float>(1.0 / total);
 }
 
 // x / rms(x) * scale.
@@ -62,7 +68,7 @@ inline Lanes Gelu(Lanes x) {
   return x * (inner < 0.0f ? power : Lanes{} + 1.0f) / (1.0f + power);
 }
 
-// A head's cache of keys [width, slots] and values [slots, width].
+// A head's cache of keys [width, slots] and values [slots, width]; whole lanes of slots.
 struct Cache {
   float *keys, *values;
   int64_t slots, width;
@@ -72,24 +78,24 @@ struct Cache {
     std::copy(value, value + width, values + slot * width);
   }
 
-  // What so many queries, one or two, find in the first `used` slots. `scores`: for each their bias, with room for whole
-  // lanes.
-  template <int Queries>
-  void Attend(const float* query, int64_t apart, float* scores, int64_t room, int64_t used, float* found,
-              int64_t found_apart) const {
-    // Of lanes past `used` softmax asks nothing.
-    const int64_t vectors = std::min((used + kLanes - 1) / kLanes, slots / kLanes);
-    Add<Queries>(width, query, apart, keys, slots, vectors, scores, room);
-    for (int64_t c = vectors * kLanes; c < used; ++c)
-      for (int q = 0; q < Queries; ++q)
-        for (int64_t k = 0; k < width; ++k)
-          scores[q * room + c] = Fma(query[q * apart + k], keys[k * slots + c], scores[q * room + c]);
+  // What so many queries, one or two, find in slot(0) .. slot(count - 1), all below `used`, summed in that order. `bias`
+  // has a number for each of them.
+  template <int Queries, typename Slot>
+  void Attend(const float* query, int64_t apart, Slot slot, int64_t count, int64_t used, const float* bias,
+              int64_t bias_apart, float* found, int64_t found_apart) const {
+    thread_local Floats32 kept;
+    const int64_t vectors = (used + kLanes - 1) / kLanes, room = vectors * kLanes;
+    kept.resize(2 * Queries * room);
+    float *all = kept.data(), *scores = all + Queries * room;
+    std::fill(all, scores, 0.0f);
+    Add<Queries>(width, query, apart, vectors, all, room, [&](int64_t k) { return keys + k * slots; });
     float share[Queries];
     for (int q = 0; q < Queries; ++q) {
-      share[q] = Softmax(scores + q * room, used);
+      for (int64_t i = 0; i < count; ++i) scores[q * room + i] = all[q * room + slot(i)] + bias[q * bias_apart + i];
+      share[q] = Softmax(scores + q * room, count);
       std::fill(found + q * found_apart, found + q * found_apart + width, 0.0f);
     }
-    Add<Queries>(used, scores, room, values, width, width / kLanes, found, found_apart);
+    Add<Queries>(count, scores, room, width / kLanes, found, found_apart, [&](int64_t i) { return values + slot(i) * width; });
     for (int q = 0; q < Queries; ++q)
       for (float* at = found + q * found_apart; at < found + q * found_apart + width; at += kLanes) Store(at, Load(at) * share[q]);
   }
@@ -98,22 +104,22 @@ struct Cache {
   static constexpr int kTogether = kLanes == 16 ? 8 : 4;  // sums; a single one would wait for itself
 
   // For each query, sums += x of so many numbers times rows of so many registers.
-  template <int Queries>
-  static void Add(int64_t count, const float* x, int64_t apart, const float* rows, int64_t stride, int64_t vectors,
-                  float* sums, int64_t sums_apart) {
+  template <int Queries, typename Row>
+  static void Add(int64_t count, const float* x, int64_t apart, int64_t vectors, float* sums, int64_t sums_apart, Row row) {
     constexpr int kMost = kTogether / Queries;
     for (int64_t v = 0; v < vectors; v += kMost)
       WithConstant<kMost>(std::min<int64_t>(kMost, vectors - v), [&](auto n) {
         constexpr int kRegisters = decltype(n)::value;
         Lanes sum[Queries][kRegisters];
-        const float* row = rows + v * kLanes;
         for (int q = 0; q < Queries; ++q)
           for (int r = 0; r < kRegisters; ++r) sum[q][r] = Load(sums + q * sums_apart + (v + r) * kLanes);
-        for (int64_t i = 0; i < count; ++i, row += stride)
+        for (int64_t i = 0; i < count; ++i) {
+          const float* at = row(i) + v * kLanes;
           for (int r = 0; r < kRegisters; ++r) {
-            const Lanes value = Load(row + r * kLanes);
+            const Lanes value = Load(at + r * kLanes);
             for (int q = 0; q < Queries; ++q) sum[q][r] = Fma(value, x[q * apart + i], sum[q][r]);
           }
+        }
         for (int q = 0; q < Queries; ++q)
           for (int r = 0; r < kRegisters; ++r) Store(sums + q * sums_apart + (v + r) * kLanes, sum[q][r]);
       });

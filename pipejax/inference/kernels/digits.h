@@ -56,7 +56,6 @@ inline Lanes Fma(Lanes x, Lanes y, Lanes z) {
 #endif
 }
 inline Lanes Fma(Lanes x, float y, Lanes z) { return Fma(x, Lanes{} + y, z); }
-inline float Fma(float x, float y, float z) { return Fma(Lanes{} + x, y, Lanes{} + z)[0]; }
 
 inline float Most(const Lanes& x) {
 #ifdef __AVX512F__

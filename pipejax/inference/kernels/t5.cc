@@ -64,33 +64,43 @@ struct Stack {
   Floats32& hidden;
 };
 
+// An example's slots in the order in which they are summed.
+struct Order {
+  std::vector<int32_t> slots;
+  bool fed;  // that in which they were fed: each is its own number
+};
+
 // What a call needs room for; it keeps the room for the next.
 struct Rooms {
   Floats32 x, projected, found, hidden, bias;
   std::vector<int64_t> columns, examples, places, asking;
   std::vector<int32_t> tokens;
+  std::vector<Order> order;
   Operand operand;
 };
 
+constexpr int32_t kNowhere = 1 << 30;  // the row of a slot that nobody sees, as in gathering.py
+
 ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 
-// The arguments, N = columns, Q = places of an example, in that order:
+// The arguments, N = columns, Q = places of an example, S >= C whole panels of slots, in that order:
 //   x f32 [N, D]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [B];
+//   row and time of each slot i32 [B, C];
 //   place of each column i32 [N], B * Q for none; mask of the memory pred [B, L]; last norm [D]; head [V, D];
 //   a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
-//   keys f32 [B * H, K, C] and values f32 [B * H, C, K] of the cache.
+//   keys f32 [B * H, K, S] and values f32 [B * H, S, K] of the cache.
 // A matrix is followed by its scale. The results: logits f32 [N, V], or i32 [N] which of the first `tokens` logits is the
 // highest; a layer each keys and values of the cache, in place.
 ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, int64_t layers, int64_t heads,
                 int64_t feed, int64_t activation, int64_t vocabulary, int64_t tokens, float epsilon) {
   const auto of_x = given.get<ffi::AnyBuffer>(0).value().dimensions(), of_mask = given.get<ffi::AnyBuffer>(2).value().dimensions();
-  const auto of_bias = given.get<ffi::AnyBuffer>(1).value().dimensions(), of_memory = given.get<ffi::AnyBuffer>(6).value().dimensions();
+  const auto of_bias = given.get<ffi::AnyBuffer>(1).value().dimensions(), of_memory = given.get<ffi::AnyBuffer>(8).value().dimensions();
   const auto of_cache = given.get<ffi::AnyBuffer>(given.size() - 2).value().dimensions();
   if (of_x.size() != 2 || of_mask.size() != 3 || of_bias.size() != 2 || of_memory.size() != 2 || of_cache.size() != 3 ||
       results.size() != static_cast<size_t>(1 + 2 * layers))
     return Wrong("step: arguments of other ranks");
   const int64_t all = of_x[0], size = of_x[1], batch = of_mask[0], queries = of_mask[1], slots = of_mask[2];
-  const int64_t distances = of_bias[1], length = of_memory[1], width = of_cache[1], inner = heads * width;
+  const int64_t distances = of_bias[1], length = of_memory[1], width = of_cache[1], inner = heads * width, wide = of_cache[2];
 
   thread_local Rooms kept;
   Rooms& rooms = kept;  // the one of the thread that leads, for all
@@ -101,13 +111,16 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const bool* mask = arguments.Array<bool>(batch * queries * slots);
   const int32_t* distance = arguments.Array<int32_t>(batch * queries * slots);
   const int32_t* start = arguments.Array<int32_t>(batch);
+  const int32_t* row_of = arguments.Array<int32_t>(batch * slots);
+  const int32_t* time_of = arguments.Array<int32_t>(batch * slots);
   const int32_t* place = arguments.Array<int32_t>(all);
   const bool* memory_mask = arguments.Array<bool>(batch * length);
   const float* last = arguments.Array(size);
   const Matrix head = Finer(arguments.Weights(vocabulary, size));
   std::vector<DecoderLayer> stacked;
   for (int64_t layer = 0; layer < layers; ++layer)
-    stacked.emplace_back(arguments, size, width, heads, feed, activation != 0, batch, length, slots);
+    stacked.emplace_back(arguments, size, width, heads, feed, activation != 0, batch, length, wide);
+  if (wide < slots || wide % kPanel) return Wrong("step: a cache of another size");
   if (!arguments.Good() || tokens < 1 || tokens > vocabulary) return Wrong("step: arguments of other shapes");
   if (*std::min_element(start, start + batch) < 0 || *std::max_element(start, start + batch) + queries > slots)
     return Wrong("step: a cache that is full");
@@ -129,16 +142,34 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const int64_t count = columns.size(), most = *std::max_element(start, start + batch) + queries;
   const int64_t room = (most + kLanes - 1) / kLanes * kLanes;
 
+  // Slots as they lie on the grid, not as they were fed: sums in another order have other last bits, and where drafts or
+  // other examples of a batch change what is fed when, the answer would not be the same.
+  auto& order = rooms.order;
+  order.resize(batch);
+  for (int64_t b : asking) {
+    const int32_t *row = row_of + b * slots, *time = time_of + b * slots;
+    auto& chosen = order[b].slots;
+    chosen.clear();
+    for (int32_t slot = 0; slot < start[b] + queries; ++slot)
+      if (row[slot] < kNowhere) chosen.push_back(slot);
+    auto earlier = [&](int32_t one, int32_t other) {
+      return time[one] != time[other] ? time[one] < time[other] : row[one] < row[other];
+    };
+    const bool sorted = std::is_sorted(chosen.begin(), chosen.end(), earlier);
+    order[b].fed = sorted && chosen.back() + size_t{1} == chosen.size();
+    if (!sorted) std::stable_sort(chosen.begin(), chosen.end(), earlier);
+  }
+
   rooms.x.resize(count * size), rooms.found.resize(count * inner);
   for (int64_t c = 0; c < count; ++c)
     std::copy(embedded + columns[c] * size, embedded + (columns[c] + 1) * size, rooms.x.data() + c * size);
   rooms.bias.resize(count * heads * room);
   team.Run(count * heads, 4, [&](int64_t i) {
-    const int64_t at = places[i / heads] * slots, used = start[places[i / heads] / queries] + queries;
+    const int64_t at = places[i / heads] * slots;
     const float* by_distance = table + i % heads * distances;
     float* bias = rooms.bias.data() + i * room;
-    for (int64_t c = 0; c < used; ++c)
-      bias[c] = mask[at + c] ? by_distance[std::clamp<int64_t>(distance[at + c], 0, distances - 1)] : -1e9f;
+    for (int32_t slot : order[places[i / heads] / queries].slots)
+      *bias++ = mask[at + slot] ? by_distance[std::clamp<int64_t>(distance[at + slot], 0, distances - 1)] : -1e9f;
   });
 
   Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
@@ -152,23 +183,23 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
     stack.OfNormed(own.norm, own.inwards, {projected.data(), 3 * inner});
     team.Run(asking.size() * heads, 1, [&](int64_t task) {
       const int64_t b = asking[task / heads], h = task % heads, i = b * heads + h, used = start[b] + queries;
-      const Cache cache{static_cast<float*>(cached_keys.untyped_data()) + i * width * slots,
-                        static_cast<float*>(cached_values.untyped_data()) + i * slots * width, slots, width};
-      thread_local Floats32 scores;
-      scores.resize(2 * room);
+      const Cache cache{static_cast<float*>(cached_keys.untyped_data()) + i * width * wide,
+                        static_cast<float*>(cached_values.untyped_data()) + i * wide * width, wide, width};
       const float* first = projected.data() + h * width;
+      const int64_t filled = order[b].slots.size();
+      const int32_t* slots_of = order[b].slots.data();
       for (int64_t c = examples[b]; c < examples[b + 1]; ++c)
         cache.Put(start[b] + places[c] % queries, first + c * 3 * inner + inner, first + c * 3 * inner + 2 * inner);
       for (int64_t c = examples[b]; c < examples[b + 1];) {
         const int64_t pair = std::min<int64_t>(2, examples[b + 1] - c), row = 3 * inner;
-        for (int64_t q = 0; q < pair; ++q) {
-          const float* bias = rooms.bias.data() + ((c + q) * heads + h) * room;
-          std::copy(bias, bias + used, scores.data() + q * room);
-        }
-        WithConstant<2>(pair, [&](auto count) {
-          cache.Attend<decltype(count)::value>(first + c * row, row, scores.data(), room, used,
-                                               rooms.found.data() + c * inner + h * width, inner);
-        });
+        auto attend = [&](auto slot) {
+          WithConstant<2>(pair, [&](auto count) {
+            cache.Attend<decltype(count)::value>(first + c * row, row, slot, filled, used, rooms.bias.data() + (c * heads + h) * room,
+                                                 heads * room, rooms.found.data() + c * inner + h * width, inner);
+          });
+        };
+        if (order[b].fed) attend([](int64_t i) { return i; });  // faster
+        else attend([&](int64_t i) { return slots_of[i]; });
         c += pair;
       }
     });

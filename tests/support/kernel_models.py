@@ -1,0 +1,53 @@
+"""Models of random weights as our own kernel holds them, and on which of its levels this processor can run them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.inference import kernel_decoder, kernels, programs
+from pipejax.inference.backends import OwnKernel
+from pipejax.model import t5
+from pipejax.system import processor
+from support import oracle, quantised
+from support.tiny import IN_BLOCKS
+
+HERE = [level.name for level in kernels.LEVELS if level.needs <= processor.features()]
+WEIGHTS = ("auto", "bfloat16", "int8")
+SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of panels
+    "small": {},
+    "gelu": {"d_ff": 112, "feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 50},
+    "silu": {"d_model": 128, "d_kv": 64, "d_ff": 192, "feed_forward": "gated-silu"},
+    "outliers": {"d_model": 384},
+}
+
+
+@functools.cache
+def made(shape, weights, level):
+    """A model with random weights, for our kernel; and NumPy's rounding of the weights.
+
+    One has outliers: more than a digit leaves out, all where the maxima over every 64th number show one.
+    """
+    config = dataclasses.replace(IN_BLOCKS, **SHAPES[shape])
+    model, params = t5.T5(config), oracle.random_params(config, np.random.default_rng(5))
+    if shape == "outliers":
+        for stack in (params["encoder"], params["decoder"]):
+            layer = stack["layers_0"]["feed_forward"]
+            layer["norm"]["scale"][5::64] *= 50
+            layer["wi"]["kernel"][5::64] /= 50
+    backend = OwnKernel(weights, level)
+    ready = jax.jit(programs.prepare, static_argnames=("model", "backend"))(
+        model=model, params=jax.tree.map(jnp.asarray, params), backend=backend
+    )
+    return model, backend, ready, quantised.rounded(params, weights)
+
+
+def laid_out(memory, weights):
+    """Keys [B, H, L, K] and values [B, H, K, L] in panels, as the kernel holds them beside such weights."""
+    dtype = kernel_decoder.memory_dtype(weights)
+    keys, values = (
+        tuple(kernels.panels(x.astype(dtype).swapaxes(2, 3)) for x in y) for y in (memory.keys, memory.values)
+    )
+    return t5.Memory(keys, values, memory.mask)

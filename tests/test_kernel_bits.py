@@ -1,0 +1,104 @@
+"""Our own kernel gives a query and a source the same results, bit for bit, whatever is computed beside and before them.
+
+With int8 a last bit can become the step of a digit, and that another token. So an answer would depend on drafts and on
+the batch.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, without
+from pipejax.inference import kernels
+from pipejax.model import t5
+from pipejax.system import compile_cache
+from support.kernel_models import HERE, WEIGHTS, laid_out, made
+
+ROWS, TIMES, SLOTS, SOURCE = 3, 7, 100, 48
+CELLS = [(row, time) for row in range(ROWS) for time in range(TIMES)]
+BY_TIME = [[(row, time) for row in range(ROWS)] for time in range(TIMES)]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.long if name != HERE[0] else ()) for name in HERE])
+def level(request, kernel_cache, monkeypatch):
+    """Each that this processor can run."""
+    monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
+    monkeypatch.setenv(kernels.VARIABLE, request.param)
+    found = kernels.use()
+    if not found:
+        pytest.skip("no kernel here")
+    return found
+
+
+def logits(level, weights, calls, *, rejected=(), batch=1):
+    """f32 [cells, V], of the last example, of queries that are fed in these calls, each a list of cells of the grid.
+
+    Args:
+      rejected: calls of which nothing counts: what they fed is taken out again.
+      batch: the examples before the last one ask the first cell in each call.
+    """
+    model, own, ready, _ = made("silu", weights, level)
+    c, rng = model.config, np.random.default_rng(0)
+    tokens = {cell: int(rng.integers(c.vocab_size)) for cell in CELLS}
+    seen = rng.standard_normal((c.num_decoder_layers, 2, c.num_heads, SOURCE, c.d_kv)).astype(np.float32)
+    seen = np.broadcast_to(seen[:, :, None], (*seen.shape[:2], batch, *seen.shape[2:]))
+    memory = t5.Memory(
+        tuple(jnp.asarray(layer[0].swapaxes(2, 3)) for layer in seen),
+        tuple(jnp.asarray(layer[1]) for layer in seen),
+        jnp.asarray(np.broadcast_to(np.arange(SOURCE) < 41, (batch, SOURCE))),
+    )
+
+    @jax.jit
+    def decode(memory):
+        decoder = own.decoder(model, ready.decoding, laid_out(memory, weights))
+        cache, start, found = decoder.cache(SLOTS, None), jnp.zeros(batch, jnp.int32), {}
+        filled = Filled(jnp.full((batch, SLOTS), NOWHERE), jnp.zeros((batch, SLOTS), jnp.int32))
+        for i, cells in enumerate(calls):
+            live = np.zeros((batch, len(cells)), bool)
+            live[:-1, 0], live[-1] = True, True
+            row, time = (jnp.asarray([cell[j] for cell in cells], jnp.int32)[None] for j in (0, 1))
+            fed = jnp.asarray([[tokens[cell] + (i in rejected) for cell in cells]] * batch, jnp.int32) % c.vocab_size
+            query = Query(fed, row, time, jnp.asarray(live))
+            step, number, filled = gather(query, filled, start, int(live.sum()), len(cells))
+            given, cache = decoder(step, cache)
+            if i in rejected:
+                filled = without(jnp.asarray(live), jnp.asarray(live), filled, start)
+            else:
+                found |= {cell: given[:, number[-1, j]] for j, cell in enumerate(cells)}
+            start += len(cells)
+        return jnp.stack([found[cell] for cell in CELLS])
+
+    return np.asarray(decode(memory))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_query_has_the_same_logits_whatever_is_fed_beside_and_before_it(level, weights):
+    by_row = [[(row, time) for time in range(TIMES)] for row in range(ROWS)]
+    pairs = [[(row, time), (row, time + 1)] for time in range(0, TIMES - 1, 2) for row in range(ROWS)]
+    pairs += [[(row, TIMES - 1)] for row in range(ROWS)]
+    expected = logits(level, weights, [[cell] for step in BY_TIME for cell in step])
+    assert np.unique(expected, axis=0).shape == expected.shape
+    for calls, rejected, batch in (
+        (BY_TIME, (), 1),
+        (by_row, (), 1),
+        ([CELLS], (), 1),
+        (pairs, (), 1),
+        ([BY_TIME[0], *BY_TIME], (0,), 1),
+        ([*BY_TIME[:4], BY_TIME[5], *BY_TIME[4:]], (4,), 1),
+        (BY_TIME, (), 3),
+        ([CELLS], (), 2),
+    ):
+        np.testing.assert_array_equal(logits(level, weights, calls, rejected=rejected, batch=batch), expected)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_source_has_the_same_memory_whatever_is_encoded_beside_it(level, weights):
+    model, own, ready, _ = made("silu", weights, level)
+    source, length = np.random.default_rng(1).integers(0, 48, (5, 70)), np.asarray([37, 1, 70, 33, 64], np.int32)
+    encode = jax.jit(lambda ids, n: own.encode(model, ready.encoding, ids, n))
+    together = encode(source, length)
+    for i in range(len(length)):
+        alone = encode(source[i : i + 1], length[i : i + 1])
+        for one, all_of_them in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+            np.testing.assert_array_equal(np.asarray(one[0]), np.asarray(all_of_them[i]))
