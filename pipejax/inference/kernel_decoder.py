@@ -87,14 +87,11 @@ class KernelDecoder:
     def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
         """What the kernel makes of a step: logits or tokens, as the answers' type says, and the cache."""
         c, w, memory = self.config, self.weights, self.memory
-        table = w.embedding or w.head
-        x = kernels.rows(table.rows, step.tokens).astype(jnp.float32)
-        x = x * table.scale[step.tokens][:, None] if table.scale.size else x
         place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
         factor = c.d_model**-0.5 if c.scale_head else 1.0
         start = jnp.broadcast_to(step.start, len(memory.mask))
-        given = [x, w.bias, step.mask, step.distance, start, step.filled.row, step.filled.time, place.astype(jnp.int32)]
-        given += [memory.mask, w.norm * factor, *_flat(w.head)]
+        given = [step.tokens, w.bias, step.mask, step.distance, start, step.filled.row, step.filled.time, place.astype(jnp.int32)]
+        given += [memory.mask, w.norm * factor, *_flat(*(x for x in (w.head, w.embedding) if x))]
         aliases: dict[int, int] = {}  # the caches are written in place
         for i, layer in enumerate(w.layers):
             given += [layer.self_norm, *_flat(layer.self_inwards, layer.self_outwards), layer.cross_norm]
@@ -116,6 +113,7 @@ class KernelDecoder:
             layers=np.int64(c.num_decoder_layers),
             vocabulary=np.int64(vocabulary),
             tokens=np.int64(c.vocab_size),
+            tied=np.int64(w.embedding is None),
         )
         return found[0], Cache(tuple(found[1::2]), tuple(found[2::2]))
 

@@ -22,6 +22,9 @@ class Arguments {
     return static_cast<const T*>(found.untyped_data());
   }
 
+  // Numbers of the next one.
+  int64_t Count() const { return next_ < given_.size() ? given_.get<ffi::AnyBuffer>(next_).value().element_count() : 0; }
+
   // [outputs, inputs] in panels, and the scale after it.
   Matrix Weights(int64_t outputs, int64_t inputs) {
     const Matrix matrix = Panels(1, outputs, inputs);

@@ -12,6 +12,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "digits.h"
@@ -29,6 +30,19 @@ struct Matrix {
   int64_t Outputs() const { return panels * kPanel; }
   int64_t Inputs() const { return depth * (kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1); }
 };
+
+// The weights of an output, widened.
+inline void Row(const Matrix& w, int64_t output, float* x) {
+  const int32_t* groups = reinterpret_cast<const int32_t*>(w.groups) + output / kPanel * w.depth * kPanel + output % kPanel;
+  for (int64_t g = 0; g < w.depth; ++g, groups += kPanel) {
+    if (w.kind == kInt8)
+      for (int j = 0; j < 4; ++j) *x++ = static_cast<float>(static_cast<int8_t>(*groups >> 8 * j)) * w.scale[output];
+    else if (w.kind == kBfloat16)
+      for (int32_t half : {*groups << 16, *groups & static_cast<int32_t>(0xffff0000u)}) std::memcpy(x++, &half, sizeof half);
+    else
+      std::memcpy(x++, groups, sizeof *groups);
+  }
+}
 
 // Where results go, and how.
 enum Then { kPut, kPutPositive, kAdd };

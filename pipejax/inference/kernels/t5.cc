@@ -84,30 +84,30 @@ constexpr int32_t kNowhere = 1 << 30;  // the row of a slot that nobody sees, as
 ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 
 // The arguments, N = columns, Q = places of an example, S >= C whole panels of slots, in that order:
-//   x f32 [N, D]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [B];
+//   tokens i32 [N]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [B];
 //   row and time of each slot i32 [B, C];
 //   place of each column i32 [N], B * Q for none; mask of the memory pred [B, L]; last norm [D]; head [V, D];
-//   a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
+//   with `tied` = 0 embedding [V, D]; a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
 //   keys f32 [B * H, K, S] and values f32 [B * H, S, K] of the cache.
 // A matrix is followed by its scale. The results: logits f32 [N, V], or i32 [N] which of the first `tokens` logits is the
 // highest; a layer each keys and values of the cache, in place.
 ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, int64_t layers, int64_t heads,
-                int64_t feed, int64_t activation, int64_t vocabulary, int64_t tokens, float epsilon) {
-  const auto of_x = given.get<ffi::AnyBuffer>(0).value().dimensions(), of_mask = given.get<ffi::AnyBuffer>(2).value().dimensions();
+                int64_t feed, int64_t activation, int64_t vocabulary, int64_t tokens, int64_t tied, float epsilon) {
+  const auto of_fed = given.get<ffi::AnyBuffer>(0).value().dimensions(), of_mask = given.get<ffi::AnyBuffer>(2).value().dimensions();
   const auto of_bias = given.get<ffi::AnyBuffer>(1).value().dimensions(), of_memory = given.get<ffi::AnyBuffer>(8).value().dimensions();
   const auto of_cache = given.get<ffi::AnyBuffer>(given.size() - 2).value().dimensions();
-  if (of_x.size() != 2 || of_mask.size() != 3 || of_bias.size() != 2 || of_memory.size() != 2 || of_cache.size() != 3 ||
+  if (of_fed.size() != 1 || of_mask.size() != 3 || of_bias.size() != 2 || of_memory.size() != 2 || of_cache.size() != 3 ||
       results.size() != static_cast<size_t>(1 + 2 * layers))
     return Wrong("step: arguments of other ranks");
-  const int64_t all = of_x[0], size = of_x[1], batch = of_mask[0], queries = of_mask[1], slots = of_mask[2];
+  const int64_t all = of_fed[0], batch = of_mask[0], queries = of_mask[1], slots = of_mask[2];
   const int64_t distances = of_bias[1], length = of_memory[1], width = of_cache[1], inner = heads * width, wide = of_cache[2];
 
   thread_local Rooms kept;
   Rooms& rooms = kept;  // the one of the thread that leads, for all
   Team team(pool);
   Arguments arguments(given);
-  const float* embedded = arguments.Array(all * size);
-  const float* table = arguments.Array(heads * distances);
+  const int32_t* fed = arguments.Array<int32_t>(all);
+  const float* biases = arguments.Array(heads * distances);
   const bool* mask = arguments.Array<bool>(batch * queries * slots);
   const int32_t* distance = arguments.Array<int32_t>(batch * queries * slots);
   const int32_t* start = arguments.Array<int32_t>(batch);
@@ -115,8 +115,9 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const int32_t* time_of = arguments.Array<int32_t>(batch * slots);
   const int32_t* place = arguments.Array<int32_t>(all);
   const bool* memory_mask = arguments.Array<bool>(batch * length);
+  const int64_t size = arguments.Count();
   const float* last = arguments.Array(size);
-  const Matrix head = Finer(arguments.Weights(vocabulary, size));
+  const Matrix head = Finer(arguments.Weights(vocabulary, size)), table = tied ? head : arguments.Weights(vocabulary, size);
   std::vector<DecoderLayer> stacked;
   for (int64_t layer = 0; layer < layers; ++layer)
     stacked.emplace_back(arguments, size, width, heads, feed, activation != 0, batch, length, wide);
@@ -162,11 +163,11 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
 
   rooms.x.resize(count * size), rooms.found.resize(count * inner);
   for (int64_t c = 0; c < count; ++c)
-    std::copy(embedded + columns[c] * size, embedded + (columns[c] + 1) * size, rooms.x.data() + c * size);
+    Row(table, std::clamp<int64_t>(fed[columns[c]], 0, vocabulary - 1), rooms.x.data() + c * size);
   rooms.bias.resize(count * heads * room);
   team.Run(count * heads, 4, [&](int64_t i) {
     const int64_t at = places[i / heads] * slots;
-    const float* by_distance = table + i % heads * distances;
+    const float* by_distance = biases + i % heads * distances;
     float* bias = rooms.bias.data() + i * room;
     for (int32_t slot : order[places[i / heads] / queries].slots)
       *bias++ = mask[at + slot] ? by_distance[std::clamp<int64_t>(distance[at + slot], 0, distances - 1)] : -1e9f;
@@ -351,7 +352,7 @@ extern "C" int pipejax_ready() {
   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets() \
       .Attr<int64_t>("layers").Attr<int64_t>("heads").Attr<int64_t>("feed").Attr<int64_t>("activation")
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_step, pipejax::Step, STACK.Attr<int64_t>("vocabulary").Attr<int64_t>("tokens")
-                              .Attr<float>("epsilon"));
+                              .Attr<int64_t>("tied").Attr<float>("epsilon"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_encode, pipejax::Encode,
                               STACK.Attr<int64_t>("width").Attr<int64_t>("memory").Attr<float>("epsilon"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_left, pipejax::Left, ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>()
