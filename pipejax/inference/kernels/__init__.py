@@ -203,9 +203,3 @@ def panels(matrix: Array) -> Array:
     *batch, outputs, inputs = matrix.shape
     depth = 4 // matrix.dtype.itemsize
     return matrix.reshape(*batch, outputs // PANEL, PANEL, inputs // depth, depth).swapaxes(-2, -3)
-
-
-def rows(matrix: Array, which: Array) -> Array:
-    """Some of the rows [N, I] of a matrix in panels; `which`: i32 [N]."""
-    which = which.astype("uint32")  # XLA divides anew for each number of a row, and of these a division is a shift
-    return matrix[which // PANEL, :, which % PANEL].reshape(len(which), -1)

@@ -23,7 +23,7 @@ class Operand {
     count_ = count, inputs_ = inputs;
     if (digits) digits_.Reserve(w.kind, digits, count, inputs);
     else floats_.resize(count * inputs);
-    team.Run(count, std::max<int64_t>(1, 4096 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
+    team.Run(count, std::max<int64_t>(1, 2048 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
       thread_local Floats32 room;
       if (digits) room.resize(inputs);
       float* offered = digits ? room.data() : floats_.data() + c * inputs;
