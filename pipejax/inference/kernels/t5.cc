@@ -85,9 +85,9 @@ ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 
 // The arguments, N = columns, Q = places of an example, S >= C whole panels of slots, in that order:
 //   tokens i32 [N]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [B];
-//   row and time of each slot i32 [B, C];
-//   place of each column i32 [N], B * Q for none; mask of the memory pred [B, L]; last norm [D]; head [V, D];
-//   with `tied` = 0 embedding [V, D]; a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
+//   row and time of each slot i32 [B, C]; place of each column i32 [N], B * Q for none; mask of the memory pred [B, L];
+//   last norm [D]; head [V, D]; embedding [V, D] if it is not `tied` to the head;
+//   a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
 //   keys f32 [B * H, K, S] and values f32 [B * H, S, K] of the cache.
 // A matrix is followed by its scale. The results: logits f32 [N, V], or i32 [N] which of the first `tokens` logits is the
 // highest; a layer each keys and values of the cache, in place.
@@ -157,7 +157,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
       return time[one] != time[other] ? time[one] < time[other] : row[one] < row[other];
     };
     const bool sorted = std::is_sorted(chosen.begin(), chosen.end(), earlier);
-    order[b].fed = sorted && chosen.back() + size_t{1} == chosen.size();
+    order[b].fed = sorted && (chosen.empty() || chosen.back() + size_t{1} == chosen.size());
     if (!sorted) std::stable_sort(chosen.begin(), chosen.end(), earlier);
   }
 
@@ -195,8 +195,9 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
         const int64_t pair = std::min<int64_t>(2, examples[b + 1] - c), row = 3 * inner;
         auto attend = [&](auto slot) {
           WithConstant<2>(pair, [&](auto count) {
-            cache.Attend<decltype(count)::value>(first + c * row, row, slot, filled, used, rooms.bias.data() + (c * heads + h) * room,
-                                                 heads * room, rooms.found.data() + c * inner + h * width, inner);
+            const float* bias = rooms.bias.data() + (c * heads + h) * room;
+            float* found = rooms.found.data() + c * inner + h * width;
+            cache.Attend<decltype(count)::value>(first + c * row, row, slot, filled, used, bias, heads * room, found, inner);
           });
         };
         if (order[b].fed) attend([](int64_t i) { return i; });  // faster
