@@ -90,17 +90,9 @@ class KernelDecoder:
         place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
         factor = c.d_model**-0.5 if c.scale_head else 1.0
         start = jnp.broadcast_to(step.start, len(memory.mask))
-        given = [
-            step.tokens,
-            w.bias,
-            step.mask,
-            step.distance,
-            start,
-            step.filled.row,
-            step.filled.time,
-            place.astype(jnp.int32),
-        ]
-        given += [memory.mask, w.norm * factor, *_flat(*(x for x in (w.head, w.embedding) if x))]
+        given = [step.tokens, w.bias, step.mask, step.distance, start, step.filled.row, step.filled.time]
+        given += [place.astype(jnp.int32), memory.mask, w.norm * factor]
+        given += _flat(*(x for x in (w.head, w.embedding) if x))
         aliases: dict[int, int] = {}  # the caches are written in place
         for i, layer in enumerate(w.layers):
             given += [layer.self_norm, *_flat(layer.self_inwards, layer.self_outwards), layer.cross_norm]
