@@ -363,7 +363,8 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
         if "+" in name:
             drafter = drafters.make(name.partition("+")[2])
             drafted = Drafted(inner, drafter, flags.tokens)
-            strategy = programs.for_drafts(drafted, jax.default_backend(), own.ready.decoding, own.backend)
+            costs = backends.call_costs(own.ready.decoding, own.backend)
+            strategy = programs.for_drafts(drafted, jax.default_backend(), costs, own.backend)
         systems.append(Ours(name, own, strategy, bucket(flags.max_source), other if name.endswith("model") else None))
     if theirs := [name for name in names if name.startswith("hf")]:
         import torch

@@ -24,7 +24,7 @@ from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import kernels, programs
-from pipejax.inference.backends import XLA, OwnKernel
+from pipejax.inference.backends import XLA, OwnKernel, call_costs
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import command as picture
 from pipejax.inference.records import as_line
@@ -223,7 +223,8 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     none = jnp.zeros((1, 1), jnp.int32)
     narrow = next(level for level in kernels.LEVELS if level.name == "vnni")
     for backend, each in zip((XLA, OwnKernel(level=narrow), OwnKernel()), drafted.split(), strict=True):
-        strategy = programs.for_drafts(Drafted(Sequential(20), FromSource(), 3), "cpu", weights, backend)
+        costs = call_costs(weights, backend)
+        strategy = programs.for_drafts(Drafted(Sequential(20), FromSource(), 3), "cpu", costs, backend)
         for odds, tokens in zip((0.3, 0.12), each, strict=True):
             assert strategy._chosen(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == int(tokens)
 

@@ -24,6 +24,7 @@ from pipejax.model import quantization
 from pipejax.model.t5 import T5, Memory
 
 Array = jax.Array
+CACHE = 32e6  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
 
 
 class Backend(Protocol):
@@ -228,6 +229,13 @@ class OwnKernel(Xla):
 
 
 XLA = Xla()
+
+
+def call_costs(weights: Weights, backend: Backend = XLA) -> float:
+    """What a call on a CPU costs whatever it computes, in columns: the reading of the weights."""
+    held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
+    cached = sum(x.nbytes for x in held) < CACHE
+    return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
 
 
 def fastest(config: T5Config, dtype: Any, weights: str = "auto") -> Backend:

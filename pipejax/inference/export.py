@@ -30,7 +30,7 @@ from pipejax.config import Config
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Carry, Decoded, Drafted, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
-from pipejax.inference.backends import Xla
+from pipejax.inference.backends import Xla, call_costs
 from pipejax.inference.programs import Ready
 from pipejax.inference.records import warn_of_objective
 from pipejax.inference.sources import Source
@@ -139,7 +139,7 @@ def _strategy(config: Config, name: str, platform: str, weights: Weights) -> Str
     assert config.model is not None  # `open_run` checks it
     bos, eos = config.model.decoder_start_token_id, config.model.eos_token_id
     made = decoding.make(name, config.grid, config.decode, bos=bos, eos=eos)
-    return programs.for_drafts(made, platform, weights) if isinstance(made, Drafted) else made
+    return programs.for_drafts(made, platform, call_costs(weights)) if isinstance(made, Drafted) else made
 
 
 def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5, Ready]:

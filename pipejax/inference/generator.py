@@ -265,10 +265,7 @@ class Generator:
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
         small.check(self._small, made, name, self.config.grid)
-        if not isinstance(made, Drafted):
-            return made
-        held = self.programs
-        return programs.for_drafts(made, held.devices[0].platform, held.weights, held.backend)
+        return self.programs.for_drafts(made) if isinstance(made, Drafted) else made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""

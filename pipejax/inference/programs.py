@@ -22,7 +22,7 @@ from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
 from pipejax.decoding import GREEDILY, Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch, Wishes
 from pipejax.decoding.drafters import FromModel
-from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.backends import XLA, Backend, call_costs
 from pipejax.inference.report import Report
 from pipejax.inference.weights import Layer, Weights
 from pipejax.model import lora, quantization
@@ -36,7 +36,6 @@ SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
 # Larger batches are slower on a CPU. Eight already share the reading of the weights, while attention is computed for
 # the example with the most live rows, and all steps for the one with the longest answer.
 CPU_BATCH = 8
-CACHE = 32e6  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
 
 
 def devices() -> list[jax.Device]:
@@ -104,17 +103,14 @@ def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:])
 
 
-def for_drafts(strategy: Drafted, platform: str, weights: Weights, backend: Backend = XLA) -> Drafted:
-    """The strategy with the sizes of calls that it may choose from there, and what a call costs."""
+def for_drafts(strategy: Drafted, platform: str, costs: float, backend: Backend = XLA) -> Drafted:
+    """The strategy with the sizes of calls that it may choose from there, and what a call costs (`call_costs`)."""
     if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
         return dataclasses.replace(strategy, queries=(64, 256), fixed=256.0)
     one_row = (1, 2, 4) if strategy.grid.rows == 1 else ()
-    held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
-    cached = sum(x.nbytes for x in held) < CACHE
-    reading = backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
     if backend.skips_fillers:  # sizes differ in small things only, and each is one more loop
-        return dataclasses.replace(strategy, queries=() if one_row else QUERIES, fixed=reading, rounded=False)
-    return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=reading)
+        return dataclasses.replace(strategy, queries=() if one_row else QUERIES, fixed=costs, rounded=False)
+    return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
 
 def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA) -> Memory:
@@ -221,12 +217,12 @@ class Programs:
                 return jax.block_until_ready(jitted(tree, **static))
 
         self._ready = prepare(self.model, params, backend=self.backend, compute=compute)
+        self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 
-    @property
-    def weights(self) -> Weights:
-        """The decoder's, wherever they are."""
-        return self._ready.decoding
+    def for_drafts(self, strategy: Drafted) -> Drafted:
+        """See the function."""
+        return for_drafts(strategy, self.devices[0].platform, self._call_costs, self.backend)
 
     def on_first(self) -> Ready:
         """The weights on the first device."""
@@ -275,8 +271,9 @@ class Programs:
         weights: Any = ready.decoding
         read: SourceIds | None = None
         if isinstance(strategy, Drafted):
-            more = ((0, 0), (0, 0), (0, shape[2] - source.shape[2]))
-            read = SourceIds(np.pad(source, more), lengths)
+            wide = np.zeros(shape, source.dtype)
+            wide[..., : source.shape[2]] = source
+            read = SourceIds(wide, lengths)
             if small := self._small(strategy):
                 own = small._on(across)
                 found = small._run("encoder", 0, (own.encoding, source, lengths), source.shape, report)

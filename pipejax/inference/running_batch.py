@@ -22,7 +22,7 @@ from pipejax.model.t5 import Memory
 
 Array = jax.Array
 SLICE = 0.1  # seconds between two looks at what is written; to stop and go on costs some milliseconds
-MOST_STEPS = 64  # in between, at the most
+MOST_STEPS = 256  # in between, at the most
 NO_END = 1 << 30  # steps, more than any decode takes
 
 
