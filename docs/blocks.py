@@ -127,7 +127,7 @@ def give(folder: Path) -> None:
         (folder / "models").mkdir()
         write_hf(model, init_params(model, jax.random.key(0)), folder / "models" / "my-t5", tokenizer)
     with contextlib.redirect_stdout(sys.stderr):
-        for name in ("flan-t5-base", "t5-base"):
+        for name in ("flan-t5-base", "flan-t5-small", "t5-base"):
             from_hf(folder / "models" / "my-t5", folder / "checkpoints" / name)
 
 

@@ -28,7 +28,7 @@ from pipejax.config import schema
 
 SYSTEMS = {
     **plot.NAMES,
-    "pipejax-pipelined-40-rows": "pipelined, a grid of 40 rows",
+    "pipejax-pipelined-40x64": "pipelined, a grid of 40 rows",
     "pipejax-dense": "the whole grid",
 }
 
