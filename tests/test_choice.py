@@ -160,10 +160,19 @@ def test_only_tokens_of_the_source_are_written(strategy):
         assert {token for row in record["row_ids"] for token in row} <= {*text}
 
 
+def test_what_parts_rows_may_be_written_beside_them(tokenizer):
+    """The separator's tokens, and none of the letters that it is encoded between."""
+    made = generator("sequential", params=None)
+    made.tokenizer = tokenizer
+    assert tokenizer.decode(made._separator).strip() == made.config.data.separator.strip()
+    assert not {*tokenizer.encode("a")} & {*made._separator}
+
+
 @pytest.mark.parametrize(
     "given, found",
     [
         ({"row_prefixes": "ab"}, "row_prefixes"),
+        ({"row_prefixes": [[3]] * 99}, "found 99 rows with prefixes; expected at most"),
         ({"row_prefixes": [[3], []]}, "found an empty one at 1"),
         ({"row_prefixes": [[99]]}, "found id 99"),
         ({"row_prefixes": ["date:"]}, "no tokenizer"),

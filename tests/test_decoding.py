@@ -1,9 +1,17 @@
 """Both strategies against Algorithm 1 in plain lists over random models: tokens, steps, truncation, batches."""
 
+import dataclasses
+from functools import partial
+from typing import Any
+
+import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.scripted import NoModel
+from pipejax import decoding, grid
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Pipelined, Sequential, Sizes
 from support import oracle
@@ -45,6 +53,55 @@ SETTINGS = [
     (FEW_WORDS, 4, 3, 5, False, 3),
 ]
 MODELS = 24  # random models a setting
+
+
+@flax.struct.dataclass
+class Script:
+    """A state, and the token that each row writes at each time of its own, i32 [B, R, W]."""
+
+    inner: Any
+    says: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(Pipelined):
+    """A grid whose rows are known, whatever the model answers."""
+
+    def query(self, state):
+        inner, query = super().query(state.inner)
+        return Script(inner, state.says), query
+
+    def advance(self, state, answers):
+        age = state.inner.time[:, None] - grid.start(jnp.arange(self.rows), self.delay)
+        age = jnp.clip(age, 0, state.says.shape[2] - 1)[:, :, None]
+        says = jnp.take_along_axis(state.says, age, axis=2)[:, :, 0]
+        return Script(super().advance(state.inner, says), state.says)
+
+    def done(self, state):
+        return super().done(state.inner)
+
+    def result(self, state):
+        return super().result(state.inner)
+
+
+def decode_scripted(strategy, answers):
+    """What a batch comes to whose examples write these rows."""
+    says = np.full((len(answers), strategy.rows, strategy.time_max + 1), strategy.eos, np.int32)
+    for b, rows in enumerate(answers):
+        for i, row in enumerate(rows[: strategy.rows]):
+            says[b, i, : len(row)] = row[: says.shape[2]]
+    model, sizes = NoModel(), Sizes.fit(strategy, len(answers))
+
+    def stretch(slots, carry):
+        state = Script(strategy.init(len(answers)), jnp.asarray(says))
+        return decode_stretch(strategy, carry or decoding.begin(strategy, model, state, sizes), sizes, slots)
+
+    return jax.device_get(decoding.run(stretch, sizes).decoded)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def decode_stretch(strategy, carry, sizes, slots):
+    return decoding.decode(strategy, NoModel(), carry, sizes=sizes, slots=slots)
 
 
 def small_steps(config, strategy, batch):
@@ -101,6 +158,35 @@ def test_the_random_models_run_into_every_case():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("delay, time_max, sub_max", [(2, 12, 6), (4, 24, 5), (8, 40, 4), (10, 50, 2), (25, 50, 2)])
+def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_max):
+    """Where an example has no open row it goes on to the next start: its calls are of other times than the others'."""
+    strategy = Scripted(delay=delay, time_max=time_max, sub_max=sub_max)
+    batches = [[[[2] * 49, [3] * 39], *[[[2] * n, [3] * 3] for n in range(1, 8)]]]
+    for seed in range(40):
+        rng = np.random.default_rng([seed, delay])
+        lengths = [rng.integers(0, [time_max, 2 * delay][b % 2], rng.integers(1, sub_max + 2)) for b in range(8)]
+        batches.append([[[2] * n for n in of_rows] for of_rows in lengths])
+    for answers in batches:
+        decoded = decode_scripted(strategy, answers)
+        for b, rows in enumerate(answers):
+            script = oracle.scripted_next_tokens(rows)
+            expected = oracle.algorithm1(script, delay=delay, time_max=time_max, sub_max=sub_max, stop="empty_row")
+            assert [row for row in rows_of(decoded, b) if row] == expected.rows
+            assert decoded.steps[b] == expected.steps
+            assert TRUNCATIONS[decoded.truncated[b]] == expected.truncated
+
+
+def test_a_cache_that_is_too_small_is_an_error():
+    strategy = Scripted(delay=1, time_max=9, sub_max=2)
+    state = Script(strategy.init(1), jnp.full((1, 2, 10), 2))
+    carry = decoding.begin(strategy, NoModel(), state, Sizes((2,), (8,)))
+    with pytest.raises(RuntimeError, match="8 slots"):
+        decoding.run(
+            lambda slots, old: decode_stretch(strategy, old or carry, Sizes((2,), (8,)), slots), Sizes((2,), (8,))
+        )
+
+
 @pytest.mark.parametrize("config", [FEW_WORDS, GATED], ids=["tied", "gated"])
 def test_sequential_is_greedy_t5_and_pipelined_with_one_row(config):
     sequential = small_steps(config, Sequential(max_length=12), 4)

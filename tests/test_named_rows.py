@@ -158,6 +158,18 @@ def test_names_of_the_grid_are_those_of_every_answer(named, tokenizer, delay):
     assert not sequential[0]["text"].startswith(NAMES[0])
 
 
+def test_a_score_is_that_of_the_named_rows(tokenizer):
+    """However many rows the grid could have."""
+    found = []
+    for sub_max in (3, 6):
+        made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, sub_max=sub_max, decode={"scores": True})
+        found.append(made.decode(TEXTS))
+    for few, many in zip(*found, strict=True):
+        assert few["row_ids"] == many["row_ids"]
+        assert few["log_prob"] == pytest.approx(many["log_prob"], abs=1e-3)
+        assert len(few["row_ids"]) == 3 and few["log_prob"] < sum(map(sum, few["log_probs"]))  # with the eos of each
+
+
 @pytest.mark.slow
 def test_a_stream_and_an_engine_write_them(named):
     made, _ = named

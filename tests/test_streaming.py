@@ -52,6 +52,36 @@ def test_events_add_up_to_the_record(strategy):
             assert ended == {*rows}
 
 
+def test_streams_of_one_generator_may_run_side_by_side():
+    made, given = generator(), texts(2)
+    expected = [list(made.stream_rows(ids))[-1] for ids in given]
+    streams = [made.stream_rows(ids) for ids in given]
+    begun = [next(stream) for stream in streams]
+    beside = [[event, *stream] for event, stream in zip(begun, streams, strict=True)]
+    for (*events, record), wanted in zip(beside, expected, strict=True):
+        assert record == wanted
+        rows = [[e.token for e in events if e.row == row and not e.done] for row in range(len(wanted["row_ids"]))]
+        assert rows == wanted["row_ids"]
+    first = made.stream_rows(given[0])  # one that nobody reads to its end
+    next(first)
+    assert list(made.stream_rows(given[1]))[-1] == expected[1]
+
+
+def test_what_a_failed_stream_held_is_not_used_again(monkeypatch):
+    made, (ids,) = generator(), texts(1)
+    *_, expected = made.stream_rows(ids)
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made._streams["pipelined"][0], "_advanced", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            list(made.stream_rows(ids))
+    assert made._streams["pipelined"] == []
+    assert list(made.stream_rows(ids))[-1] == expected
+
+
 def test_an_event_says_the_text_of_its_row_so_far(tokenizer):
     made = generator()
     made.tokenizer = tokenizer

@@ -66,7 +66,7 @@ class Strategy(Protocol):
 
     @property
     def slots(self) -> int:
-        """The most slots a decode can fill: the most queries of each step, summed over the steps."""
+        """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
 
     def init(self, batch: int, source: SourceIds | None = None) -> Any:
         """The state before the first step; `source`: for strategies that read it."""
@@ -176,9 +176,9 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
     for slots in sizes.slots:
         found = decode_stretch(slots, carry)
         if np.all(found.over):
-            break
+            return found
         carry = found.carry
-    return found
+    raise RuntimeError(f"a cache of {sizes.slots[-1]} slots is full before all examples are done")
 
 
 def begin(

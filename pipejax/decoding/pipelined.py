@@ -53,9 +53,14 @@ class Pipelined:
 
     @property
     def slots(self) -> int:
-        """Every place on the grid that can be fed: each row from its start to time_max - 1."""
-        first, last = int(grid.start(0, self.delay)), int(grid.start(self.rows - 1, self.delay))
-        return self.rows * self.time_max - (first + last) * self.rows // 2
+        """In each call as many as any example of a batch can feed then; examples share slots.
+
+        After n calls n // delay + 1 rows have begun, or one more: where no row is open, time goes to the next start,
+        and the first call there feeds the eos of all rows since the last such place beside the new bos.
+        """
+        if not self.delay:
+            return self.rows * self.time_max
+        return 1 + sum(min(self.rows, (n - 1) // self.delay + 2) for n in range(1, self.time_max))
 
     def init(self, batch: int, source: SourceIds | None = None) -> State:
         """An empty grid."""

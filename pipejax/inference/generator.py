@@ -58,7 +58,7 @@ WINDOW = 16  # batches that are read ahead and sorted by length
 class Generator:
     """Parameters, tokenizer and settings, ready to decode.
 
-    For everybody: `decode`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
+    For everybody: `decode`, `stream_rows`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Generator:
         self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
         self.programs.set_params(params)
         self._small = small.load(config, self.programs)
-        self._streams: dict[str, RunningBatch] = {}  # of `stream_rows`, by strategy
+        self._streams: dict[str, list[RunningBatch]] = {}  # of `stream_rows`, by strategy; each has one place
         self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
 
     @property
@@ -145,26 +145,31 @@ class Generator:
         return self._streamed(source, strategy, made)
 
     def _streamed(self, source: Source, strategy: str, made: Pipelined | Sequential) -> Iterator[RowEvent | Record]:
-        config = self.config.decode
-        if strategy not in self._streams:
-            self._streams[strategy] = RunningBatch(
-                self.programs, made, 1, forced=wishes.forced_of(self.rows_of(source, strategy), made)
-            )
+        config, batches = self.config.decode, self._streams.setdefault(strategy, [])
+        batch = next((batch for batch in batches if batch.free), None)
+        if batch is None:
+            forced = wishes.forced_of(self.rows_of(source, strategy), made)
+            batches.append(batch := RunningBatch(self.programs, made, 1, forced=forced))
         seed = wishes.seed_of(source, config.seed)
         choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
-        for event in streaming.events(self._streams[strategy], self.ids_of(source), choice, self.tokenizer):
-            if isinstance(event, RowEvent):
-                yield event
-            else:
-                scores = event.log_probs if config.scores else None
-                found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
-                yield self.record(source, strategy, found, 0)
+        try:
+            for event in streaming.events(batch, self.ids_of(source), choice, self.tokenizer):
+                if isinstance(event, RowEvent):
+                    yield event
+                else:
+                    scores = event.log_probs if config.scores else None
+                    found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
+                    yield self.record(source, strategy, found, 0)
+        except Exception:  # of the device, of memory: what the batch holds is lost
+            batches.remove(batch)
+            raise
 
     def warm_up(
         self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None
     ) -> Report:
-        """Compiles ahead what `decode` needs on one device for sources of so many tokens, in lists of so many.
+        """Compiles ahead what greedy decoding needs on one device for sources of so many tokens, in lists of so many.
 
+        Sampling, scores, limits and named rows have programs of their own, which the first `decode` compiles.
         Programs of other lengths are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48,
         64, 96, ... Returns what it took.
         """
@@ -287,7 +292,11 @@ class Generator:
     @cached_property
     def _separator(self) -> list[int]:
         """The ids that part the rows of a sequential answer."""
-        return [] if self.tokenizer is None else self.tokenizer.encode(f"a{self.config.data.separator}a")
+        if self.tokenizer is None:
+            return []
+        letter, between = self.tokenizer.encode("a"), self.tokenizer.encode(f"a{self.config.data.separator}a")
+        size = len(letter)
+        return between[size:-size] if between[:size] == between[-size:] == letter else between
 
     def record(self, source: Source, strategy: str, found: Decoded, place: int, *, ends: bool = True) -> Record:
         """What an example was decoded to.
@@ -301,6 +310,9 @@ class Generator:
         """
         separator = self.config.data.separator
         rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
+        exist = len(rows)
+        if strategy == "pipelined" and self.config.grid.delay == 0:  # rows that nobody named end as they begin
+            exist = self.rows_of(source, strategy).most or 0
         kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None
         said: list[str] | None = None
@@ -323,16 +335,14 @@ class Generator:
             delay = self.config.grid.delay if strategy == "pipelined" else 1
             by_time, first = found.log_probs[place], [int(grid.start(i, delay)) for i in range(len(rows))]
             record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
-            spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows)]
+            spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows[:exist])]
             record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
         if found.trace is not None:
-            calls, count = decoding.listed(found.trace, place, record["calls"]), len(rows)
-            if strategy == "pipelined" and self.config.grid.delay == 0:  # rows that nobody named end as they begin
-                count = self.rows_of(source, strategy).most or 0
+            calls = decoding.listed(found.trace, place, record["calls"])
             # Rows are numbered as in `row_ids`: one without a token may stand before others (grid.stop=literal).
             last = kept[-1][0] if kept else -1
             numbers = {row: k for k, (row, _) in enumerate(kept)}
-            numbers |= {row: len(kept) + row - last - 1 for row in range(last + 1, count)}
+            numbers |= {row: len(kept) + row - last - 1 for row in range(last + 1, exist)}
             record["trace"] = [[x._replace(row=numbers[x.row]) for x in call if x.row in numbers] for call in calls]
             if self.tokenizer is not None:
                 seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}

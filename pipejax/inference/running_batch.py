@@ -61,8 +61,9 @@ class Switch:
 class RunningBatch:
     """Decodes up to `places` sources side by side on one device. Not to be used by several threads.
 
-    What an example is decoded to does not depend on the others. Programs are compiled as they are needed: one for each
-    power of two that holds the longest source, and for each size of the cache.
+    What an example is decoded to does not depend on the others. Programs are compiled as they are needed: an encoder
+    for each padded length, a decoder for each power of two that holds the longest source and each size of the cache,
+    and another one where tokens are sampled or scored.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
       tokenizer: for texts.
 
     Raises:
-      UserError: all rows start at once, and not each of them has a prefix, or there are more than the grid has; or the
-        grid has names, and nobody has a tokenizer.
+      UserError: there are more prefixes than rows that can begin; all rows start at once, and not each of them has a
+        prefix; or the grid has names, and nobody has a tokenizer.
     """
     prefixes, count = source.prefixes, source.max_rows
     if strategy == "pipelined":
@@ -52,6 +52,11 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
                     f"source {source.id}: found {count} row_prefixes with grid.delay = 0; expected at most "
                     f"grid.sub_max = {config.sub_max}, since all rows start at once"
                 )
+        elif len(prefixes) > (fit := min(config.sub_max, -(-config.time_max // config.delay))):
+            raise UserError(
+                f"source {source.id}: found {len(prefixes)} rows with prefixes; expected at most {fit}, as many as "
+                f"begin with grid.sub_max = {config.sub_max}, grid.time_max = {config.time_max}, grid.delay = {config.delay}"
+            )
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prefix, str):
