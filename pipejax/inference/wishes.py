@@ -54,8 +54,8 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
                 )
         elif len(prefixes) > (fit := min(config.sub_max, -(-config.time_max // config.delay))):
             raise UserError(
-                f"source {source.id}: found {len(prefixes)} rows with prefixes; expected at most {fit}, as many as "
-                f"begin with grid.sub_max = {config.sub_max}, grid.time_max = {config.time_max}, grid.delay = {config.delay}"
+                f"source {source.id}: found {len(prefixes)} rows with prefixes; expected at most {fit}, the rows that "
+                f"begin under grid.sub_max={config.sub_max}, grid.time_max={config.time_max}, grid.delay={config.delay}"
             )
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
