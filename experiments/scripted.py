@@ -118,13 +118,19 @@ def decode(
     longest = max(length, *map(len, sources))
     ids = np.asarray([[*s, *[0] * (longest - len(s))] for s in sources], np.int32)
     width = max(width, *(len(row) + 1 for rows in answers for row in [*rows, []]))
-    script = np.full((len(sources), strategy.grid.rows, width), strategy.grid.eos, np.int32)
-    for b, rows in enumerate(answers):
-        for i, row in enumerate(rows[: strategy.grid.rows]):
-            script[b, i, : len(row)] = row
+    says = script(answers, strategy.grid.rows, width, strategy.grid.eos)
     real = np.asarray(list(map(len, sources)), np.int32)
-    found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, real), script))
+    found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, real), says))
     return found
+
+
+def script(answers: Sequence[Sequence[Sequence[int]]], rows: int, width: int, eos: int) -> np.ndarray:
+    """i32 [B, rows, width], the tokens of each row of each answer, cut there, and eos after the last."""
+    says = np.full((len(answers), rows, width), eos, np.int32)
+    for b, answer in enumerate(answers):
+        for i, row in enumerate(answer[:rows]):
+            says[b, i, : len(row)] = row[:width]
+    return says
 
 
 @partial(jax.jit, static_argnums=0)

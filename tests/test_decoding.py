@@ -2,14 +2,13 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import scripted
 from experiments.scripted import NoModel
 from pipejax import decoding, grid
 from pipejax.config import T5Config
@@ -55,27 +54,19 @@ SETTINGS = [
 MODELS = 24  # random models a setting
 
 
-@flax.struct.dataclass
-class Script:
-    """A state, and the token that each row writes at each time of its own, i32 [B, R, W]."""
-
-    inner: Any
-    says: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Scripted(Pipelined):
     """A grid whose rows are known, whatever the model answers."""
 
     def query(self, state):
         inner, query = super().query(state.inner)
-        return Script(inner, state.says), query
+        return scripted.State(inner, state.script), query
 
     def advance(self, state, answers):
         age = state.inner.time[:, None] - grid.start(jnp.arange(self.rows), self.delay)
-        age = jnp.clip(age, 0, state.says.shape[2] - 1)[:, :, None]
-        says = jnp.take_along_axis(state.says, age, axis=2)[:, :, 0]
-        return Script(super().advance(state.inner, says), state.says)
+        age = jnp.clip(age, 0, state.script.shape[2] - 1)[:, :, None]
+        says = jnp.take_along_axis(state.script, age, axis=2)[:, :, 0]
+        return scripted.State(super().advance(state.inner, says), state.script)
 
     def done(self, state):
         return super().done(state.inner)
@@ -86,14 +77,11 @@ class Scripted(Pipelined):
 
 def decode_scripted(strategy, answers):
     """What a batch comes to whose examples write these rows."""
-    says = np.full((len(answers), strategy.rows, strategy.time_max + 1), strategy.eos, np.int32)
-    for b, rows in enumerate(answers):
-        for i, row in enumerate(rows[: strategy.rows]):
-            says[b, i, : len(row)] = row[: says.shape[2]]
+    script = scripted.script(answers, strategy.rows, strategy.time_max + 1, strategy.eos)
     model, sizes = NoModel(), Sizes.fit(strategy, len(answers))
 
     def stretch(slots, carry):
-        state = Script(strategy.init(len(answers)), jnp.asarray(says))
+        state = scripted.State(strategy.init(len(answers)), jnp.asarray(script))
         return decode_stretch(strategy, carry or decoding.begin(strategy, model, state, sizes), sizes, slots)
 
     return jax.device_get(decoding.run(stretch, sizes).decoded)
@@ -157,7 +145,6 @@ def test_the_random_models_run_into_every_case():
     assert rows > 500
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delay, time_max, sub_max", [(2, 12, 6), (4, 24, 5), (8, 40, 4), (10, 50, 2), (25, 50, 2)])
 def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_max):
     """Where an example has no open row it goes on to the next start: its calls are of other times than the others'."""
@@ -170,8 +157,8 @@ def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_ma
     for answers in batches:
         decoded = decode_scripted(strategy, answers)
         for b, rows in enumerate(answers):
-            script = oracle.scripted_next_tokens(rows)
-            expected = oracle.algorithm1(script, delay=delay, time_max=time_max, sub_max=sub_max, stop="empty_row")
+            says = oracle.scripted_next_tokens(rows)
+            expected = oracle.algorithm1(says, delay=delay, time_max=time_max, sub_max=sub_max, stop="empty_row")
             assert [row for row in rows_of(decoded, b) if row] == expected.rows
             assert decoded.steps[b] == expected.steps
             assert TRUNCATIONS[decoded.truncated[b]] == expected.truncated
@@ -179,7 +166,7 @@ def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_ma
 
 def test_a_cache_that_is_too_small_is_an_error():
     strategy = Scripted(delay=1, time_max=9, sub_max=2)
-    state = Script(strategy.init(1), jnp.full((1, 2, 10), 2))
+    state = scripted.State(strategy.init(1), jnp.full((1, 2, 10), 2))
     carry = decoding.begin(strategy, NoModel(), state, Sizes((2,), (8,)))
     with pytest.raises(RuntimeError, match="8 slots"):
         decoding.run(
@@ -187,6 +174,7 @@ def test_a_cache_that_is_too_small_is_an_error():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [FEW_WORDS, GATED], ids=["tied", "gated"])
 def test_sequential_is_greedy_t5_and_pipelined_with_one_row(config):
     sequential = small_steps(config, Sequential(max_length=12), 4)

@@ -49,18 +49,19 @@ class Pipelined:
     @property
     def rows(self) -> int:
         """Those that start before time runs out."""
-        return min(self.sub_max, -(-self.time_max // self.delay)) if self.delay else self.sub_max
+        return grid.beginning(self.delay, self.time_max, self.sub_max)
 
     @property
     def slots(self) -> int:
         """In each call as many as any example of a batch can feed then; examples share slots.
 
-        After n calls n // delay + 1 rows have begun, or one more: where no row is open, time goes to the next start,
-        and the first call there feeds the eos of all rows since the last such place beside the new bos.
+        The first row feeds in every call. One more may come in the second, and another every `delay` calls: where no
+        row is open, time goes to the next start, and the first call there feeds the eos of all rows since the last
+        such place beside the new bos.
         """
         if not self.delay:
             return self.rows * self.time_max
-        return 1 + sum(min(self.rows, (n - 1) // self.delay + 2) for n in range(1, self.time_max))
+        return self.time_max + sum(self.time_max - 1 - i * self.delay for i in range(self.rows - 1))
 
     def init(self, batch: int, source: SourceIds | None = None) -> State:
         """An empty grid."""

@@ -310,8 +310,8 @@ class Generator:
         """
         separator = self.config.data.separator
         rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
-        exist = len(rows)
-        if strategy == "pipelined" and self.config.grid.delay == 0:  # rows that nobody named end as they begin
+        exist, told = len(rows), found.log_probs is not None or found.trace is not None
+        if told and strategy == "pipelined" and self.config.grid.delay == 0:  # unnamed rows end as they begin
             exist = self.rows_of(source, strategy).most or 0
         kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
         text: str | None = None

@@ -52,7 +52,7 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
                     f"source {source.id}: found {count} row_prefixes with grid.delay = 0; expected at most "
                     f"grid.sub_max = {config.sub_max}, since all rows start at once"
                 )
-        elif len(prefixes) > (fit := min(config.sub_max, -(-config.time_max // config.delay))):
+        elif len(prefixes) > (fit := grid.beginning(config.delay, config.time_max, config.sub_max)):
             raise UserError(
                 f"source {source.id}: found {len(prefixes)} rows with prefixes; expected at most {fit}, the rows that "
                 f"begin under grid.sub_max={config.sub_max}, grid.time_max={config.time_max}, grid.delay={config.delay}"
