@@ -166,7 +166,7 @@ def test_causality_by_gradient(tiny):
     params, source, mask = tiny
     model, delay = t5.T5(CONFIG), 2
     flat, seen, distance = layout(ROWS, delay)
-    encoded = model.apply({"params": params}, source, method=lambda m, x: m.encoder(m.embed(x), mask, True))
+    encoded = model.apply({"params": params}, source, method=lambda m, x: m.encoder(*m.embed(x), mask, True))
     # A table of its own for every slot, so that the gradient tells the slots apart.
     spread = dict(params, shared={"embedding": params["shared"]["embedding"][flat.inputs]})
     config = T5Config(**{**vars(CONFIG), "vocab_size": len(flat.inputs)})
@@ -176,7 +176,7 @@ def test_causality_by_gradient(tiny):
         hidden = t5.T5(config).apply(
             changed,
             jnp.arange(len(flat.inputs))[None],
-            method=lambda m, x: m.decoder(m.embed(x), seen, distance, encoded, mask[:, None], True),
+            method=lambda m, x: m.decoder(*m.embed(x), seen, distance, encoded, mask[:, None], True),
         )
         return hidden[0, slot].sum()
 

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from pipejax.config import T5Config
 from pipejax.model.attention import attend
 from pipejax.model.dropout import make_seed
+from pipejax.model.embedding import look_up
 from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, logits_of
 from pipejax.model.relative_bias import along_diagonals, by_bucket
 
@@ -79,8 +80,9 @@ class RelativeBias(nn.Module):
         """f32 [1, H, L, L], bidirectional, among the tokens of a sequence."""
         longest = self.config.relative_attention_max_distance
         offsets = np.clip(np.arange(1 - length, length), -longest, longest)
-        values = self.embedding[self._buckets()[offsets + longest]]
-        return along_diagonals(values.T, length)[None].astype(jnp.float32)
+        bucket = jnp.asarray(self._buckets()[offsets + longest])
+        values = by_bucket(self.embedding, bucket[None, None])[0, :, 0]
+        return along_diagonals(values, length)[None].astype(jnp.float32)
 
     def __call__(self, distances: Array) -> Array:
         """f32 [1|B, H, Q, C] from distances (bidirectional: offsets key - query) [1|B, Q, C]."""
@@ -301,6 +303,7 @@ class T5(nn.Module):
     dropout: float = 0.0
     remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
     pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
+    shards: int = 1  # on how many devices a batch lies when it trains
 
     def setup(self) -> None:
         c = self.config
@@ -310,17 +313,13 @@ class T5(nn.Module):
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
 
-    def embed(self, tokens: Array) -> Array:
-        """[..., D] in the compute dtype.
-
-        Cast after the lookup, so that the table's gradient is summed in float32: a sum of ones in bfloat16 stays at
-        256, and a batch holds the same word more often than that.
-        """
-        embedded = jnp.take(self.shared.embedding, tokens, axis=0).astype(self.dtype)
+    def embed(self, *tokens: Array) -> tuple[Array, ...]:
+        """[..., D] in the compute dtype for each array of tokens [...]."""
+        embedded = look_up(self.shared.embedding, tokens, self.dtype, self.shards)
         if not self.shared.has_variable("params", "scale"):
             return embedded
         scale: Array = self.shared.get_variable("params", "scale")  # of int8
-        return embedded * scale[tokens][..., None].astype(self.dtype)
+        return tuple(x * scale[named][..., None].astype(self.dtype) for x, named in zip(embedded, tokens, strict=True))
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
         """Encodes sources once and for all.
@@ -330,7 +329,8 @@ class T5(nn.Module):
           mask: bool [B, L], True at real tokens (never judged by id: 0 is a legal token).
           deterministic: False applies dropout (needs the rng "dropout").
         """
-        encoded = self.encoder(self.embed(tokens), mask, deterministic)
+        (embedded,) = self.embed(tokens)
+        encoded = self.encoder(embedded, mask, deterministic)
         return self.decoder.memorize(encoded, mask)
 
     def logits(self, hidden: Array) -> Array:
@@ -363,12 +363,13 @@ class T5(nn.Module):
           memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
           deterministic: False applies dropout.
         """
-        encoded = self.encoder(self.embed(source), source_mask, deterministic)
+        embedded, inputs = self.embed(source, tokens)
+        encoded = self.encoder(embedded, source_mask, deterministic)
         groups = tokens.shape[0]
         encoded = encoded.reshape(groups, -1, encoded.shape[-1])
         real = source_mask.reshape(groups, 1, -1)
         seen = real if memory_mask is None else memory_mask & real
-        return self.decoder(self.embed(tokens), mask, distance, encoded, seen, deterministic)
+        return self.decoder(inputs, mask, distance, encoded, seen, deterministic)
 
     def __call__(self, *args: Array, deterministic: bool = True) -> Array:
         """Teacher-forced logits f32 [G, N, V]; touches every parameter, so `init` may use it."""

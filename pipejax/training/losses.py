@@ -19,7 +19,9 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
       targets: i32 [G, N].
       weights: f32 [G, N], 0 at padding and at slots without a target.
     """
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    # Not looked up: the gradient of that is a scatter into all logits, and of this a part of softmax's own pass.
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    chosen = jnp.where(is_target, logits, 0.0).sum(-1)
     nll = jax.nn.logsumexp(logits, axis=-1) - chosen
     return (nll * weights).sum(), weights.sum()
 

@@ -170,7 +170,8 @@ class Trainer:
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
-        self.model = T5(config.model, dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin)
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        self.model = T5(config.model, dtype, train.dropout, train.remat, pin, shards)
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
@@ -272,6 +273,10 @@ class Trainer:
 
     def lower(self, batch: ArrayShapes) -> Any:
         """The step for such batches, as JAX hands it to the compiler."""
+        return self.trace(batch).lower()
+
+    def trace(self, batch: ArrayShapes) -> Any:
+        """The step for such batches, before it is known for which kind of device."""
         arrays = {
             name: jax.ShapeDtypeStruct(
                 shape, jnp.float32 if name == "weights" else jnp.int32, sharding=self.batch_sharding
@@ -283,7 +288,7 @@ class Trainer:
         )
         key = jax.ShapeDtypeStruct((), self.key.dtype, sharding=sharding.replicated(self.mesh))
         with precision(self.model.dtype):
-            return self._step.lower(state, arrays, key)
+            return self._step.trace(state, arrays, key)
 
     def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""
