@@ -1,11 +1,14 @@
 """What is counted of a compiled program, on one written by hand; and what no decoding program may hold."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import programs
 from benchmarks.hlo import Program, elements, size
-from benchmarks.programs import cases, report
+from benchmarks.programs import cases, report, troubles
 from benchmarks.systems import SIZES
 from pipejax.system.targets import TARGETS, Gpu
 
@@ -101,6 +104,19 @@ def test_bytes_of_what_moves() -> None:
 def test_trouble_is_found() -> None:
     program = Program(BY_HAND)
     assert (program.largest("sort"), program.largest("scatter"), program.host_transfers()) == (32, 0, 1)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("pipelined, batch 1, 9 slots", True), ("train, batch 24", False)])
+def test_trouble_is_told(name: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is trouble where it is that of a cache; small ones and small sorts are not."""
+    memory = SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in ("argument", "output", "temp", "alias")})
+    monkeypatch.setattr(Program, "loops", lambda self: ["first_step", "second_step"])
+    result = {"program": name} | report(BY_HAND, memory)
+    assert troubles(result) == ["1 host transfers", "1 conditionals"]
+    monkeypatch.setattr(programs, "MATTERS", 32)
+    monkeypatch.setattr(programs, "COPIED", 32)
+    found = ["1 host transfers", "1 conditionals", "a sort of 0.00 M elements"]
+    assert troubles(result) == found + ["a copy of 0.00 M elements"] * copies
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Sampling, limits and log-probabilities, beside Hugging Face's processors, plain NumPy and the model's own logits."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +169,25 @@ def test_what_parts_rows_may_be_written_beside_them(tokenizer):
     made.tokenizer = tokenizer
     assert tokenizer.decode(made._separator).strip() == made.config.data.separator.strip()
     assert not {*tokenizer.encode("a")} & {*made._separator}
+
+
+@pytest.mark.parametrize(
+    ("separator", "begun", "whole", "expected"),
+    [
+        (" ; ", [3, 9, 3, 117], [3, 9, 3, 117, 3, 9], [3, 117]),
+        ("; ", [3, 9, 117], [3, 9, 117, 3, 9], [117]),
+        (";", [3, 9, 117], [3, 9, 117, 9], [117]),
+        (" ;", [3, 9, 3, 117], [3, 9, 3, 117, 9], [3, 117]),
+        (" and ", [3, 9, 11], [3, 9, 11, 3, 9], [11]),
+    ],
+)
+def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
+    """The ids are those of T5's own tokenizer: 3 begins a word, 9 is the letter a, 117 a semicolon, 11 "and"."""
+    made = generator("sequential", params=None)
+    ids = {"a": [3, 9], f"a{separator}": begun, f"a{separator}a": whole}
+    made.tokenizer = SimpleNamespace(encode=ids.__getitem__)
+    made.config = dataclasses.replace(made.config, data=dataclasses.replace(made.config.data, separator=separator))
+    assert made._separator == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.model import embedding
 from pipejax.model.embedding import look_up, summed_by_token
+from pipejax.training import losses
 from pipejax.training.plan import longest_batch
 from pipejax.training.step import Trainer
 
@@ -54,8 +56,11 @@ def test_sums_by_token(kind, shape, vocabulary, dtype):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("where", ["cpu", "elsewhere"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_two_lookups_and_their_gradient(dtype):
+def test_two_lookups_and_their_gradient(dtype, where, monkeypatch):
+    if where == "elsewhere":
+        monkeypatch.setattr(embedding, "_scattered", summed_by_token)
     random = np.random.default_rng(0)
     table = jnp.asarray(random.normal(size=(20, 4)), jnp.float32)
     tokens = tuple(jnp.asarray(random.integers(0, 20, shape), jnp.int32) for shape in ((4, 30), (2, 11)))
@@ -84,9 +89,13 @@ def test_each_device_sums_what_it_holds():
     np.testing.assert_allclose(compiled(tokens, gradient), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_training_step_for_a_gpu_scatters_nothing():
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "bfloat16", "accumulate": 2, "remat": "layers"}, {"dtype": "bfloat16", "remat": "dots"}]
+)
+def test_a_training_step_for_a_gpu_scatters_nothing(settings, monkeypatch):
     """A scatter adds in no order there: two runs would differ."""
-    data, train = DataConfig(max_source=48, max_target=24), TrainConfig(batch_size=2)
+    monkeypatch.setattr(losses, "LOGITS", 200)  # so that the loss is computed in parts
+    data, train = DataConfig(max_source=48, max_target=24), TrainConfig(batch_size=4, **settings)
     whole = Config(model=TINY, data=data, train=train, mesh=MeshConfig(data=1))
     traced = Trainer(whole, jax.devices()[:1]).trace(longest_batch(whole))
     assert "scatter" in traced.lower().as_text()  # as it is called where additions come one after the other

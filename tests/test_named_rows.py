@@ -319,6 +319,18 @@ def test_training_rows_at_once_needs_their_names(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_rows_are_named_that_begin_in_time(tmp_path):
+    """Refused before a training, not by its first evaluation."""
+    grid = {"delay": 10, "time_max": 20}
+    with pytest.raises(
+        UserError, match=r"^grid\.row_names: found 3; expected at most 2, the rows that begin under grid"
+    ):
+        fit(change(TRAINED, grid=grid), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"^grid\.row_names: found 3; expected at most 2"):
+        generator(row_names=NAMES, **grid)[0].decode([[3, 1]])
+
+
 @pytest.mark.slow
 def test_a_run_is_evaluated_with_its_names(tmp_path, tokenizer_files):
     config = change(TRAINED, data={"tokenizer": str(tokenizer_files)})

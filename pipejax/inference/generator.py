@@ -1,6 +1,7 @@
 """The Python API for decoding: from texts and records to records."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -149,7 +150,8 @@ class Generator:
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
             forced = wishes.forced_of(self.rows_of(source, strategy), made)
-            batches.append(batch := RunningBatch(self.programs, made, 1, forced=forced))
+            batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1, forced=forced)
+            batches.append(batch)
         seed = wishes.seed_of(source, config.seed)
         choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
         try:
@@ -294,9 +296,11 @@ class Generator:
         """The ids that part the rows of a sequential answer."""
         if self.tokenizer is None:
             return []
-        letter, between = self.tokenizer.encode("a"), self.tokenizer.encode(f"a{self.config.data.separator}a")
-        size = len(letter)
-        return between[size:-size] if between[:size] == between[-size:] == letter else between
+        between = self.config.data.separator
+        letter, begun, whole = (self.tokenizer.encode(text) for text in ("a", f"a{between}", f"a{between}a"))
+        # What follows has other ids after a separator that ends within a word, so it is told by what comes before.
+        shared = [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(begun, whole, strict=False))]
+        return shared[len(letter) :] if shared[: len(letter)] == letter else whole
 
     def record(self, source: Source, strategy: str, found: Decoded, place: int, *, ends: bool = True) -> Record:
         """What an example was decoded to.

@@ -3,6 +3,7 @@
 Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
 """
 
+import copy
 import dataclasses
 import time
 from functools import partial
@@ -81,6 +82,18 @@ class RunningBatch:
         self.places = places
         self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
         self._sizes = schedule(strategy, places)
+        self._forced = None if forced is None else np.repeat(forced[None], places, axis=0)
+        self._switch = switch or Switch()
+        self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
+        self._empty = jax.jit(self._emptied, static_argnames=("slots", "length"))
+        self._widen = jax.jit(self._backend.widened, static_argnums=1)
+        self._place = jax.jit(_placed, donate_argnums=0)
+        self._grow = jax.jit(self._grown, static_argnames="slots")
+        self._go_on = jax.jit(self._gone_on, donate_argnums=2)
+        self._clear()
+
+    def _clear(self) -> None:
+        places = self.places
         self._in_use, self._scored = np.zeros(places, bool), np.zeros(places, bool)
         self._sampling = Sampling(
             temperature=np.zeros(places, np.float32),
@@ -88,18 +101,16 @@ class RunningBatch:
             top_p=np.ones(places, np.float32),
             seed=np.zeros(places, np.uint32),
         )
-        self._forced = None if forced is None else np.repeat(forced[None], places, axis=0)
         self._begins, self._ends = np.zeros(places, bool), np.zeros(places, bool)
-        self._switch = switch or Switch()
         self._memory: Memory | None = None
         self._carry: Carry | None = None
         self._slots, self._steps = self._sizes.slots[0], 1
-        self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
-        self._empty = jax.jit(self._emptied, static_argnames=("slots", "length"))
-        self._widen = jax.jit(self._backend.widened, static_argnums=1)
-        self._place = jax.jit(_placed, donate_argnums=0)
-        self._grow = jax.jit(self._grown, static_argnames="slots")
-        self._go_on = jax.jit(self._gone_on, donate_argnums=2)
+
+    def twin(self) -> "RunningBatch":
+        """Another batch that nobody uses, with the same programs: what is compiled for one serves both."""
+        other = copy.copy(self)
+        other._clear()
+        return other
 
     @property
     def free(self) -> list[int]:

@@ -22,6 +22,16 @@ class Rows(NamedTuple):
     most: int | None = None  # after so many the answer ends; None: the model decides
 
 
+def check_names(config: GridConfig) -> None:
+    """Raises a UserError if the grid names rows that would not begin before time runs out."""
+    fit, names = grid.beginning(config.delay, config.time_max, config.sub_max), len(config.row_names)
+    if names > fit:
+        raise UserError(
+            f"grid.row_names: found {names}; expected at most {fit}, the rows that begin under grid.sub_max = "
+            f"{config.sub_max}, grid.time_max = {config.time_max} and grid.delay = {config.delay}"
+        )
+
+
 def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokenizer | None) -> Rows:
     """What the source says of its rows; if it says nothing, what the grid says of those of every answer.
 
@@ -38,6 +48,7 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
     prefixes, count = source.prefixes, source.max_rows
     if strategy == "pipelined":
         if not prefixes and count is None and config.row_names:
+            check_names(config)
             prefixes, count = config.row_names, len(config.row_names)
         if config.delay == 0:
             # T5 has no positions: rows that see nothing but bos would all write the same token first.

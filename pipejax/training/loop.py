@@ -19,6 +19,7 @@ from pipejax.data import make_task
 from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, pack_size, prefetch
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.shapes import EVERY, Shapes
+from pipejax.inference import wishes
 from pipejax.metrics import require
 from pipejax.model import sharding
 from pipejax.system import distributed, environment
@@ -59,6 +60,8 @@ def fit(
             "grid.delay: found 0 without grid.row_names; expected the names of the rows, since nothing else tells rows "
             "apart that start at once"
         )
+    if config.train.objective == "pipelined":
+        wishes.check_names(config.grid)  # before evaluations ask for them
     environment.check()
     decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
     examples = Examples.of(config, given)

@@ -96,7 +96,7 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
     terms["encoded source and its gradient"] = 2 * stream(tokens)
     table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
     if not train.lora_rank:
-        terms["gradients of the table, by use"] = 2 * 4 * table  # both lookups and the head, until they are added up
+        terms["gradients of the table, by use"] = 2 * 4 * table  # the lookups and the head, until they are added up
     # The two stacks are at work one after the other.
     smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
     del terms[smaller]

@@ -276,7 +276,7 @@ class Trainer:
         return self.trace(batch).lower()
 
     def trace(self, batch: ArrayShapes) -> Any:
-        """The step for such batches, before it is known for which kind of device."""
+        """The step for such batches, not lowered yet."""
         arrays = {
             name: jax.ShapeDtypeStruct(
                 shape, jnp.float32 if name == "weights" else jnp.int32, sharding=self.batch_sharding
