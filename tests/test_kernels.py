@@ -220,8 +220,10 @@ def test_clang_compiles_it(level, tmp_path):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("different", [1, 30, 1500])
-def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, different):
+@pytest.mark.parametrize(
+    ("different", "columns"), [(1, 40), (30, 40), (1500, 40), (5003, 40), (30, 3), (5003, 4), (30, 9)]
+)
+def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, different, columns):
     """So many words of 5,003, again and again. The last panel is filled up with words whose logit is zero."""
     config = dataclasses.replace(IN_BLOCKS, vocab_size=5003, tied_head=False)
     params = oracle.random_params(config, np.random.default_rng(5))
@@ -231,7 +233,7 @@ def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, di
     ready = programs.prepare(model, jax.tree.map(jnp.asarray, params), backend=own)
     memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
     decoder = own.decoder(model, ready.decoding, laid_out(memory, weights))
-    asked = Asked(np.random.default_rng(0), ((40,),), 5003)
+    asked = Asked(np.random.default_rng(0), ((columns,),), 5003)
     step, cache = asked.step(0, 0), decoder.cache(asked.slots, None)
     logits, found = np.asarray(decoder(step, cache)[0]), np.asarray(decoder.greedy(step, cache)[0])
     np.testing.assert_array_equal(found, np.argmax(logits, axis=0))
@@ -240,8 +242,8 @@ def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, di
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("trouble", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(level, weights, trouble):
-    """In its column alone."""
+@pytest.mark.parametrize("columns", [1, 5])
+def test_what_is_not_finite_stays_so(level, weights, trouble, columns):
     model, own, _, _ = made("small", weights, level)
     params = jax.tree.map(jnp.asarray, oracle.random_params(model.config, np.random.default_rng(5)))
     norm = params["decoder"]["layers_0"]["self_attention"]["norm"]
@@ -252,11 +254,12 @@ def test_what_is_not_finite_stays_so(level, weights, trouble):
         if x != 7:
             params["shared"]["embedding"] = params["shared"]["embedding"].at[x, 3].set(0.0)
     ready = programs.prepare(model, params, backend=own)
-    asked = Asked(np.random.default_rng(0), ((1,),), 48)
+    asked = Asked(np.random.default_rng(0), ((columns,),), 48)
     memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
     laid = laid_out(memory, weights)
     decoder = own.decoder(model, ready.decoding, laid)
-    step = asked.step(0, 0).replace(tokens=jnp.asarray([7]))
+    step = asked.step(0, 0)
+    step = step.replace(tokens=jnp.full_like(step.tokens, 7))
     cache = decoder.cache(asked.slots, None)
     found, token = decoder(step, cache)[0], decoder.greedy(step, cache)[0]
     assert not np.isfinite(found).any()

@@ -45,7 +45,10 @@ class Operand {
   void Highest(Team& team, const Matrix& w, int64_t outputs, int32_t* number) {
     const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size;
     peaks_.resize(parts * count_);
+    const bool bounded = kBounds && w.kind == kInt8 && w.digits == 2 && count_ >= 4;  // fewer columns wait for weights
+    if (bounded) floors_.assign(count_, -INFINITY);
     Share(team, w, size, [&](int64_t from, int64_t to, int64_t begin, int64_t end) {
+      if (bounded) return PeaksWithin(w, outputs, from, to, begin, end, peaks_.data() + from / size, parts);
       thread_local Floats32 found;
       const int64_t stride = (to - from) * kPanel;
       found.resize((end - begin) * stride);
@@ -66,6 +69,11 @@ class Operand {
   }
 
  private:
+#if defined(__AVX512VNNI__) && !defined(__AMX_TILE__)  // tiles are fast enough for two digits of everything
+  static constexpr bool kBounds = true;
+#else
+  static constexpr bool kBounds = false;
+#endif
   static constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
 
   // Of a task, a multiple of four: about 128 KiB of weights at the most, and about as many tasks for each thread.
@@ -89,6 +97,56 @@ class Operand {
   void Multiply(int64_t from, int64_t to, const Matrix& w, int64_t begin, int64_t end, const Results& y) const {
     if (w.digits) ByDigits(from, to, w, digits_, begin, end, {y.at - begin * y.stride, y.stride, y.then});
     else ByWidening(from, to, w, floats_.data() + begin * inputs_, inputs_, end - begin, y);
+  }
+
+  // The peaks of panels `from` to `to` as far as they may be the highest of all; else -inf. Second digits meet only panels
+  // whose bounds reach as high as what first digits make sure of, in this task or in others up to now.
+  void PeaksWithin(const Matrix& w, int64_t outputs, int64_t from, int64_t to, int64_t begin, int64_t end,
+                   std::pair<float, int32_t>* peaks, int64_t apart) {
+#ifdef __AVX512VNNI__
+    thread_local Floats32 kept;
+    const int64_t columns = end - begin, blocks = (columns + 7) / 8;
+    kept.resize((to - from + 1) * columns * kPanel);
+    float *floors = kept.data(), *tops = floors + columns * kPanel;  // [columns, 16]; [panels, columns, 16]
+    std::fill(floors, tops, -INFINITY);
+    auto tell = [&](int64_t panel, int64_t column, Lanes low, Lanes high) {
+      for (int64_t lane = std::max<int64_t>(0, outputs - panel * kPanel); lane < kPanel; ++lane) low[lane] = high[lane] = -INFINITY;
+      float* floor = floors + (column - begin) * kPanel;
+      Store(floor, low > Load(floor) ? low : Load(floor));
+      Store(tops + ((panel - from) * columns + column - begin) * kPanel, high);
+    };
+    for (int64_t panel = from; panel < to; panel += 2)
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t first = columns * b / blocks, count = columns * (b + 1) / blocks - first;
+        WithConstant<8>(count, [&](auto c) {
+          if (panel + 2 <= to) BoundBlock<2, c()>(w, panel, digits_, begin + first, tell);
+          else BoundBlock<1, c()>(w, panel, digits_, begin + first, tell);
+        });
+      }
+    for (int64_t c = 0; c < columns; ++c) {
+      const float floor = Raised(floors_[begin + c], Most(Load(floors + c * kPanel)));
+      std::pair<float, int32_t> best{-INFINITY, 0};
+      if (*digits_.Scales(begin + c) != *digits_.Scales(begin + c)) best.first = NAN;
+      for (int64_t panel = from; panel < to; ++panel) {
+        if (!_mm512_cmp_ps_mask((__m512)Load(tops + ((panel - from) * columns + c) * kPanel), _mm512_set1_ps(floor), _CMP_GE_OQ)) continue;
+        alignas(64) float found[kPanel];
+        DotBlock<kInt8, 2, 1, 1>(w, panel, digits_, begin + c, {found - panel * kPanel, 0});
+        const auto peak = Peak(found, panel * kPanel, std::min(outputs, (panel + 1) * kPanel));
+        if (peak.first > best.first) best = peak;
+      }
+      peaks[(begin + c) * apart] = best;
+    }
+#endif
+  }
+
+  // The higher of both, which becomes the first. What another thread raises it to at the same time may be lost: then that
+  // looks at a panel more.
+  static float Raised(float& floor, float value) {
+    float known;
+    __atomic_load(&floor, &known, __ATOMIC_RELAXED);
+    if (known >= value) return known;
+    __atomic_store(&floor, &value, __ATOMIC_RELAXED);
+    return value;
   }
 
   // The highest of x, whose numbers are `from` to `to`, and the lowest number that it has; NaN if there is one.
@@ -119,6 +177,7 @@ class Operand {
   Floats32 floats_;
   Digits digits_;
   std::vector<std::pair<float, int32_t>> peaks_;  // [columns, tasks]
+  Floats32 floors_;  // of each column, which the highest output is not below
 };
 
 }  // namespace pipejax
