@@ -18,7 +18,7 @@ unexport PYTHONHOME
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
 
-demo: venv-run  ## train a small model on the CPU and decode with it
+demo: venv-run  ## train two small models on the CPU and compare both decoders
 	@$(RUN) -m experiments.demo $(ARGS)
 
 test: venv  ## the quick tests, on two cores; make test ARGS="-k grid" for a part of them

@@ -161,7 +161,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "no machine's layers": (setting(num_layers=10**9), ("num_layers: found 1000000000; expected at most 1024",)),
     "a number too long": (setting(layer_norm_epsilon=10**400), ("layer_norm_epsilon: found a number of more than 30",)),
     "too many decoder layers": (setting(num_decoder_layers=3), ("num_decoder_layers: found 3; expected 2",)),
-    "no config": (lambda directory: (directory / "config.json").unlink(), ("config.json: cannot be read",)),
+    "no config": (
+        lambda directory: (directory / "config.json").unlink(),
+        ("found no config.json; expected a directory",),
+    ),
     "config no json": (content("config.json", b"{'d_model': 3}"), ("config.json: found no JSON",)),
     "config a list": (content("config.json", b"[]"), ("config.json: found []",)),
     "generation no json": (content("generation_config.json", b"{"), ("generation_config.json: found no",)),

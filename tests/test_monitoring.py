@@ -12,6 +12,7 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax.data import batches
+from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
@@ -68,6 +69,22 @@ def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_what_is_missing_from_examples_is_said_once(tmp_path, tokenizer_files, said):
+    texts = ["the baker sang .", "the clerk slept .", "~", "the baker slept ."]
+    examples = [Example(str(i), text, ["{", "the baker sang", "sang"][: 1 + i % 3]) for i, text in enumerate(texts * 4)]
+    config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "max_source": 4, "max_target": 6})
+    assert fit(config, tmp_path / "run", given={"train": examples, "dev": []}) == 0
+    counts = [line for line in metrics(tmp_path / "run") if line["event"] == "train"]
+    for key in ("cut_sources", "cut_targets", "unknown_targets"):
+        assert sum(line[key] for line in counts) > 0
+    for words in (
+        "% of the sources are cut at data.max_source = 4",
+        "% of the targets are cut at data.max_target = 6",
+        "% of the targets hold text that the tokenizer lacks",
+    ):
+        assert sum(words in line for line in said) == 1
+
+
 def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     poisoned(monkeypatch, {2, 3, 4, 5})
     config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})

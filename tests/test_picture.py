@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.picture import html, svg
 from pipejax.inference.picture.command import main
 from pipejax.inference.picture.grid import LEFT, Cell, fill
@@ -272,6 +274,17 @@ def draw(tmp_path: Path, record: dict[str, Any] | str, *flags: str, output: str 
 def test_command_shows_tokens(tmp_path: Path, change: dict[str, Any], shown: list[str]) -> None:
     drawn = draw(tmp_path, RECORD | change)
     assert [text for text in texts_of(drawn) if text in shown] == shown
+
+
+def test_command_shows_the_tokens_of_a_checkpoint(tmp_path: Path, tokenizer_files: Path) -> None:
+    shutil.copytree(tokenizer_files, tmp_path / "run" / "tokenizer")
+    ids = Tokenizer.load(tokenizer_files).encode("the baker")
+    record = {"id": "1", "rows": ["thebaker"], "row_ids": [ids], "steps": 3, "truncated": None, "text": "thebaker"}
+    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
+    for flags, shown in (((), "piece 2"), (("--checkpoint", str(tmp_path / "run")), "baker")):
+        assert main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / "one.svg"), *flags]) == 0
+        assert shown in (tmp_path / "one.svg").read_text()
+    assert "piece" not in (tmp_path / "one.svg").read_text()
 
 
 def test_command_draws_pages(tmp_path: Path) -> None:

@@ -341,6 +341,16 @@ def test_statistics_of_tokens(capsys):
     }
     assert found["cut_percent"] == {name: pytest.approx(100 * n / len(examples)) for name, n in cuts.items()}
     assert 0 < sum(late) < sum(many) < len(examples)
+    assert found["unknown_percent"] == 0
+
+
+def test_text_that_the_tokenizer_lacks_is_counted(tmp_path, tokenizer_files, capsys):
+    lines = [{"source": "the baker ~", "targets": ["sang"]}, {"source": "the baker", "targets": ["sang", "{ }"]}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["stats", "jsonl", "--tokenizer", str(tokenizer_files), "--set", f"data.train={tmp_path / 'own.jsonl'}"]
+    assert json.loads(run(capsys, *flags, "--json")[1])["splits"]["train"]["unknown_percent"] == 50
+    *_, names, values = run(capsys, *flags)[1].splitlines()
+    assert (names.split()[-1], values.split()[-1]) == ("unknown", "50.0")
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,8 @@ def _read_architecture(directory: Path) -> T5Config:
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
+    if not look(file):
+        raise UserError(f"{directory}: found no config.json; expected a directory as transformers saves a T5")
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
     for key in REQUIRED:
         if key not in facts:

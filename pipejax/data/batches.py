@@ -33,6 +33,7 @@ class Batch(NamedTuple):
     lengths: np.ndarray  # i64 [B, 2], source tokens and target slots of each example without padding
     cut_sources: int
     cut_targets: int
+    unknown_targets: int  # examples whose targets hold text that the tokenizer lacks
 
 
 def pack_size(config: TrainConfig) -> int:
@@ -122,6 +123,7 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
         _lengths(examples),
         sum(e.source_was_cut for e in examples),
         sum(e.target_was_cut for e in examples),
+        sum(e.is_unknown for e in examples),
     )
 
 
@@ -236,7 +238,7 @@ class TrainingBatches(Sequence[Batch]):
         """The examples with these numbers: encoded if in this process's share, else zeros of the right lengths."""
         index, count = self.share.index, self.share.count
         own = [self._encoded[i] for i in numbers[index::count]]
-        known = [(e.id, len(e.source), len(e.target.inputs), e.source_was_cut, e.target_was_cut) for e in own]
+        known = [(e.id, len(e.source), len(e.target.inputs), *e[3:]) for e in own]  # but for the tokens
         told = self.share.tell(json.dumps(known).encode())
         shares = [own if i == index else [_zeros_for(*e) for e in json.loads(text)] for i, text in enumerate(told)]
         return [shares[i % count][i // count] for i in range(len(numbers))]
@@ -251,12 +253,12 @@ class TrainingBatches(Sequence[Batch]):
         return [self._encoded[numbers[i]] if lack else drawn[i] for i, lack in zip(places, lacks, strict=True)]
 
 
-def _zeros_for(name: str, source: int, slots: int, *cut: bool) -> Encoded:
+def _zeros_for(name: str, source: int, slots: int, *facts: bool) -> Encoded:
     """Zeros in place of an example of which this process needs only the lengths."""
     target = grid.Flat(
         *(np.zeros(slots, np.float32 if field == "weights" else np.int32) for field in grid.Flat._fields)
     )
-    return Encoded(name, np.zeros(source, np.int32), target, *cut)
+    return Encoded(name, np.zeros(source, np.int32), target, *facts)
 
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:

@@ -181,7 +181,8 @@ def value_of(value: dict[str, Any], key: str, place: str) -> Any:
 def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
     """The list of texts that an object has under a key; the list may be empty, its texts may not."""
     if key not in value:
-        raise UserError(f'{place}: found no "{key}"; expected a list of texts')
+        keys = ", ".join(map(str, value)) or "none"
+        raise UserError(f'{place}: found no "{key}"; expected a list of texts (keys: {keys})')
     found = value[key]
     if not isinstance(found, list):
         raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')

@@ -27,6 +27,7 @@ class _Lengths:
     cuts: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(("max_source", "max_target", "time_max", "sub_max", "either"), 0)
     )
+    unknown: int = 0  # examples whose targets hold text that the tokenizer lacks
 
 
 def measure(
@@ -56,6 +57,7 @@ def measure(
       step_ratio: the sum of sequential steps over that of pipelined steps.
       cut_percent: the percentage of examples cut by max_source, max_target (of the pipelined objective), time_max,
         sub_max, and by either of the last two.
+      unknown_percent: the percentage of examples whose targets hold text that the tokenizer lacks.
     """
     lengths, words, rows = _Lengths(), 0, [len(example.targets) for example in examples]
     for example in examples:
@@ -81,13 +83,16 @@ def measure(
         }
         result["step_ratio"] = sum(lengths.sequential) / max(sum(lengths.pipelined), 1)
         result["cut_percent"] = {name: 100 * count / size for name, count in lengths.cuts.items()}
+        result["unknown_percent"] = 100 * lengths.unknown / size
     return result
 
 
 def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: GridConfig, lengths: _Lengths) -> None:
     """Adds the numbers of one example to `lengths`."""
     source = len(tokenizer.encode(example.source)) + 1
-    rows = [len(tokenizer.encode(row)) for row in example.targets]
+    targets = [tokenizer.encode(row) for row in example.targets]
+    rows = [len(ids) for ids in targets]
+    lengths.unknown += any(tokenizer.unknown in ids for ids in targets)
     lengths.source.append(source)
     lengths.row += rows
     lengths.sequential.append(sequential_steps(rows, separator=tells_rows_apart(data.separator)))
@@ -130,7 +135,9 @@ def table(splits: dict[str, dict[str, Any]]) -> list[str]:
         cells = (s["tokens"][c] for c in columns)
         spreads = (f"{c['median']:.0f} / {c['percentile_95']:.0f} / {c['most']:.0f}" for c in cells)
         lines.append(f"{name:8}" + "".join(f"{spread:>20}" for spread in spreads) + f"{s['step_ratio']:>8.2f}")
-    lines += ["", "examples cut, in %", f"{'split':8}" + "".join(f"{n:>14}" for n in _Lengths().cuts)]
+    lines += ["", "examples cut, and those whose targets hold text that the tokenizer lacks (unknown), in %"]
+    lines += [f"{'split':8}" + "".join(f"{n:>14}" for n in (*_Lengths().cuts, "unknown"))]
     for name, s in measured.items():
-        lines.append(f"{name:8}" + "".join(f"{percent:>14.1f}" for percent in s["cut_percent"].values()))
+        percents = (*s["cut_percent"].values(), s["unknown_percent"])
+        lines.append(f"{name:8}" + "".join(f"{percent:>14.1f}" for percent in percents))
     return lines

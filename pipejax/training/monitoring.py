@@ -1,6 +1,7 @@
 """What is seen of a training run: where the time goes, a profile, the log's windows of steps."""
 
 import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from pipejax.system.progress import Progress
 from pipejax.training.costs import peak, training_flops
 
 Array = jax.Array
+FEW = 0.05  # of the examples: with more the user had better know
+logger = logging.getLogger(__name__)
 
 
 class Clock:
@@ -89,7 +92,8 @@ class Window:
     ) -> None:
         """Empty; `examples` make an epoch."""
         assert config.model is not None
-        self.examples, self.train, self.model = examples, config.train, config.model
+        self.examples, self.data, self.train, self.model = examples, config.data, config.train, config.model
+        self.warned: set[str] = set()
         self.log, self.progress = log, progress
         self.clock, self.steps, self.bad = clock, list[tuple[int, Batch, dict[str, Array]]](), 0
         peaks = [peak(device) for device in devices]
@@ -126,6 +130,7 @@ class Window:
             "bad_steps": len(fetched) - len(good),
             "cut_sources": sum(batch.cut_sources for batch in batches),
             "cut_targets": sum(batch.cut_targets for batch in batches),
+            "unknown_targets": sum(batch.unknown_targets for batch in batches),
             "examples_per_second": len(lengths) / active,
             "tokens_per_second": float(lengths.sum()) / active,
             "seconds": seconds,
@@ -133,10 +138,23 @@ class Window:
         if self.peak is not None:
             values["mfu"] = sum(training_flops(self.model, b.lengths) for b in batches) / active / self.peak
         self.log(values)
+        self._warn(values, len(lengths))
         judged, self.steps = self.steps, []
         for (step, batch, _), metrics in zip(judged, fetched, strict=True):
             self._judge(step, batch, metrics)
         return values
+
+    def _warn(self, values: dict[str, Any], examples: int) -> None:
+        """Says once what is missing from more than a few of the examples."""
+        said = {
+            "cut_sources": f"sources are cut at data.max_source = {self.data.max_source} tokens",
+            "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens, without their last rows",
+            "unknown_targets": "targets hold text that the tokenizer lacks, and that no answer can have",
+        }
+        for name in [name for name in said if values[name] > FEW * examples and name not in self.warned]:
+            self.warned.add(name)
+            percent = 100 * values[name] / examples
+            logger.warning(f"{percent:.0f} % of the {said[name]} (`pipejax data stats` has the figures)")
 
     def settle(self) -> None:
         """Waits until no more than one step is under way: whoever wants to stop need not wait for many."""

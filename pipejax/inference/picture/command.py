@@ -22,12 +22,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
     parser.add_argument("--delay", type=whole(0, GRID), default=1, help="grid.delay of the decode (default: 1)")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="that decoded it: shows its tokens, where words are made of several"
+    )
     parser.add_argument("--input", metavar="FILE.jsonl", help="the decoded file, to show the source (html)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)
     if output.suffix not in (".html", ".svg"):
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
     place, found = record.find(flags.records, flags.id)
+    if flags.checkpoint:
+        found = {**found, "pieces": _pieces(flags.checkpoint, found)}
     rows, texts = record.tokens(found, place)
     steps = record.steps(found, rows, flags.delay, place)
     calls = record.calls(found, flags.delay, place)
@@ -56,3 +61,12 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror})") from error
     return 0
+
+
+def _pieces(checkpoint: str, found: dict[str, Any]) -> dict[str, str]:
+    """The texts of the record's tokens by id, a space in the place of the sign that stands for it in vocabularies."""
+    from pipejax.data.tokenizer import Tokenizer  # takes a second
+
+    tokenizer, known = Tokenizer.load(Path(checkpoint) / "tokenizer"), found.get("pieces") or {}
+    ids = {i for row in found.get("row_ids") or [] if isinstance(row, list) for i in row if isinstance(i, int)}
+    return {**{str(i): tokenizer.piece(i) for i in sorted(ids)}, **known}
