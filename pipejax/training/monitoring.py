@@ -148,7 +148,7 @@ class Window:
         """Says once what is missing from more than a few of the examples."""
         said = {
             "cut_sources": f"sources are cut at data.max_source = {self.data.max_source} tokens",
-            "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens, without their last rows",
+            "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens and lose rows",
             "unknown_targets": "targets hold text that the tokenizer lacks, and that no answer can have",
         }
         for name in [name for name in said if values[name] > FEW * examples and name not in self.warned]:
