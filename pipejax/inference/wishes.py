@@ -55,8 +55,8 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
             if not prefixes or (count or 0) > len(prefixes):
                 raise UserError(
                     f"source {source.id}: found grid.delay = 0, {len(prefixes)} row_prefixes and "
-                    f"{'no' if count is None else count} max_rows; expected a prefix for each row, since nothing else "
-                    "tells rows apart that start at once"
+                    f"{'no' if count is None else count} max_rows; expected a prefix for each row, or grid.row_names, "
+                    "since nothing else tells rows apart that start at once"
                 )
             if (count := len(prefixes)) > config.sub_max:
                 raise UserError(
