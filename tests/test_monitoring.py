@@ -85,6 +85,7 @@ def test_what_is_missing_from_examples_is_said_once(tmp_path, tokenizer_files, s
         assert sum(words in line for line in said) == 1
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     poisoned(monkeypatch, {2, 3, 4, 5})
     config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})

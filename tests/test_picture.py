@@ -285,6 +285,14 @@ def test_command_shows_the_tokens_of_a_checkpoint(tmp_path: Path, tokenizer_file
         assert main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / "one.svg"), *flags]) == 0
         assert shown in (tmp_path / "one.svg").read_text()
     assert "piece" not in (tmp_path / "one.svg").read_text()
+    for change, message in (
+        ({"row_ids": 5}, "row_ids: found no list of lists"),
+        ({"pieces": [1]}, r"pieces: found \[1\]"),
+    ):
+        (tmp_path / "records.jsonl").write_text(json.dumps(record | change) + "\n")
+        with pytest.raises(UserError, match=message):
+            main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / "two.svg"), *flags])
+    assert not (tmp_path / "two.svg").exists()
 
 
 def test_command_draws_pages(tmp_path: Path) -> None:

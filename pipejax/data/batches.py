@@ -123,7 +123,7 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
         _lengths(examples),
         sum(e.source_was_cut for e in examples),
         sum(e.target_was_cut for e in examples),
-        sum(e.is_unknown for e in examples),
+        sum(e.target_has_unknown for e in examples),
     )
 
 

@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
     target: grid.Flat
     source_was_cut: bool
     target_was_cut: bool
-    is_unknown: bool = False  # the target holds text that the tokenizer lacks
+    target_has_unknown: bool = False  # the target holds text that the tokenizer lacks
 
 
 def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
@@ -86,8 +86,8 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
     target = grid.flatten(kept, delay=config.grid.delay, bos=bos, eos=eos, final=final, names=given)
     if open_end:
         target.weights[-1] = 0.0  # the row was cut, so the eos after it is not in the data
-    is_unknown = any(tokenizer.unknown in row for row in kept)
-    return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut, is_unknown)
+    target_has_unknown = any(tokenizer.unknown in row for row in kept)
+    return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut, target_has_unknown)
 
 
 def _check_names(example: Example, rows: Sequence[list[int]], names: Sequence[tuple[int, ...]]) -> None:

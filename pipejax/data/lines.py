@@ -171,19 +171,17 @@ def text_of(value: dict[str, Any], key: str, place: str) -> str:
     return check_text(value_of(value, key, place), key, place)
 
 
-def value_of(value: dict[str, Any], key: str, place: str) -> Any:
+def value_of(value: dict[str, Any], key: str, place: str, expected: str = "one") -> Any:
     """The value that an object has under a key; raises a UserError if it is absent."""
     if key not in value:
-        raise UserError(f'{place}: found no "{key}"; expected one (keys: {", ".join(map(str, value)) or "none"})')
+        keys = ", ".join(map(str, value)) or "none"
+        raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys})')
     return value[key]
 
 
 def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
     """The list of texts that an object has under a key; the list may be empty, its texts may not."""
-    if key not in value:
-        keys = ", ".join(map(str, value)) or "none"
-        raise UserError(f'{place}: found no "{key}"; expected a list of texts (keys: {keys})')
-    found = value[key]
+    found = value_of(value, key, place, "a list of texts")
     if not isinstance(found, list):
         raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')
     return [check_text(text, f"{key}[{i}]", place) for i, text in enumerate(found)]

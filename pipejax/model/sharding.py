@@ -103,6 +103,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(("data", "fsdp")))
 
 
+def batch_shards(mesh: Mesh) -> int:
+    """On how many devices a batch lies, each with rows of its own."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def split_batch(x: jax.Array, mesh: Mesh) -> jax.Array:
     """An array within a computation, laid out as batches are."""
     return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))

@@ -151,10 +151,11 @@ class Window:
             "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens and lose rows",
             "unknown_targets": "targets hold text that the tokenizer lacks, and that no answer can have",
         }
-        for name in [name for name in said if values[name] > FEW * examples and name not in self.warned]:
-            self.warned.add(name)
-            percent = 100 * values[name] / examples
-            logger.warning(f"{percent:.0f} % of the {said[name]} (`pipejax data stats` has the figures)")
+        for name, words in said.items():
+            if values[name] > FEW * examples and name not in self.warned:
+                self.warned.add(name)
+                percent = 100 * values[name] / examples
+                logger.warning(f"{percent:.0f} % of the {words} (`pipejax data stats` has the figures)")
 
     def settle(self) -> None:
         """Waits until no more than one step is under way: whoever wants to stop need not wait for many."""

@@ -114,6 +114,7 @@ def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dic
     """The trainer, which has compiled nothing yet, and the estimate in bytes by term; `devices`: None for our own."""
     import jax
 
+    from pipejax.model import sharding
     from pipejax.training.step import Trainer
 
     trainer = Trainer(config, devices)
@@ -122,7 +123,7 @@ def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dic
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
         return sum(math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize for x, where in pairs)
 
-    shards = trainer.mesh.shape["data"] * trainer.mesh.shape["fsdp"] * config.train.accumulate
+    shards = sharding.batch_shards(trainer.mesh) * config.train.accumulate
     part = {name: (shape[0] // shards, *shape[1:]) for name, shape in longest_batch(config).items()}
     params, where = trainer.abstract.params, trainer.shardings.params
     stacks = [{name: tree[name] for name in ("encoder", "decoder")} for tree in (params, where)]

@@ -170,8 +170,14 @@ class Trainer:
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        self.model = T5(config.model, dtype, train.dropout, train.remat, pin, shards)
+        self.model = T5(
+            config.model,
+            dtype=dtype,
+            dropout=train.dropout,
+            remat=train.remat,
+            pin=pin,
+            shards=sharding.batch_shards(self.mesh),
+        )
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
@@ -312,7 +318,7 @@ def _key(batch: ArrayShapes) -> tuple[Any, ...]:
 def check_batch(config: Config, mesh: Mesh) -> None:
     """Raises a UserError unless every part of a batch, and every device's share of it, holds whole rows of slots."""
     train = config.train
-    shards, pack = mesh.shape["data"] * mesh.shape["fsdp"], pack_size(train)
+    shards, pack = sharding.batch_shards(mesh), pack_size(train)
     if train.batch_size % (shards * train.accumulate):
         raise UserError(
             f"train.batch_size: found {train.batch_size}; expected a multiple of {shards * train.accumulate} "

@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
     place, found = record.find(flags.records, flags.id)
     if flags.checkpoint:
-        found = {**found, "pieces": _pieces(flags.checkpoint, found)}
+        from pipejax.data.tokenizer import Tokenizer  # takes a second
+
+        found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
     rows, texts = record.tokens(found, place)
     steps = record.steps(found, rows, flags.delay, place)
     calls = record.calls(found, flags.delay, place)
@@ -61,12 +63,3 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror})") from error
     return 0
-
-
-def _pieces(checkpoint: str, found: dict[str, Any]) -> dict[str, str]:
-    """The texts of the record's tokens by id, a space in the place of the sign that stands for it in vocabularies."""
-    from pipejax.data.tokenizer import Tokenizer  # takes a second
-
-    tokenizer, known = Tokenizer.load(Path(checkpoint) / "tokenizer"), found.get("pieces") or {}
-    ids = {i for row in found.get("row_ids") or [] if isinstance(row, list) for i in row if isinstance(i, int)}
-    return {**{str(i): tokenizer.piece(i) for i in sorted(ids)}, **known}

@@ -2,6 +2,7 @@
 
 import reprlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from pipejax.data.lines import id_of, read_file
@@ -16,6 +17,15 @@ def find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
         if name is None or str(id_of(record, place)) == name:
             return place, record
     raise UserError(f"{path}: found no record{'' if name is None else f' with the id {name}'}; expected one")
+
+
+def with_pieces(record: dict[str, Any], piece: Callable[[int], str], place: str) -> dict[str, Any]:
+    """The record with a text for each of its tokens: its own, or what `piece` says of the id."""
+    ids: Any = record.get("row_ids")
+    if not _is_table(ids):
+        return record  # `tokens` refuses it
+    named = {str(i): piece(i) for row in ids for i in row if type(i) is int}
+    return {**record, "pieces": {**named, **_pieces(record, place)}}
 
 
 def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[str]]:
