@@ -219,25 +219,42 @@ def test_clang_compiles_it(level, tmp_path):
     assert not kernels.build(level, "clang++", tmp_path / "t5.so")
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize(
-    ("different", "columns"), [(1, 40), (30, 40), (1500, 40), (5003, 40), (30, 3), (5003, 4), (30, 9)]
-)
-def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, different, columns):
-    """So many words of 5,003, again and again. The last panel is filled up with words whose logit is zero."""
+def answers(level, weights, columns, changed):
+    """Logits and greedy answers of a head of 5,003 words [V, D] that is `changed`."""
     config = dataclasses.replace(IN_BLOCKS, vocab_size=5003, tied_head=False)
     params = oracle.random_params(config, np.random.default_rng(5))
     head = params["lm_head"]["kernel"]
-    params["lm_head"]["kernel"] = np.resize(head.T[:different], (5003, len(head))).T
+    params["lm_head"]["kernel"] = changed(head.T.copy()).T
     model, own = t5.T5(config), OwnKernel(weights, level)
     ready = programs.prepare(model, jax.tree.map(jnp.asarray, params), backend=own)
     memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
     decoder = own.decoder(model, ready.decoding, laid_out(memory, weights))
     asked = Asked(np.random.default_rng(0), ((columns,),), 5003)
     step, cache = asked.step(0, 0), decoder.cache(asked.slots, None)
-    logits, found = np.asarray(decoder(step, cache)[0]), np.asarray(decoder.greedy(step, cache)[0])
+    return np.asarray(decoder(step, cache)[0]), np.asarray(decoder.greedy(step, cache)[0])
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    ("different", "columns"), [(1, 40), (30, 40), (1500, 40), (5003, 40), (30, 3), (5003, 4), (30, 9)]
+)
+def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, different, columns):
+    """So many words of 5,003, again and again. The last panel is filled up with words whose logit is zero."""
+    logits, found = answers(level, weights, columns, lambda head: np.resize(head[:different], head.shape))
     np.testing.assert_array_equal(found, np.argmax(logits, axis=0))
     assert found.max() < different and (logits.max(axis=0) < 0).any() == (different == 1)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("columns", [3, 5])
+def test_a_word_that_is_not_a_number_shows(level, weights, columns):
+    def spoiled(head):
+        head[1700] = np.nan
+        return head
+
+    logits, found = answers(level, weights, columns, spoiled)
+    assert np.isnan(logits[1700]).all() and np.isfinite(np.delete(logits, 1700, axis=0)).all()
+    np.testing.assert_array_equal(found, 5002)
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])

@@ -46,9 +46,13 @@ class Operand {
     const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size;
     peaks_.resize(parts * count_);
     const bool bounded = kBounds && w.kind == kInt8 && w.digits == 2 && count_ >= 4;  // fewer columns wait for weights
-    if (bounded) floors_.assign(count_, -INFINITY);
+    if (bounded) floors_.assign(count_, -INFINITY), helped_ = vain_ = 0;
     Share(team, w, size, [&](int64_t from, int64_t to, int64_t begin, int64_t end) {
-      if (bounded) return PeaksWithin(w, outputs, from, to, begin, end, peaks_.data() + from / size, parts);
+      if (bounded && BoundsHelp()) {
+        const bool helped = PeaksWithin(w, outputs, from, to, begin, end, peaks_.data() + from / size, parts);
+        __atomic_add_fetch(helped ? &helped_ : &vain_, 1, __ATOMIC_RELAXED);
+        if (helped) return;
+      }
       thread_local Floats32 found;
       const int64_t stride = (to - from) * kPanel;
       found.resize((end - begin) * stride);
@@ -100,8 +104,9 @@ class Operand {
   }
 
   // The peaks of panels `from` to `to` as far as they may be the highest of all; else -inf. Second digits meet only panels
-  // whose bounds reach as high as what first digits make sure of, in this task or in others up to now.
-  void PeaksWithin(const Matrix& w, int64_t outputs, int64_t from, int64_t to, int64_t begin, int64_t end,
+  // whose bounds reach as high as what first digits make sure of, in this task or in others up to now. False, and nothing
+  // is said, if these are so many that all panels together take less time.
+  bool PeaksWithin(const Matrix& w, int64_t outputs, int64_t from, int64_t to, int64_t begin, int64_t end,
                    std::pair<float, int32_t>* peaks, int64_t apart) {
 #ifdef __AVX512VNNI__
     thread_local Floats32 kept;
@@ -123,21 +128,32 @@ class Operand {
           else BoundBlock<1, c()>(w, panel, digits_, begin + first, tell);
         });
       }
+    thread_local std::vector<std::pair<int64_t, int64_t>> reaching;  // column and panel
+    reaching.clear();
     for (int64_t c = 0; c < columns; ++c) {
       const float floor = Raised(floors_[begin + c], Most(Load(floors + c * kPanel)));
-      std::pair<float, int32_t> best{-INFINITY, 0};
-      if (*digits_.Scales(begin + c) != *digits_.Scales(begin + c)) best.first = NAN;
       for (int64_t panel = from; panel < to; ++panel) {
-        if (!_mm512_cmp_ps_mask((__m512)Load(tops + ((panel - from) * columns + c) * kPanel), _mm512_set1_ps(floor), _CMP_GE_OQ)) continue;
-        alignas(64) float found[kPanel];
-        DotBlock<kInt8, 2, 1, 1>(w, panel, digits_, begin + c, {found - panel * kPanel, 0});
-        const auto peak = Peak(found, panel * kPanel, std::min(outputs, (panel + 1) * kPanel));
-        if (peak.first > best.first) best = peak;
+        const Lanes top = Load(tops + ((panel - from) * columns + c) * kPanel);
+        if (_mm512_cmp_ps_mask((__m512)top, _mm512_set1_ps(floor), _CMP_NLT_UQ)) reaching.emplace_back(c, panel);  // NaN does
       }
-      peaks[(begin + c) * apart] = best;
     }
+    if (static_cast<int64_t>(reaching.size()) * 4 > columns * (to - from)) return false;
+    for (int64_t c = 0; c < columns; ++c) peaks[(begin + c) * apart] = {-INFINITY, 0};
+    for (const auto [c, panel] : reaching) {
+      alignas(64) float found[kPanel];
+      DotBlock<kInt8, 2, 1, 1>(w, panel, digits_, begin + c, {found - panel * kPanel, 0});
+      const auto peak = Peak(found, panel * kPanel, std::min(outputs, (panel + 1) * kPanel));
+      auto& best = peaks[(begin + c) * apart];
+      if (peak.first > best.first || peak.first != peak.first) best = peak;
+    }
+    return true;
+#else
+    return false;
 #endif
   }
+
+  // Whether bounds leave little to do in half of the tasks, the first ones aside: these know little of the highest output.
+  bool BoundsHelp() const { return __atomic_load_n(&vain_, __ATOMIC_RELAXED) <= __atomic_load_n(&helped_, __ATOMIC_RELAXED) + 8; }
 
   // The higher of both, which becomes the first. What another thread raises it to at the same time may be lost: then that
   // looks at a panel more.
@@ -178,6 +194,7 @@ class Operand {
   Digits digits_;
   std::vector<std::pair<float, int32_t>> peaks_;  // [columns, tasks]
   Floats32 floors_;  // of each column, which the highest output is not below
+  int64_t helped_ = 0, vain_ = 0;  // tasks in which bounds left little to do, and much
 };
 
 }  // namespace pipejax
