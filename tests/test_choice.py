@@ -179,6 +179,7 @@ def test_what_parts_rows_may_be_written_beside_them(tokenizer):
         (";", [3, 9, 117], [3, 9, 117, 9], [117]),
         (" ;", [3, 9, 3, 117], [3, 9, 3, 117, 9], [3, 117]),
         (" and ", [3, 9, 11], [3, 9, 11, 3, 9], [11]),
+        (", and", [3, 9, 6, 11], [3, 9, 6, 3, 232, 9], [6, 11, 3, 232, 9]),
     ],
 )
 def test_separators_as_t5_encodes_them(separator, begun, whole, expected):

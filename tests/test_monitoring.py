@@ -86,6 +86,16 @@ def test_what_is_missing_from_examples_is_said_once(tmp_path, tokenizer_files, s
 
 
 @pytest.mark.slow
+def test_one_bad_batch_says_nothing_of_all_examples(tmp_path, tokenizer_files, said):
+    examples = [Example(str(i), "the baker" if i else "the baker sang and slept", ["sang"]) for i in range(40)]
+    config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "max_source": 4})
+    assert fit(config, tmp_path / "run", given={"train": examples, "dev": []}) == 0
+    counts = [line["cut_sources"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
+    assert 1 in counts and sum(counts) < 8 * 6 * 0.05
+    assert not any("sources are cut" in line for line in said)
+
+
+@pytest.mark.slow
 def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     poisoned(monkeypatch, {2, 3, 4, 5})
     config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})

@@ -202,9 +202,17 @@ def test_a_checkpoint_of_any_config_can_be_taught_from(file):
     assert pack_size(after) == pack_size(before)
 
 
-def test_a_batch_that_does_not_come_out_even_is_refused_before_anything_is_labelled(given, tmp_path):
-    with pytest.raises(UserError, match=r"^train\.batch_size: found 6; expected a multiple of 4 "):
-        run(given, tmp_path / "run", "train.batch_size=6")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.batch_size=6"], r"^train\.batch_size: found 6; expected a multiple of 4 "),
+        (["grid.delay=0"], r"^grid\.delay: found 0 without grid\.row_names; "),
+        (["grid.delay=10", 'grid.row_names=["a:", "b:", "c:"]'], r"^grid\.row_names: found 3; expected at most 2, "),
+    ],
+)
+def test_what_would_end_the_training_is_refused_before_anything_is_labelled(given, tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        run(given, tmp_path / "run", *overrides)
     assert not (tmp_path / "run" / "labels").exists()
 
 

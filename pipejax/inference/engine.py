@@ -296,9 +296,8 @@ class Engine:
         """Without drafts, whose states hold a whole batch."""
         if self.generator.config.decode.limit != "none":
             raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")
-        grid = self.generator.config.grid
-        if name == "pipelined" and grid.delay == 0 and not grid.row_names:
-            raise UserError("grid.delay: found 0 without grid.row_names; expected the names of the rows, to be served")
+        if name == "pipelined":
+            wishes.check_names(self.generator.config.grid)
         strategy = self.generator.make_strategy(name)
         strategy = strategy.inner if isinstance(strategy, Drafted) else strategy
         if not isinstance(strategy, Pipelined | Sequential):

@@ -1,7 +1,6 @@
 """The Python API for decoding: from texts and records to records."""
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -298,9 +297,12 @@ class Generator:
             return []
         between = self.config.data.separator
         letter, begun, whole = (self.tokenizer.encode(text) for text in ("a", f"a{between}", f"a{between}a"))
+        if begun[: len(letter)] != letter or whole[: len(letter)] != letter:
+            return whole
         # What follows has other ids after a separator that ends within a word, so it is told by what comes before.
-        shared = [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(begun, whole, strict=False))]
-        return shared[len(letter) :] if shared[: len(letter)] == letter else whole
+        parts = begun[len(letter) :]
+        joined = whole[: len(begun)] != begun  # its end becomes one token with what follows
+        return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts
 
     def record(self, source: Source, strategy: str, found: Decoded, place: int, *, ends: bool = True) -> Record:
         """What an example was decoded to.

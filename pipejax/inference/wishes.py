@@ -23,7 +23,12 @@ class Rows(NamedTuple):
 
 
 def check_names(config: GridConfig) -> None:
-    """Raises a UserError if the grid names rows that would not begin before time runs out."""
+    """Raises a UserError if the grid names rows that would not begin in time, or none of those that start at once."""
+    if config.delay == 0 and not config.row_names:
+        raise UserError(
+            "grid.delay: found 0 without grid.row_names; expected the names of the rows, since nothing else tells rows "
+            "apart that start at once"
+        )
     fit, names = grid.beginning(config.delay, config.time_max, config.sub_max), len(config.row_names)
     if names > fit:
         raise UserError(

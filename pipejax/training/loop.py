@@ -55,13 +55,8 @@ def fit(
     """
     if config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
-    if config.grid.delay == 0 and config.train.objective == "pipelined" and not config.grid.row_names:
-        raise UserError(
-            "grid.delay: found 0 without grid.row_names; expected the names of the rows, since nothing else tells rows "
-            "apart that start at once"
-        )
     if config.train.objective == "pipelined":
-        wishes.check_names(config.grid)  # before evaluations ask for them
+        wishes.check_names(config.grid)  # else the first decode would refuse them
     environment.check()
     decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
     examples = Examples.of(config, given)

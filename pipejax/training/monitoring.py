@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pipejax.training.costs import peak, training_flops
 
 Array = jax.Array
 FEW = 0.05  # of the examples: with more the user had better know
+ENOUGH = 1000  # examples tell how many of all are concerned
 logger = logging.getLogger(__name__)
 
 
@@ -94,6 +95,7 @@ class Window:
         assert config.model is not None
         self.examples, self.data, self.train, self.model = examples, config.data, config.train, config.model
         self.warned: set[str] = set()
+        self.seen, self.missing = 0, Counter[str]()  # examples, and those from which something is missing
         self.log, self.progress = log, progress
         self.clock, self.steps, self.bad = clock, list[tuple[int, Batch, dict[str, Array]]](), 0
         peaks = [peak(device) for device in devices]
@@ -145,17 +147,23 @@ class Window:
         return values
 
     def _warn(self, values: dict[str, Any], examples: int) -> None:
-        """Says once what is missing from more than a few of the examples."""
+        """Says once what is missing from more than a few of the examples.
+
+        A few batches tell little, as each holds examples of about one length.
+        """
         said = {
             "cut_sources": f"sources are cut at data.max_source = {self.data.max_source} tokens",
-            "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens and lose rows",
+            "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens and lose their ends",
             "unknown_targets": "targets hold text that the tokenizer lacks, and that no answer can have",
         }
+        self.seen += examples
+        self.missing.update({name: values[name] for name in said})
+        if self.seen < min(ENOUGH, self.examples, self.train.steps * self.train.batch_size):
+            return
         for name, words in said.items():
-            if values[name] > FEW * examples and name not in self.warned:
+            if self.missing[name] > FEW * self.seen and name not in self.warned:
                 self.warned.add(name)
-                percent = 100 * values[name] / examples
-                logger.warning(f"{percent:.0f} % of the {words} (`pipejax data stats` has the figures)")
+                logger.warning(f"{100 * self.missing[name] / self.seen:.0f} % of the {words} ({name} in metrics.jsonl)")
 
     def settle(self) -> None:
         """Waits until no more than one step is under way: whoever wants to stop need not wait for many."""

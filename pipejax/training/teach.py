@@ -15,6 +15,7 @@ from pipejax.config import Config
 from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
 from pipejax.data.text import sentences, tells_rows_apart
+from pipejax.inference import wishes
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import texts
 from pipejax.inference.loading import DECODING_KEYS, load
@@ -139,6 +140,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
     # What would end the work later ends it here.
     check_batch(config, sharding.make_mesh(config.mesh))
     decoding.check(config.train.objective, config.decode)
+    wishes.check_names(config.grid)
     metrics.require(config.data.metric or make_task(config.data).metric)
     if not tells_rows_apart(config.data.separator):
         sentences("")

@@ -20,7 +20,7 @@ def find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
 
 
 def with_pieces(record: dict[str, Any], piece: Callable[[int], str], place: str) -> dict[str, Any]:
-    """The record with a text for each of its tokens: its own, or what `piece` says of the id."""
+    """The record with a text for each id in `row_ids`: its own, or what `piece` says of it."""
     ids: Any = record.get("row_ids")
     if not _is_table(ids):
         return record  # `tokens` refuses it
