@@ -60,9 +60,6 @@ class Decoded:
 class Strategy(Protocol):
     """What a decoding strategy offers. Its state is a pytree of fixed shapes."""
 
-    def __hash__(self) -> int:
-        """It is static under jit."""
-
     @property
     def rows(self) -> int:
         """S, the most queries of an example in one step."""

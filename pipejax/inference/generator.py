@@ -163,6 +163,7 @@ class Generator:
                     yield self.record(source, strategy, found, 0)
         except Exception:  # of the device, of memory: what the batch holds is lost
             batches.remove(batch)
+            batch.clear()  # its twins share its programs, which know it
             raise
 
     def warm_up(

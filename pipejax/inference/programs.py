@@ -4,7 +4,6 @@ Shapes: B batch, L source length (a bucket), E devices.
 """
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -94,7 +93,6 @@ def _whole(params: Any) -> Any:
     return lora.merge_factors(quantization.whole(params))
 
 
-@functools.cache
 def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
     """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
 

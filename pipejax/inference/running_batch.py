@@ -90,9 +90,10 @@ class RunningBatch:
         self._place = jax.jit(_placed, donate_argnums=0)
         self._grow = jax.jit(self._grown, static_argnames="slots")
         self._go_on = jax.jit(self._gone_on, donate_argnums=2)
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Nobody uses it, and it holds no memory."""
         places = self.places
         self._in_use, self._scored = np.zeros(places, bool), np.zeros(places, bool)
         self._sampling = Sampling(
@@ -109,7 +110,7 @@ class RunningBatch:
     def twin(self) -> "RunningBatch":
         """Another batch that nobody uses, with the same programs: what is compiled for one serves both."""
         other = copy.copy(self)
-        other._clear()
+        other.clear()
         return other
 
     @property

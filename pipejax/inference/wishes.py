@@ -58,9 +58,10 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
         if config.delay == 0:
             # T5 has no positions: rows that see nothing but bos would all write the same token first.
             if not prefixes or (count or 0) > len(prefixes):
+                otherwise = "no max_rows, for those of grid.row_names" if config.row_names else "grid.row_names"
                 raise UserError(
                     f"source {source.id}: found grid.delay = 0, {len(prefixes)} row_prefixes and "
-                    f"{'no' if count is None else count} max_rows; expected a prefix for each row, or grid.row_names, "
+                    f"{'no' if count is None else count} max_rows; expected a prefix for each row, or {otherwise}, "
                     "since nothing else tells rows apart that start at once"
                 )
             if (count := len(prefixes)) > config.sub_max:

@@ -57,8 +57,8 @@ def summed_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array
     """f32 [V, D], the sum of gradient [S, N, D] over the places of each token of tokens i32 [S, N].
 
     Equal tokens lie side by side when sorted. A product with what is equal within a block of K of them gives each
-    place the sum of its token in the block. Of a token that began in an earlier block, the sums at the ends of the
-    blocks in between are added. So a token's whole sum stands at the last of its places.
+    place the sum of its token in the block. Of a token that began in an earlier block, the sums at the ends of that
+    block and of all up to this one are added. So a token's whole sum stands at the last of its places.
     """
     shards, count, width = gradient.shape
     blocks = -(-count // BLOCK)

@@ -64,8 +64,8 @@ class FromSource:
         here = jnp.arange(places)
         better = jnp.where(here == goes_on[:, :, None], 2, here > copied)
         score = jnp.where(agreeing > 0, 3 * agreeing + better, 0)
-        # One maximum of both: XLA computes it much faster than an argmax. On a CPU, that of many rows is faster in
-        # float32, which holds it exactly.
+        # One maximum of both: XLA computes it much faster than an argmax. With several rows a CPU is faster in float32,
+        # which holds these numbers exactly.
         both = score * places + here[::-1]
         fits = rows > 1 and 12 * places < 2**24
         most_agreeing = both.astype(jnp.float32 if fits else jnp.int32).max(axis=2).astype(jnp.int32)

@@ -155,8 +155,8 @@ class Operand {
   // Whether bounds leave little to do in half of the tasks, the first ones aside: these know little of the highest output.
   bool BoundsHelp() const { return __atomic_load_n(&vain_, __ATOMIC_RELAXED) <= __atomic_load_n(&helped_, __ATOMIC_RELAXED) + 8; }
 
-  // The higher of both, which becomes the first. What another thread raises it to at the same time may be lost: then that
-  // looks at a panel more.
+  // The higher of both, which becomes the first. If two threads raise it at once, one value may be lost; then a later task
+  // looks at a panel too many.
   static float Raised(float& floor, float value) {
     float known;
     __atomic_load(&floor, &known, __ATOMIC_RELAXED);
