@@ -1,9 +1,13 @@
 """T5 encoder-decoders in JAX with a pipelined decoder: `pipejax.load(path).decode([...])`."""
 
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 11):  # noqa: UP036  # a clone is run without pip, which would have looked
+    raise ImportError(f"pipejax: found Python {sys.version.split()[0]} ({sys.executable}); expected 3.11 or newer")
 
 from pipejax.system import environment  # before anything imports JAX: it pins settings
 

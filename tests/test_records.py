@@ -511,7 +511,10 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     [
         (lambda root: (root / "out.jsonl.unfinished").unlink(), "found no out.jsonl.unfinished beside it"),
         (lambda root: (root / "out.jsonl").write_text('{"id": "b"}\n'), r"out.jsonl:1: found no record .* the id '1'"),
-        (lambda root: (root / "in.jsonl").write_text(as_lines([{"source": "x"}] * 3)), "found input = "),
+        (
+            lambda root: (root / "in.jsonl").write_text(as_lines([{"source": "x"}] * 3)),
+            "found answers to another input",
+        ),
         (lambda root: (root / "out.jsonl").write_text("{}\n" * 9), "out.jsonl:1: found no record"),
     ],
 )

@@ -167,6 +167,11 @@ def main(argv: Sequence[str]) -> int:
         ours = [f"data.task={flags.task}", "data.metric=", *ours]
     generator.config = config_lib.override(generator.config, ours)
     data = generator.config.data
+    if data.task == "none":
+        raise UserError(
+            f"{flags.checkpoint}: was not trained here, so it has no task; expected one, as in "
+            f"--task jsonl --set data.{flags.split}=FILE"
+        )
     if data.task in OWN_FILES and not getattr(data, flags.split):
         raise UserError(
             f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"

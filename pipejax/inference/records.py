@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,7 +30,7 @@ from pipejax.system.progress import Progress
 logger = logging.getLogger(__name__)
 
 STANDARD = "-"
-_DEFAULTS = {"grid": config_lib.flat(GridConfig()), "decode": dataclasses.asdict(DecodeConfig())}
+_DEFAULTS = config_lib.flat(GridConfig(), "grid.") | config_lib.flat(DecodeConfig(), "decode.")
 
 
 def check_input(source: str) -> Path:
@@ -201,12 +201,12 @@ class Unfinished:
                 "expected an output that was interrupted (without --resume it is replaced)"
             ) from error
         found = found if isinstance(found, dict) else {}
-        for key, value in self.settings.items():
-            was = found.get(key)
-            if isinstance(was, dict) and isinstance(value, dict):  # an older version had not all keys
-                was = {name: default for name, default in _DEFAULTS[key].items() if name in value} | was
+        now, then = flattened(self.settings), flattened(found)
+        for key in dict.fromkeys([*now, *then]):
+            value, was = now.get(key), then.get(key, _DEFAULTS.get(key))  # an older version had not all keys
             if was != value:
-                raise UserError(f"--resume: {self.target}: found {key} = {was!r}; expected {value!r}, as asked for now")
+                asked = f"{key} = {was!r}; expected {value!r}, as asked for now"
+                raise UserError(f"--resume: {self.target}: found {HASHED.get(key, asked)}")
         records = size = 0
         with output.open("rb") as lines:
             for number, line in enumerate(lines):
@@ -223,6 +223,13 @@ class Unfinished:
                     )
                 records, size = records + 1, size + len(line)
         return Kept(records, size)
+
+
+# Settings that are hashes, and what is said if one is another.
+HASHED = {
+    "input": "answers to another input; expected those to the one that is given now",
+    "weights": "answers of other weights; expected those of the checkpoint that is given now",
+}
 
 
 def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> dict[str, Any]:
@@ -245,6 +252,14 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         "data.max_source": config.data.max_source,
         "data.separator": config.data.separator,
     }
+
+
+def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections as "section.key"."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def read_sources(generator: Generator, lines: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Source]:

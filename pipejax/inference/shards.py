@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipejax.data.blocks import Block
+from pipejax.inference.records import HASHED, flattened
 from pipejax.system.errors import UserError
 from pipejax.system.files import lock, make_directories, sweep, write_text
 
@@ -152,9 +153,10 @@ class Output:
         now = _flat(work)
         for key in dict.fromkeys([*now, *then]):
             if then.get(key) != now.get(key):
+                asked = f"{key} = {then.get(key)!r}; expected {now.get(key)!r}, as asked for now"
                 raise UserError(
-                    f"--output {self.path}: holds other work: found {key} = {then.get(key)!r}; expected "
-                    f"{now.get(key)!r}, as asked for now (another --output begins anew)"
+                    f"--output {self.path}: holds other work: found {HASHED.get(key, asked)} "
+                    "(another --output begins anew)"
                 )
         make_directories(self.shards.directory)
         return shards
@@ -191,7 +193,5 @@ class Output:
 
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
     """What must stay the same, by name: not where the files lie, nor their lines, of which the shards' names tell."""
-    flat = {"--block": work["block"], "the number of inputs": len(work["inputs"])}
-    for key, value in work["settings"].items():
-        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    flat = {"--block": work["block"], "the number of inputs": len(work["inputs"]), **flattened(work["settings"])}
     return flat | {f"input {i}": Path(given["path"]).name for i, given in enumerate(work["inputs"], start=1)}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from pipejax.system import environment, streams
 from pipejax.system.errors import UserError, out_of_memory
-from pipejax.system.extras import extra
+from pipejax.system.extras import absent, extra
 from pipejax.system.fields import WHOLE
 from pipejax.system.files import look, write_text
 from pipejax.system.progress import say
@@ -205,6 +205,11 @@ def explain(error: BaseException, *, debug: bool) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, streams.ReaderGone):
         return 1
+    if isinstance(error, ModuleNotFoundError) and (library := absent(error)):
+        error = UserError(
+            f"found no {library} for {sys.executable}; expected what requirements.txt installs (activate the "
+            "environment that has it, or pip install -r requirements.txt)"
+        )
     exhausted = out_of_memory(error)
     refused = isinstance(error, OSError) and error.errno in REFUSALS
     if not (exhausted or refused or isinstance(error, UserError)):

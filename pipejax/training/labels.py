@@ -13,7 +13,7 @@ from pipejax.data.formats import read_records
 from pipejax.data.lines import read_file
 from pipejax.data.text import sentences, split_rows, tells_rows_apart
 from pipejax.inference.generator import Generator
-from pipejax.inference.records import Unfinished, decode_file, settings_of
+from pipejax.inference.records import HASHED, Unfinished, decode_file, flattened, settings_of
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from pipejax.system.files import make_directories, write_text
@@ -23,7 +23,7 @@ ANSWERS = "answers.jsonl"  # records as `pipejax decode` writes them
 SETTINGS = "settings.json"  # what the answers depend on, and the share that is held out
 # Of what a record depends on: the grid is the student's business, and answers are parted anew at every start.
 LATER = ("grid", "data.separator")
-FLAGS = {"input": "--input (a digest)", "weights": "--checkpoint (a digest)", "held_out": "--held-out"}
+FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, h
       UserError: the labels that are there were made of something else.
     """
     known = settings_of(generator, STRATEGY, sources) | {"held_out": held_out}
-    settings = _flat({key: value for key, value in known.items() if key not in LATER})
+    settings = flattened({key: value for key, value in known.items() if key not in LATER})
     path = directory / SETTINGS
     if not path.is_file():
         make_directories(directory)
@@ -107,8 +107,9 @@ def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, h
         raise UserError(f"{path}: found no settings; expected those of the answers beside it; take another --workdir")
     for key, value in settings.items():
         if key in found and found[key] != value:
+            change = "found another one than before" if key in HASHED else f"{found[key]!r} -> {value!r}"
             raise UserError(
-                f"{directory}: {FLAGS.get(key, key)}: {found[key]!r} -> {value!r}; expected no change, as the labels "
+                f"{directory}: {FLAGS.get(key, key)}: {change}; expected no change, as the labels "
                 "there were made with it; take another --workdir"
             )
 
@@ -192,11 +193,3 @@ def part(
     labels.counts["train"], labels.counts["held_out"] = len(labels.train), len(labels.held_out)
     labels.counts["rows"] = sum(len(example.targets) for example in labels.train)
     return labels
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections as "section.key"."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
-    return flat

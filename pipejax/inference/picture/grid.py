@@ -122,8 +122,8 @@ def draw(grid: Grid, *, until: int | None, page: bool) -> str:
     """The grid after the time-step `until`, None: the last; without a caption if it is for a page."""
     last = grid.steps if until is None else max(min(until, grid.steps), 0)
     columns, pitch, top, caption = grid.steps + 1, pitch_of(grid), top_of(page=page), facts(grid)
-    column, size = column_of((cell.text for cell in grid.cells if cell.kind == "token"), columns)
-    width = LEFT + max(columns * column, 240 if page else round(text_width(caption) * 17)) + RIGHT
+    column, size = _column_of_tokens(grid)
+    width = width_of(grid, page=page)
     bottom = top + grid.height * pitch
     height = bottom + 62
     parts = [
@@ -223,6 +223,16 @@ def column_of(texts: Iterable[str], columns: int) -> tuple[int, float]:
     size = 10.5 if ROOM / columns < 60 else 12.0
     longest = max(map(text_width, texts), default=0.0)
     return round(min(max(longest * size + 20, NARROWEST), WIDEST, max(ROOM / columns, NARROWEST))), size
+
+
+def _column_of_tokens(grid: Grid) -> tuple[int, float]:
+    return column_of((cell.text for cell in grid.cells if cell.kind == "token"), grid.steps + 1)
+
+
+def width_of(grid: Grid, *, page: bool) -> int:
+    """Pixels of the drawing from left to right, as `draw` makes it."""
+    least = 240 if page else round(text_width(facts(grid)) * 17)
+    return LEFT + max((grid.steps + 1) * _column_of_tokens(grid)[0], least) + RIGHT
 
 
 def pitch_of(grid: Grid) -> int:

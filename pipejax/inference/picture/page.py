@@ -4,13 +4,17 @@ PAGE and DRAFTS are `string.Template`s. Elements with data-time or data-done are
 data-call before that call, and from the call data-until on.
 """
 
+import math
 import string
 from collections.abc import Sequence
 
 from pipejax.inference.picture import calls as by_call
 from pipejax.inference.picture.calls import FILL, MARKS, Asked
-from pipejax.inference.picture.grid import Grid, draw, facts, fill, pitch_of, top_of
-from pipejax.inference.picture.text import FONT, INK, escape, mark
+from pipejax.inference.picture.grid import Grid, draw, facts, fill, pitch_of, top_of, width_of
+from pipejax.inference.picture.text import FONT, INK, escape, mark, text_width
+
+LEAST = 920  # pixels; a wider drawing shrinks to the page, but not below: it is scrolled
+WIDEST = 1500 - 2 * 32  # pixels between the margins of the widest page
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -56,13 +60,13 @@ button:hover { border-color: var(--quiet); }
 input { flex: 1; min-width: 80px; accent-color: var(--accent); }
 output { min-width: 110px; color: var(--quiet); font-variant-numeric: tabular-nums; }
 .board { display: flex; align-items: flex-start; gap: 20px; }
-.grid { flex: 0 1 auto; min-width: 0; overflow-x: auto; }
-.grid svg { display: block; }
+.grid { flex: 0 0 auto; max-width: 100%; overflow-x: auto; }
+.grid svg { display: block; max-width: max(100%, ${least}px); height: auto; }
 .quiet { fill: var(--quiet); }
 .grid g, .grid .step { transition: opacity .2s; }
 .grid g.off { opacity: 0; }
 .grid .step.off { opacity: .2; }
-ol { flex: 1 1 260px; min-width: 200px; margin: ${top}px 0 0; padding: 0; list-style: none; }
+ol { flex: 1 1 ${texts}px; min-width: 0; margin: ${top}px 0 0; padding: 0; list-style: none; }
 li { height: ${pitch}px; line-height: ${pitch}px; transition: opacity .2s; }
 li { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; }
 li.off { opacity: .3; }
@@ -84,8 +88,8 @@ th, td { padding: 2px 16px 2px 0; text-align: left; vertical-align: top; font-we
 thead th { color: var(--quiet); }
 td:nth-child(4) { color: var(--out); }
 tbody th { white-space: nowrap; }
-@media (max-width: 760px) {
-  body { padding: 20px 16px; }
+@media (max-width: 760px) { body { padding: 20px 16px; } }
+@media (max-width: ${narrow}px) {  /* the texts do not fit beside the grid */
   .board { display: block; }
   ol { margin: 14px 0 0; padding-left: 1.6em; list-style: decimal; }
   li { height: auto; line-height: 1.6; overflow: visible; white-space: normal; }
@@ -125,7 +129,10 @@ function player(section, parameter, show, place) {
     output.textContent = show(step, last);
   }
   function follow() {  // keeps what is new in sight where the grid is wider than the page
-    const [left, right] = place(Number(slider.value)) ?? [board.scrollLeft, board.scrollLeft];
+    const drawing = board.querySelector("svg");
+    const scale = drawing.getBoundingClientRect().width / drawing.viewBox.baseVal.width;
+    const edges = place(Number(slider.value));
+    const [left, right] = edges?.map((x) => x * scale) ?? [board.scrollLeft, board.scrollLeft];
     if (left < board.scrollLeft || right > board.scrollLeft + board.clientWidth) {
       board.scrollLeft = left - Math.max(board.clientWidth - (right - left), 0) / 2;
     }
@@ -255,6 +262,8 @@ def html(
         for text, end in zip(texts, finished, strict=True)
     ]
     marked = mark(source, texts if highlight else [], finished)
+    width, beside = width_of(grid, page=True), math.ceil(15 * max(map(text_width, texts), default=0.0)) + 20
+    narrow = width + 20 + beside + 2 * 32
     return string.Template(PAGE).substitute(
         title=escape(title),
         facts=escape(facts(grid)),
@@ -267,6 +276,9 @@ def html(
         drawing=draw(grid, until=None, page=True),
         pitch=pitch_of(grid),
         top=top_of(page=True),
+        least=LEAST,
+        texts=beside,
+        narrow=narrow if narrow <= WIDEST + 2 * 32 else 10**5,
         heading="" if calls is None else "<h2>By time-step</h2>",
         drafts="" if calls is None else _drafts(grid, calls),
     )
