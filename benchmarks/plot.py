@@ -112,7 +112,9 @@ def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
         panel.tick_params(axis="y", length=0)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    figure.suptitle(f"{heading}\nseconds; grey: encoder; figures: decoding alone", fontsize=9)
+    first = NAMES.get(systems[0], systems[0])
+    says = f"seconds; grey: encoder; figures: decoding alone, x: times as long as {first}"
+    figure.suptitle(f"{heading}\n{says}", fontsize=9)
     write(figure, path)
 
 

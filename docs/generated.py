@@ -10,15 +10,17 @@ It adds these directives:
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import blocks
 import reference
 from docutils import nodes
+from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -95,9 +97,13 @@ class Results(SphinxDirective):
 
 
 class Executed(SphinxDirective):
-    """A block of Python or shell that is run when the site is built; what it prints follows it."""
+    """A block of Python or shell that is run when the site is built; what it prints follows it.
+
+    With `:lines: REGEX` only the lines of it in which that is found.
+    """
 
     required_arguments = 1
+    option_spec: ClassVar = {"lines": directives.unchanged}
     has_content = True
 
     def run(self) -> list[nodes.Node]:
@@ -105,7 +111,7 @@ class Executed(SphinxDirective):
         self.env.note_dependency(__file__)
         code = "\n".join(self.content)
         block = nodes.literal_block(code, code, language=self.arguments[0])
-        block["executed"] = True
+        block["executed"], block["lines"] = True, self.options.get("lines", "")
         return [block]
 
 
@@ -146,6 +152,7 @@ def execute(app: Sphinx, document: nodes.document) -> None:
         if done.returncode:
             raise ExtensionError(f"{app.env.docname}: a block failed\n{done.stderr}")
         for node, output in zip(marked, json.loads(printed.read_text()), strict=True):
+            output = "\n".join(line for line in output.splitlines() if re.search(node["lines"], line))
             if output.strip():
                 below = nodes.literal_block(output.rstrip(), output.rstrip(), language="text", classes=["output"])
                 node.parent.insert(node.parent.index(node) + 1, below)

@@ -132,6 +132,10 @@ def test_batches_change_no_score(run, tmp_path):
         (["--json", "/nowhere/out.json"], r"--json /nowhere/out\.json: found no directory /nowhere; expected one"),
         (["--predictions", "/"], r"--predictions /: found a directory; expected a file"),
         (["--task", "jsonl", "--set", "data.test=/nowhere.jsonl"], r"/nowhere\.jsonl: no such file"),
+        (
+            ["--set", "data.task=none"],
+            r"was not trained here, so it has no task; expected one, as in --task jsonl --set",
+        ),
         (["--set", "data.test=/nowhere.jsonl"], r"data\.test: found a file; expected none, as demo has its own"),
     ],
 )

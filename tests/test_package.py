@@ -85,6 +85,14 @@ def test_an_absent_extra_is_one_line(tmp_path: Path, command: str, line: str) ->
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_an_absent_library_is_one_line() -> None:
+    code = "import sys; sys.modules['jax'] = None; from pipejax.__main__ import script; script()"
+    ended = python("-c", code, "train", "--config", "configs/demo.py", "--workdir", "run")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: found no jax for {sys.executable}; expected what requirements.txt installs")
+    assert len(ended.stderr.splitlines()) == 1
+
+
 # Commands.
 
 

@@ -227,6 +227,17 @@ def test_html_is_one_page_that_loads_nothing() -> None:
     assert page.items == [" ".join(HOSTILE).translate(shown), "x"]
 
 
+@pytest.mark.parametrize("length", [1, 6, 12, 60])
+def test_texts_stand_beside_the_grid_only_if_both_fit(length: int) -> None:
+    """In a window wider than what the style says they do, and none is wider than the widest page."""
+    row = ["words"] * length
+    text = html([row], delay=1)
+    drawn = int(re.search(r'<svg [^>]*width="(\d+)"', text)[1])  # type: ignore[index]
+    least = int(re.search(r"max-width: (\d+)px\) \{  /\* the texts", text)[1])  # type: ignore[index]
+    needed = drawn + 20 + 15 * 0.4 * len(" ".join(row)) + 2 * 32
+    assert least >= needed and (needed <= 1500 or least > 10_000)
+
+
 def test_html_holds_the_source_and_marks_its_rows() -> None:
     source = "deliver red apples . red applesauce ,\nred apples & pears <now> ."
     rows = [["red", "apples"], ["pears"], ["plums"], ["red", "apples"]]

@@ -215,7 +215,7 @@ def test_a_finished_run_repeated_changes_nothing(finished, said):
     before = everything()
     assert fit(CONFIG, finished) == 0
     assert everything() == before
-    assert said[-1] == "already trained for 6 of 6 steps; nothing to do"
+    assert said[-1] == "already trained for 6 steps, of train.steps = 6; nothing to do"
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         # The best step is a copy: `checkpoints/` may hold the same step.
         best = sum(report["place"].startswith("best/") for report in reports)
-        counted = f"{len(reports) - best} steps" + (f" and {best} best" if best else "")
+        steps = len(reports) - best
+        counted = f"{steps} step{'s' * (steps != 1)}" + (f" and {best} best" if best else "")
         cli.note(f"{counted}, {damaged} damaged" + (f", {refused} refused" if refused else ""))
     return 1 if damaged or refused else 0
 

@@ -48,6 +48,8 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
         message = error.msg if isinstance(error, SyntaxError) else first_line(error)
         keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)  # newer Pythons give a hint themselves
         hint = _suggestion(keyword[1]) if keyword else ""
+        if isinstance(error, SyntaxError) and path.suffix not in (".py", ".json"):
+            hint = "; expected a Python file, or the config.json of a run"
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")

@@ -158,12 +158,12 @@ def _read_architecture(directory: Path) -> T5Config:
     if not look(file):
         raise UserError(f"{directory}: found no config.json; expected a directory as transformers saves a T5")
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
+    kind = facts.get("model_type")
+    if kind is not None and kind not in ("t5", "mt5"):
+        raise UserError(f"{file}: model_type: found {kind!r}; expected t5 or mt5")
     for key in REQUIRED:
         if key not in facts:
             raise UserError(f"{file}: {key}: missing; expected it, as in every T5's config.json")
-    kind = facts["model_type"]
-    if kind not in ("t5", "mt5"):
-        raise UserError(f"{file}: model_type: found {kind!r}; expected t5 or mt5")
     values = {key: facts[key] for key in T5Config.__dataclass_fields__ if key in facts}
     # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the head
     # of v1.1 is untied. mT5 never scales, whatever its config.json says.

@@ -28,7 +28,7 @@ SPLITS = ("train", "dev", "test")
 def main(argv: Sequence[str]) -> int:
     """Runs `pipejax data`; returns the exit code."""
     parser = cli.Parser(prog="pipejax data", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=cli.Parser)
+    commands = parser.add_subparsers(dest="command", metavar="{prepare,stats}", required=True, parser_class=cli.Parser)
     prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")
     prepare.add_argument("task", metavar="TASK", help=", ".join(PUBLISHED))
     prepare.add_argument("--manual-dir", default="", metavar="DIR", help="directory of the publisher's files")

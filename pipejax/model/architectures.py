@@ -28,5 +28,6 @@ def architecture(name: str) -> T5Config:
       UserError: there is none of that name.
     """
     if name not in ARCHITECTURES:
-        raise UserError(f"model: found {name!r}; expected one of {', '.join(ARCHITECTURES)}")
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"model: found {name!r}; expected one of {known} (Flan-T5 has the sizes of v1_1)")
     return ARCHITECTURES[name]

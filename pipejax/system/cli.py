@@ -48,7 +48,8 @@ class Parser(argparse.ArgumentParser):
 
     def add_overrides(self, text: str) -> None:
         """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help."""
-        self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+        options: Any = {"type": _assignment, "default": [], "metavar": "KEY=VALUE", "dest": "overrides"}
+        self.add_argument("--set", action="append", help=text, **options)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses as argparse does; if a shell asks for completions, prints them and ends the process."""
@@ -69,8 +70,9 @@ class Parser(argparse.ArgumentParser):
         flags = () if self._subparsers else (word.partition("=")[0] for word in self._given)
         for flag in flags:  # else argparse would say first what is missing
             if flag.startswith("--") and flag != "--" and flag not in known:
-                guess = difflib.get_close_matches(flag, known, n=1)
-                raise UserError(f"{flag}: no such option" + (f" (did you mean {guess[0]}?)" if guess else ""))
+                guess = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+                setting = "; a setting is given as --set SECTION.KEY=VALUE" if "--set" in known else ""
+                raise UserError(f"{flag}: no such option" + (f" (did you mean {guess[0]}?)" if guess else setting))
         raise UserError(message)
 
 
@@ -88,6 +90,13 @@ def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def _assignment(text: str) -> str:
+    """The argparse type of KEY=VALUE: in "--set KEY VALUE" the value would count as an argument too many."""
+    if "=" not in text:
+        raise UserError(f"--set {text}: found no '='; expected key=value")
+    return text
 
 
 def note(line: str) -> None:

@@ -9,6 +9,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
+_said: set[str] = set()
 SIZE = 4 * 2**30  # bytes; JAX then removes the least recently used programs
 
 
@@ -36,14 +37,15 @@ def safe_directory() -> Path | None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         safe = ours_alone(path)
     except OSError as error:
-        logger.warning(f"compiled programs are not kept: {path}: {error.strerror}")
-        return None
-    if not safe:
-        logger.warning(
-            f"compiled programs are not kept: {path} is open to others; chmod 700 it, or name another in {VARIABLE}"
-        )
-        return None
-    return path
+        safe, why = False, f"{path}: {error.strerror}"
+    else:
+        why = f"{path} is open to others; chmod 700 it, or name another in {VARIABLE}"
+    if safe:
+        return path
+    if why not in _said:  # once a process
+        _said.add(why)
+        logger.warning(f"compiled programs are not kept: {why}")
+    return None
 
 
 def ours_alone(path: Path) -> bool:

@@ -79,7 +79,8 @@ def fit(
             if start.step >= config.train.steps and not owed:
                 store.close()
                 directory.finish(_last_line("end", start.step, start.state.params, {}))
-                logger.info(f"already trained for {start.step} of {config.train.steps} steps; nothing to do")
+                wanted = f"train.steps = {config.train.steps}"
+                logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
                 return 0
             with Run(start, examples, directory, store, stop, profile=profile) as run:
                 if owed:

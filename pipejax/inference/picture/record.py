@@ -43,7 +43,7 @@ def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[st
     if not isinstance(texts, list) or len(texts) != len(ids):
         raise UserError(
             f"{place}: rows: found no text for each of the {len(ids)} rows of row_ids; "
-            "expected a record of the pipelined strategy"
+            "expected a record of the pipelined strategy, not of the sequential one"
         )
     texts = [str(text) for text in texts]
     if found is None:
