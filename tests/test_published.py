@@ -361,7 +361,7 @@ def test_text_that_the_tokenizer_lacks_is_counted(tmp_path, tokenizer_files, cap
         (["prepare", "msqa"], ["--manual-dir: found none", "https://multi-span.github.io"]),
         (["prepare", "msqa", "--manual-dir", "{tmp}/no"], ["{tmp}/no: no such directory"]),
         (["prepare"], ["TASK"]),
-        ([], ["{prepare,stats}"]),
+        ([], ["{{prepare,stats}}"]),
         (["stats", "msqb"], ["TASK: found 'msqb'; expected one of demo, demo_long, jsonl, csv, msqa"]),
         (["stats", "msqa", "--data-dir", "{tmp}"], ["found no msqa/1.0.0 in {tmp}", "prepare msqa"]),
         (
