@@ -99,7 +99,7 @@ class Results(SphinxDirective):
 class Executed(SphinxDirective):
     """A block of Python or shell that is run when the site is built; what it prints follows it.
 
-    With `:lines: REGEX` only the lines of it in which that is found.
+    With `:lines: REGEX` only the printed lines that match it.
     """
 
     required_arguments = 1

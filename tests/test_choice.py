@@ -184,7 +184,7 @@ def test_what_parts_rows_may_be_written_beside_them(tokenizer):
     ],
 )
 def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
-    """The ids are those of T5's own tokenizer, 3 at the begin of a word, 9 a letter a; but for the last ones."""
+    """The ids are those of T5's own tokenizer, 3 at the beginning of a word, 9 a letter a; but for the last ones."""
     made = generator("sequential", params=None)
     ids = {"a": [3, 9], f"a{separator}": begun, f"a{separator}a": whole}
     made.tokenizer = SimpleNamespace(encode=ids.__getitem__)

@@ -48,8 +48,15 @@ class Parser(argparse.ArgumentParser):
 
     def add_overrides(self, text: str) -> None:
         """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help."""
-        options: Any = {"type": _assignment, "default": [], "metavar": "KEY=VALUE", "dest": "overrides"}
-        self.add_argument("--set", action="append", help=text, **options)
+        self.add_argument(
+            "--set",
+            action="append",
+            type=_assignment,
+            default=[],
+            metavar="KEY=VALUE",
+            dest="overrides",
+            help=text,
+        )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses as argparse does; if a shell asks for completions, prints them and ends the process."""

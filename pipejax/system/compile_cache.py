@@ -9,8 +9,9 @@ import jax
 logger = logging.getLogger(__name__)
 
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
-_said: set[str] = set()
 SIZE = 4 * 2**30  # bytes; JAX then removes the least recently used programs
+
+_said: set[str] = set()  # why there is no cache
 
 
 def directory() -> Path | None:
@@ -33,15 +34,13 @@ def safe_directory() -> Path | None:
     path = directory()
     if path is None:
         return None
+    why = f"{path} is open to others; chmod 700 it, or name another in {VARIABLE}"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        safe = ours_alone(path)
+        if ours_alone(path):
+            return path
     except OSError as error:
-        safe, why = False, f"{path}: {error.strerror}"
-    else:
-        why = f"{path} is open to others; chmod 700 it, or name another in {VARIABLE}"
-    if safe:
-        return path
+        why = f"{path}: {error.strerror}"
     if why not in _said:  # once a process
         _said.add(why)
         logger.warning(f"compiled programs are not kept: {why}")

@@ -14,7 +14,7 @@ from pipejax.inference.picture.grid import Grid, draw, facts, fill, pitch_of, to
 from pipejax.inference.picture.text import FONT, INK, escape, mark, text_width
 
 LEAST = 920  # pixels; a wider drawing shrinks to the page, but not below: it is scrolled
-WIDEST = 1500 - 2 * 32  # pixels between the margins of the widest page
+WIDEST = 1500  # pixels of the page
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -36,7 +36,7 @@ PAGE = """<!doctype html>
 }
 * { box-sizing: border-box; }
 body {
-  margin: 0 auto; max-width: 1500px; padding: 28px 32px;
+  margin: 0 auto; max-width: ${widest}px; padding: 28px 32px;
   background: var(--page); color: var(--ink); font: 15px/1.5 $font;
 }
 h1 { margin: 0; font-size: 20px; font-weight: 600; overflow-wrap: anywhere; }
@@ -278,7 +278,8 @@ def html(
         top=top_of(page=True),
         least=LEAST,
         texts=beside,
-        narrow=narrow if narrow <= WIDEST + 2 * 32 else 10**5,
+        widest=WIDEST,
+        narrow=narrow if narrow <= WIDEST else 10**5,
         heading="" if calls is None else "<h2>By time-step</h2>",
         drafts="" if calls is None else _drafts(grid, calls),
     )
