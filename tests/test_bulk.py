@@ -156,7 +156,7 @@ def test_shards_are_what_decode_writes(run: Run, trained: Path) -> None:
     assert found["complete"] and [given["path"] for given in found["inputs"]] == ["a.jsonl", "b.jsonl.gz", "c.parquet"]
     assert [shard["records"] for shard in found["shards"]] == [5, 6, 6, 3, 6, 6, 6, 2, 5]
     for shard in found["shards"]:
-        assert shards._said(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes()) == shard
+        assert shards._said(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes(), []) == shard
 
 
 @pytest.mark.slow
@@ -279,8 +279,8 @@ def test_inputs_and_outputs_that_are_none(run: Run, tmp_path: Path) -> None:
     Path("folder").mkdir()
     Path("folder/mine").touch()
     for pattern, words in (
-        ("*.parquet", r"--input \*\.parquet: found no file; expected JSON lines or Parquet"),
-        ("*.csv", "--input table.csv: found a table"),
+        ("*.parquet", r"--input \*\.parquet: found no file; expected JSON lines, CSV or Parquet"),
+        ("*.csv", r"table\.csv: found no lines"),
         ("folder", "--input folder: found a directory"),
         ("*.jsonl", "empty.jsonl: found no lines; expected at least one source"),
     ):

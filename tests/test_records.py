@@ -29,7 +29,7 @@ from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import Decoded, Stretch
-from pipejax.inference import programs, records, sources
+from pipejax.inference import programs, records, sources, unfinished
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.system import cli, compile_cache
@@ -290,12 +290,6 @@ def test_ids_that_are_not_unique_are_told(decoded):
     assert "unique" not in decoded([{"source": SHORT[0]}] * 3)[1]
 
 
-def test_a_table_is_no_input(tmp_path):
-    (tmp_path / "in.CSV").write_text("source\na\n")
-    with pytest.raises(UserError, match=r"--input .*/in\.CSV: found a table; expected JSON lines"):
-        records.check_paths(str(tmp_path / "in.CSV"), "-")
-
-
 def test_a_damaged_step_is_passed_over(checkpoints, decoded, tmp_path):
     shutil.copytree(checkpoints / "none", tmp_path / "run")
     shutil.copytree(tmp_path / "run/checkpoints/0/params", tmp_path / "run/checkpoints/7/params")
@@ -412,8 +406,22 @@ ASKED = {"question": "who sang it", "context": "It was  sung."}
     [
         (TEMPLATE, ASKED, "Question: who sang it Context: It was  sung."),
         (TEMPLATE, {"source": "as it is"}, "as it is"),
-        (TEMPLATE, {**ASKED, "source": "as it is"}, "as it is"),
-        (TEMPLATE, {"question": "who"}, 'found no "context"'),
+        (TEMPLATE, {**ASKED, "source": "web"}, "Question: who sang it Context: It was  sung."),  # as in training
+        (TEMPLATE, {"question": "who"}, "Question: who Context: "),
+        (TEMPLATE, {"question": None, "context": " a "}, "Question:  Context:  a "),
+        (TEMPLATE, {"question": float("nan"), "context": "a"}, "Question:  Context: a"),
+        (
+            TEMPLATE,
+            {"question": "who", "contxt": "a"},
+            'found no "context"; expected one, or null .did you mean "contxt"',
+        ),
+        (
+            TEMPLATE,
+            {"question": "who", "Context": "a"},
+            'found no "context"; expected one, or null .did you mean "Context"',
+        ),
+        (TEMPLATE, {"question": "\t", "context": None}, '"question", "context": found an empty text'),
+        (TEMPLATE, {"passage": "a"}, 'found no "question"; expected one'),
         (TEMPLATE, {**ASKED, "context": 3}, '"context": found the number 3'),
         (SUMMARIZE, {"source": "a"}, "summarize: a"),
         ({"task": "jsonl"}, {"source": "a"}, "a"),
@@ -480,8 +488,8 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     )
     work()
     lines = target.read_bytes().splitlines(keepends=True)
-    settings = records.settings_of(
-        generator, "sequential", list(records.read_sources(generator, records.read_records(source)))
+    settings = unfinished.settings_of(
+        generator, "sequential", list(records.read_sources(generator, records.read_records(source), "sequential"))
     )
     assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
     target.write_bytes(lines[0])
@@ -522,16 +530,16 @@ def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
     generator = load(checkpoints / "none")
-    checked = list(records.read_sources(generator, records.read_records(source)))
+    checked = list(records.read_sources(generator, records.read_records(source), "sequential"))
     target.write_text(as_lines([{"id": "1"}]))
-    settings = records.settings_of(generator, "sequential", checked)
+    settings = unfinished.settings_of(generator, "sequential", checked)
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(settings))
-    assert records.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
+    assert unfinished.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
     older = settings | {"grid": {key: value for key, value in settings["grid"].items() if key != "row_names"}}
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
-    assert records.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
+    assert unfinished.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
     with pytest.raises(UserError, match="found strategy = 'sequential'; expected 'pipelined'"):
-        records.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(checked)
+        unfinished.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(checked)
     spoil(tmp_path)
     before = target.read_bytes()
     with pytest.raises(UserError, match=words):

@@ -111,6 +111,8 @@ class Generator:
         """
         if isinstance(given, str | bytes | Mapping) or hasattr(given, "columns"):
             raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
+        given = list(given)
+        sources.check_fields(sources.fields_of(self.config), given, "sources")
         read = (self.source(value, f"source {i}", i) for i, value in enumerate(given))
         checked = list(self.samples_of(read, strategy))
         size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
@@ -191,8 +193,7 @@ class Generator:
         if isinstance(value, Mapping):
             source = sources.of_record(value, place, name, self.config)
             place += ': "source_ids"' if "source_ids" in value else ""
-        has_tokenizer = self.tokenizer is not None
-        return sources.check(source, place, vocabulary=self.architecture.vocab_size, has_tokenizer=has_tokenizer)
+        return sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
 
     def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
         """Yields each source as often as `decode.samples` says.

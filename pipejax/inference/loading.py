@@ -18,7 +18,7 @@ from pipejax.system.errors import UserError
 logger = logging.getLogger(__name__)
 
 # What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
+DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator", "data.csv_delimiter")
 
 
 def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> Generator:
