@@ -54,7 +54,7 @@ def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
 
     class Counting(Tokenizer):
         calls = 0
-        unknown = None
+        eos = None
 
         def encode(self, text):
             Counting.calls += 1
