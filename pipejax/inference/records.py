@@ -184,8 +184,8 @@ def read_sources(
                 check_fields(fields_of(generator.config), [value], place)
             source = generator.source(value, place, place.rpartition(":")[2])
             found = list(generator.samples_of([source], strategy))
-        except UserError as error:
-            bad(error)
+        except UserError as error:  # of what the strategy cannot do, it names the id
+            bad(error if str(error).startswith(place) else UserError(f"{place}: {error}"))
             continue
         at_once = False
         yield from found

@@ -41,6 +41,17 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
+def is_misread(text: str) -> bool:
+    """Whether a text of the command line is UTF-8 that Python did not read as such, for PYTHONUTF8=0 or the locale."""
+    try:
+        os.fsencode(text).decode()
+    except UnicodeError:
+        return False
+    return any("\udc80" <= character <= "\udcff" for character in text)
+
+
+UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with it such a text is read well
+
 _PARTIAL = "-partial"  # in the name of a directory that is being filled
 
 
