@@ -355,7 +355,7 @@ def test_the_delay_of_any_answer_is_among_those_that_fit(tmp_path: Path) -> None
     told = 0
     for _ in range(60):
         delay, answer = rng.randint(1, 4), [[2] * rng.randint(1, 6) for _ in range(rng.randint(0, 5))]
-        limits = {"time_max": rng.randint(4, 25), "sub_max": rng.randint(1, 6)}
+        limits: dict[str, Any] = {"time_max": rng.randint(4, 25), "sub_max": rng.randint(1, 6)}
         found = oracle.algorithm1(oracle.scripted_next_tokens(answer), delay=delay, stop="empty_row", **limits)
         record = LINE | {"row_ids": found.rows, "steps": found.steps, "truncated": found.truncated}
         drawn = draw(tmp_path, record, *checkpoint_of(tmp_path, grid={"delay": delay, **limits}))

@@ -771,7 +771,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r
         b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n",  # after an answer
     ],
 )
-def test_what_is_no_http_gets_an_error_object(port: int, sent: bytes) -> None:
+def test_what_is_no_http_gets_an_error_object(port: int, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(sent)
         found = b""
@@ -787,6 +787,7 @@ def test_what_is_no_http_gets_an_error_object(port: int, sent: bytes) -> None:
         )
         found = connection.recv(2**16)
     assert found.startswith(b"HTTP/1.1 200 ") and found.endswith(b"\r\n\r\n")  # without a body
+    assert "WebSocket" not in caplog.text
 
 
 def test_what_is_written_is_sent_at_once() -> None:

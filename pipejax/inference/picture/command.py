@@ -51,12 +51,12 @@ def main(argv: Sequence[str]) -> int:
         settings = config.load(Path(flags.checkpoint) / "config.json")
         if (Path(flags.checkpoint) / "tokenizer").is_dir():
             found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
-    grid = settings and settings.grid
+    grid = settings.grid if settings is not None else None
     rows, texts = record.tokens(found, place)
     delay, said = _delay(found, rows, place, given=flags.delay, grid=grid)
     steps = record.steps(found, rows, delay, place)
     calls = record.calls(found, delay, place)
-    sub_max = flags.sub_max or (grid and grid.sub_max)
+    sub_max = flags.sub_max or (grid.sub_max if grid is not None else None)
     empty_row, doubt = _empty_row(found, rows, calls, is_due=len(rows) * delay < steps, sub_max=sub_max)
     if grid is not None and grid.stop == "literal":
         doubt.append("after a row without a token, which grid.stop = literal lets pass, rows are drawn too early")

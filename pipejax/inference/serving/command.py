@@ -210,6 +210,9 @@ def run(service: "Service", listener: socket.socket) -> None:
     class Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         """HTTP whose refusal of what is none is an error object, too."""
 
+        def _unsupported_upgrade_warning(self) -> None:
+            """Nothing: who asks for HTTP/2 or a WebSocket gets an answer all the same, and no library would help."""
+
         def send_400_response(self, msg: str) -> None:
             """Called for bytes that are no request."""
             cycle: Any = getattr(self, "cycle", None)
