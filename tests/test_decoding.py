@@ -145,9 +145,14 @@ def test_the_random_models_run_into_every_case():
     assert rows > 500
 
 
-@pytest.mark.parametrize("delay, time_max, sub_max", [(2, 12, 6), (4, 24, 5), (8, 40, 4), (10, 50, 2), (25, 50, 2)])
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max", [(2, 12, 6), (4, 24, 5), (8, 40, 4), (10, 50, 2), (25, 50, 2), (3, 11, 9), (6, 4, 3)]
+)
 def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_max):
-    """Where an example has no open row it goes on to the next start: its calls are of other times than the others'."""
+    """Where an example has no open row it goes on to the next start: its calls are of other times than the others'.
+
+    The last two have fewer rows in time than they may have: all may end, and time goes on to its end.
+    """
     strategy = Scripted(delay=delay, time_max=time_max, sub_max=sub_max)
     batches = [[[[2] * 49, [3] * 39], *[[[2] * n, [3] * 3] for n in range(1, 8)]]]
     for seed in range(40):
