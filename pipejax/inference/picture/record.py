@@ -90,6 +90,11 @@ def _end(record: dict[str, Any], place: str) -> tuple[int, str | None]:
             f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
             "as in a record of the pipelined strategy"
         )
+    if (left_out := record.get("repeated")) not in (None, []):
+        raise UserError(
+            f"{place}: repeated: found {reprlib.repr(left_out)}, rows that decode.unique_rows left out; expected none, "
+            "as a picture shows where each row stood: decode without it"
+        )
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise UserError(f"{place}: steps: found {found!r}; expected a whole number")
     return found, truncated
