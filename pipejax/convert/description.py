@@ -137,7 +137,7 @@ def read(directory: Path, model: T5Config, generate: Generation) -> tuple[Config
 def card(name: str, config: Config, *, tokenizer: bool) -> str:
     """The text of README.md; arguments as of `write`."""
     data, grid = config.data, config.grid
-    template, between = data.source_template, data.separator
+    template, between, core = data.source_template, data.separator, data.separator.strip(" ")
     fields = (
         dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}
     )
@@ -146,14 +146,15 @@ def card(name: str, config: Config, *, tokenizer: bool) -> str:
     parted = f"Its rows are parted by {between!r}." if tells_rows_apart(between) else "Nothing tells its rows apart."
     what, limit, rows = {
         "pipelined": (
-            f"A T5 that was trained to write the rows of an answer side by side, {begun} (pipelined decoding).{named}",
-            "`generate` writes the first row of an answer alone: it knows no other rows.",
+            f"A T5 that was trained to write the rows of an answer side by side, {begun} (pipelined decoding), with at "
+            f"most {grid.sub_max} rows and {grid.time_max} steps.{named} pipejax joins rows with {between!r}.",
+            "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows.",
             "[text]",
         ),
         "sequential": (
             f"A T5 that was trained to write an answer in one piece. {parted}",
             "`generate` writes the whole answer.",
-            f"[row.strip() for row in text.split({between.strip()!r})]" if tells_rows_apart(between) else "[text]",
+            f"[row.strip() for row in text.split({core!r})]" if tells_rows_apart(between) else "[text]",
         ),
         "none": ("A T5 that was converted and not trained since.", "`generate` writes the whole answer.", "[text]"),
     }[config.train.objective]
