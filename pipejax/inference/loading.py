@@ -8,7 +8,6 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference import backends
 from pipejax.inference.backends import XLA
 from pipejax.inference.generator import Generator, dtype_of
@@ -45,8 +44,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ())
                     f"grid.{key}: found {wanted!r}, but these weights were trained with {trained!r}; "
                     "what pipelined decoding writes means little"
                 )
-    tokenizer_files = restored.tokenizer_files()
-    tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
+    tokenizer = checkpoint.tokenizer_of(restored)
     backend = backends.fastest(config.model, dtype_of(config), config.decode.weights) if config.model else XLA
     generator = Generator(config, restored.items["params"], tokenizer, backend=backend)
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
