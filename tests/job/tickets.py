@@ -1,4 +1,4 @@
-"""Writes a practitioner's files into a directory: tickets.csv, archive.parquet and a tiny random T5. tickets.py DIRECTORY
+"""Writes tickets.csv, archive.parquet and a tiny random T5 into the directory that is its argument.
 
 A ticket names up to four products, and its tags are their topics, so a small model learns the task in a minute. The CSV
 is as exports are: a BOM, semicolons, empty titles, cells without tags, `null`, emoji, and three lines with a column too
@@ -28,7 +28,22 @@ TOPICS = {
     "phone": "mobile plan",
     "roaming": "mobile plan",
 }
-FILLER = "the customer says it was fine last week and asks us to look at this again soon please".split()
+FILLER = (
+    "customer",
+    "says",
+    "it",
+    "was",
+    "fine",
+    "last",
+    "week",
+    "asks",
+    "us",
+    "to",
+    "look",
+    "again",
+    "soon",
+    "please",
+)
 SIZES = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
 
 
@@ -85,7 +100,7 @@ def write_model(directory: Path, texts: list[str]) -> None:
     (directory / "config.json").write_text(json.dumps(facts | SIZES))
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
     width, inner, hidden = SIZES["d_model"], SIZES["num_heads"] * SIZES["d_kv"], SIZES["d_ff"]
-    shapes = {"shared": (vocabulary, width), "lm_head": (vocabulary, width)}
+    shapes: dict[str, tuple[int, ...]] = {"shared": (vocabulary, width), "lm_head": (vocabulary, width)}
     for stack, parts in (("encoder", ["Self", ""]), ("decoder", ["Self", "EncDec", ""])):
         for block in range(2):
             for layer, part in enumerate(parts):
