@@ -13,7 +13,8 @@ from pipejax.system import environment  # before anything imports JAX: it pins s
 
 if TYPE_CHECKING:
     from pipejax.config import Config
-    from pipejax.inference.generator import Generator, Record
+    from pipejax.inference.answers import Record
+    from pipejax.inference.generator import Generator
 
 __all__ = ["Config", "Generator", "Record", "load"]
 __version__ = "0.1.0"
@@ -44,8 +45,12 @@ def __getattr__(name: str) -> Any:
         from pipejax.config import Config
 
         return Config
-    if name in ("Generator", "Record"):
-        from pipejax.inference import generator
+    if name == "Generator":
+        from pipejax.inference.generator import Generator
 
-        return getattr(generator, name)
+        return Generator
+    if name == "Record":
+        from pipejax.inference.answers import Record
+
+        return Record
     raise AttributeError(f"module 'pipejax' has no attribute {name!r}")

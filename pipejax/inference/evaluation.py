@@ -20,7 +20,8 @@ from pipejax import metrics
 from pipejax.data import OWN_FILES, make_task
 from pipejax.data.examples import Example
 from pipejax.data.text import sentences, tells_rows_apart
-from pipejax.inference.generator import Generator, Record, texts
+from pipejax.inference.answers import Record, texts
+from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source

@@ -17,7 +17,8 @@ from pipejax import config as config_lib
 from pipejax.config import DecodeConfig, GridConfig
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import read_objects
-from pipejax.inference.generator import WINDOW, Generator, Record
+from pipejax.inference.answers import Record, count
+from pipejax.inference.generator import WINDOW, Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent, Screen
@@ -285,7 +286,7 @@ def _shown(generator: Generator, sources: Iterable[Source], strategy: str, repor
                 screen.show(event)
             else:
                 report.seconds += time.perf_counter() - begun
-                generator.count(event, strategy, report)
+                count(event, strategy, report, config=generator.config, tokenizer=generator.tokenizer)
                 yield event
 
 

@@ -16,8 +16,8 @@ from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
 from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference import wishes
+from pipejax.inference.answers import texts
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import texts
 from pipejax.inference.loading import DECODING_KEYS, load
 from pipejax.model import sharding
 from pipejax.system.errors import UserError
