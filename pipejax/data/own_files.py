@@ -3,7 +3,7 @@
 A record is `{"id", "source", "targets": [row, ...]}`, unless the config names other fields.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pipejax.config import DataConfig
@@ -32,7 +32,12 @@ class FilesTask:
 
     def examples(self, split: str) -> Sequence[Example]:
         """All examples of a split, read and checked; empty if the config names no file for it."""
-        return self._examples(self.paths[split]) if self.paths[split] else []
+        if not (path := self.paths[split]):
+            return []
+        examples = self.examples_of(self._read(path))
+        if not examples:
+            raise UserError(f"{path}: found no lines; expected at least one example")
+        return examples
 
     def source(self, value: dict[str, Any], place: str) -> str:
         """The record's "source" unchanged, if it has one that is no field of the template; else the filled template."""
@@ -46,10 +51,14 @@ class FilesTask:
         """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
         return None
 
-    def _examples(self, path: str) -> list[Example]:
-        """Raises a UserError naming file and line for a record that is no example, a repeated id or an empty file."""
+    def examples_of(self, placed: Iterable[Placed]) -> list[Example]:
+        """The examples that records make; a record without an id has what follows the last colon of its place.
+
+        Raises:
+          UserError: a record is no example, or its id is another's; the message names the place.
+        """
         examples, seen = [], dict[str, str]()
-        for place, value in self._read(path):
+        for place, value in placed:
             name = str(id_of(value, place))
             source = self._filled(value, place)
             if name in seen:
@@ -57,8 +66,6 @@ class FilesTask:
                 raise UserError(f'{place}: "id": found {name!r} again; it was used in line {line}')
             seen[name] = place
             examples.append(Example(name, source, tuple(self._rows(value, place)), place))
-        if not examples:
-            raise UserError(f"{path}: found no lines; expected at least one example")
         return examples
 
 
