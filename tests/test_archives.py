@@ -5,7 +5,7 @@ import zipfile
 import pytest
 
 from experiments.faults import archives
-from pipejax.data import PUBLISHED, lines, manual
+from pipejax.data import PUBLISHED, lines, manual, tables
 from pipejax.system.errors import UserError
 
 SMALL = [kind for kind in archives.KINDS if "6 GiB" not in kind.name]
@@ -40,7 +40,7 @@ def test_what_holds_far_more_than_it_is_large(name, lead, tmp_path, monkeypatch)
         if name == "train.json":
             file.read()
         elif name == "train.csv":
-            list(lines.read_table(file.open(), str(file)))
+            tables.Table(tables.lines_of(file.open(), str(file)), str(file))
         else:
             list(lines.read_objects(file.open(), str(file)))
     expected = "found 0 GiB" if name == "train.json" else "1: found a line of more than"

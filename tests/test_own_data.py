@@ -70,7 +70,7 @@ def test_read(content, name, settings, expected, tmp_path):
             "source,targets\na,b\n",
             "a.csv",
             {"rows": "delimiter", "targets": "rows"},
-            ['csv:2: found no "rows"', "source"],
+            ['a.csv: found no "rows" in any record', "keys: source, targets"],
         ),
         (
             LINE,
@@ -85,7 +85,12 @@ def test_read(content, name, settings, expected, tmp_path):
         ("source,targets\n", "a.csv", {"rows": "delimiter"}, ["found no lines"]),
         ("", "a.csv", {"rows": "delimiter"}, ["found no lines"]),
         ("source,targets\n,b\n", "a.csv", {"rows": "delimiter"}, ['a.csv:2: "source": found an empty text']),
-        (b"source,targets\n\xff,b\n", "a.csv", {"rows": "delimiter"}, ["a.csv:", "not CSV in UTF-8"]),
+        (
+            b"source,targets\n\xff,b\n",
+            "a.csv",
+            {"rows": "delimiter"},
+            ["a.csv:2: found byte 0xff at column 1; expected UTF-8"],
+        ),
         ('source,targets\n"a,b\n', "a.csv", {"rows": "delimiter"}, ["a.csv:", "not CSV"]),
         ("id,source,targets\n1,a,b\n1,a,b\n", "a.csv", {"rows": "delimiter"}, ["a.csv:3", "'1' again", "line 2"]),
         (LINE, "a.jsonl", {"source_template": "{title"}, ["data.source_template: found '{title'"]),

@@ -221,7 +221,7 @@ KINDS: tuple[Kind, ...] = (
     _example("text where a delimiter parts rows", '"targets"', targets=3),
     _csv("doubled column", b"source,source\na,b\n", "expected each once"),
     _csv("ragged row", b"source,targets\na\n", "found 1 columns"),
-    _csv("not UTF-8", b"source,targets\na,\xe9\n", "not CSV in UTF-8"),
+    _csv("not UTF-8", b"source,targets\na,\xe9\n", "train.jsonl:2: found byte 0xe9", "CP1252"),
     _csv("quote left open", b'source,targets\n"a,b\n', "not CSV"),
     _csv("no rows", b"source,targets\n", "found no lines"),
     _csv("nothing", b"", "found no lines"),

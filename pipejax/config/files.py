@@ -24,7 +24,7 @@ FORMERLY = {
     "sequential": ("train.objective=sequential",),
     "flan_t5": ("train.init_from=checkpoints/flan-t5-base",),
 }
-SPACED = ("data.delimiter", "data.separator", "data.source_template")  # spaces at the ends of these count
+SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")  # spaces at the ends count
 
 
 def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
@@ -64,7 +64,7 @@ def override(config: Config, assignments: typing.Iterable[str], *, flag: str = "
         key = key.strip()
         if key not in SPACED:
             text = text.strip()
-        elif key == "data.delimiter" and text in (r"\n", r"\t"):
+        elif key.endswith("delimiter") and text in (r"\n", r"\t"):
             raise UserError(f"{flag} {assignment}: found two characters; expected one: $'\\t' is a tab in bash")
         if not (key and equals):
             raise UserError(f"{flag} {assignment}: found no {'key' if equals else repr('=')}; expected key=value")

@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 LIMITS = ("none", "source")  # on the tokens that may be written
 ROWS = ("list", "delimiter", "sentences")
+EMPTY_TARGETS = ("keep", "skip", "refuse")
 METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 PLACES = 2**24  # of a grid at the most: beyond that no device holds what decoding keeps of each
@@ -65,6 +66,11 @@ class DataConfig:
     train: str = setting("")  # paths of the tasks `jsonl` and `csv`; "": none
     dev: str = setting("")  # for evaluations in training
     test: str = setting("")  # for `pipejax evaluate`
+    split: str = setting("")  # `jsonl`, `csv`: shares of train, dev and test in `train`, such as "0.8,0.1,0.1"
+    split_seed: int = setting(0, least=0)  # another one parts it otherwise
+    csv_delimiter: str = setting("")  # between columns; "": a tab in .tsv, else found by the line of names
+    skip_bad: bool = setting(False)  # `jsonl`, `csv`: lines that are no examples are left out and counted
+    empty_targets: str = setting("keep", choices=EMPTY_TARGETS)  # training examples without an answer
     source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
     targets: str = setting("targets")  # `jsonl`, `csv`: the field that holds the rows
     rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
@@ -209,5 +215,9 @@ def check(config: Config, *, where: str) -> None:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
     if config.data.rows == "delimiter" and not config.data.delimiter:
         raise UserError(f"{where}: data.delimiter: found nothing; expected at least one character")
+    if len(delimiter := config.data.csv_delimiter) > 1 or delimiter in ('"', "\n", "\r", " "):
+        raise UserError(
+            f"{where}: data.csv_delimiter: found {delimiter!r}; expected one character, such as ; or a tab, or none"
+        )
     if config.train.objective == "sequential" and not config.data.separator:
         raise UserError(f"{where}: data.separator: found nothing; expected at least one character")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from pipejax.data.formats import count_parquet, is_parquet, read_parquet
-from pipejax.data.lines import Placed, bounded, open_file, read_objects, unpacked
+from pipejax.data.lines import Placed, bounded, read_objects
+from pipejax.data.packed import open_file, unpacked
 from pipejax.system.errors import UserError
 
 EXPECTED = "JSON lines or Parquet"

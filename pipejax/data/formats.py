@@ -1,4 +1,4 @@
-"""Reads records from files of JSON lines (gzip too), Parquet files, and directories of Hugging Face datasets."""
+"""Reads records from JSON lines, CSV, Parquet and directories of Hugging Face datasets, told apart by their names."""
 
 import contextlib
 import importlib
@@ -7,16 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipejax.data.bad_lines import Refusal, refuse
 from pipejax.data.lines import Placed, read_file
+from pipejax.data.packed import open_file, unpacked
+from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
 
 PARQUET = (".parquet", ".pq")
-EXPECTED = "JSON lines, Parquet, or a directory that the library datasets has saved"
+EXPECTED = "JSON lines, CSV, Parquet, or a directory that the library datasets has saved"
 
 
-def read_records(path: str | Path) -> Iterator[Placed]:
+def read_records(
+    path: str | Path, *, table: bool = False, delimiter: str = "", bad: Refusal = refuse
+) -> Iterator[Placed]:
     """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote.
+
+    Args:
+      path: of either.
+      table: whether a file that is no Parquet is CSV, whatever its name.
+      delimiter: between the columns of CSV; "": it is found.
+      bad: takes the errors of lines.
 
     Raises:
       UserError: the path holds neither, is damaged, or the library that reads it is not installed.
@@ -24,7 +35,16 @@ def read_records(path: str | Path) -> Iterator[Placed]:
     path = Path(path)
     if path.is_dir():
         return _read_dataset(path)
-    return read_parquet(path) if is_parquet(path) else read_file(path)
+    if is_parquet(path):
+        return read_parquet(path)
+    if table or is_table(path):
+        return _read_table(path, delimiter, bad)
+    return read_file(path, bad)
+
+
+def _read_table(path: Path, delimiter: str, bad: Refusal) -> Iterator[Placed]:
+    with open_file(path, "a CSV file") as file, unpacked(file, str(path)) as content:
+        yield from Table(lines_of(content, str(path)), str(path), delimiter=delimiter).records(bad=bad)
 
 
 def is_parquet(path: str | Path) -> bool:

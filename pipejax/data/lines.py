@@ -1,58 +1,88 @@
-"""Reads and checks records of JSON lines, JSON arrays and CSV; every error names the file and the line."""
+"""Reads and checks records of JSON lines and JSON arrays; every error names the file and the line."""
 
-import contextlib
-import csv
+import datetime
 import functools
-import gzip
 import io
 import json
+import math
+import numbers
 import re
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, cast
 
+from pipejax.data.bad_lines import Refusal, refuse
+from pipejax.data.packed import open_file, unpacked
 from pipejax.system.errors import UserError
-from pipejax.system.files import look
 
-Line = TypeVar("Line", str, bytes)
 Placed = tuple[str, dict[str, Any]]  # ("FILE:LINE", record)
 LONGEST = 2**28  # characters of a line; without a bound a small archive could unpack to a line that fills memory
 
 
-def decode_lines(lines: Iterable[bytes], where: str, first: int = 1) -> Iterator[tuple[str, str]]:
+def decode_lines(
+    lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse
+) -> Iterator[tuple[str, str]]:
     """Yields ("FILE:LINE", text) for each line, the first being line `first`; a BOM and CRLF are dropped.
 
+    A line that is not UTF-8 goes to `bad`.
+
     Raises:
-      UserError: a line is not UTF-8 or longer than LONGEST.
+      UserError: a line is longer than LONGEST.
     """
     for number, line in enumerate(bounded(lines, where), start=first):
-        place = f"{where}:{number}"
         try:
-            yield place, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{place}: found byte {line[error.start]:#04x} at column {error.start + 1}; expected UTF-8"
-            ) from error
+            text = decoded(line, where, number)
+        except UserError as error:
+            bad(error)
+            continue
+        yield f"{where}:{number}", text.rstrip("\r\n")
 
 
-def read_objects(lines: Iterable[bytes], where: str, first: int = 1) -> Iterator[Placed]:
+def decoded(line: bytes, where: str, number: int) -> str:
+    """The text of a line, the first one without a BOM; raises a UserError, which guesses, if it is not UTF-8."""
+    if number == 1 and line[:2].count(0) == 1:
+        guess = "UTF-16BE" if line[0] == 0 else "UTF-16LE"
+        raise UserError(f"{where}:{number}: found byte 0x00; expected UTF-8{seems(guess)}")
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        found = f"{where}:{number}: found byte {line[error.start]:#04x} at column {error.start + 1}"
+        guess = "UTF-16" if line[:2] in _MARKS else _single_bytes(line)
+        raise UserError(f"{found}; expected UTF-8{guess and seems(guess)}") from error
+
+
+_MARKS = (b"\xff\xfe", b"\xfe\xff")  # with which UTF-16 begins
+
+
+def seems(encoding: str) -> str:
+    """A guess at the encoding, in brackets, with what to do about it."""
+    return f" (it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts it)"
+
+
+def _single_bytes(line: bytes) -> str:
+    """The encoding of Windows in western Europe, if all bytes are printable in it."""
+    text = line.strip().decode("cp1252", "replace")
+    return "CP1252" if text.replace("\t", " ").isprintable() and "\ufffd" not in text else ""
+
+
+def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
     """Yields ("FILE:LINE", object) for each line that is not blank; the first of them is line `first` of its file.
 
-    Raises:
-      UserError: a line is not UTF-8, not JSON or not an object.
+    A line that is not UTF-8, not JSON or not an object goes to `bad`.
     """
-    for place, line in decode_lines(lines, where, first):
+    for place, line in decode_lines(lines, where, first, bad):
         text = line.strip()
         if not text:
             continue
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not JSON ({error}); expected one object a line") from error
-        if not isinstance(value, dict):
-            raise UserError(f"{place}: found {kind(value)}; expected an object")
-        yield place, value
+            bad(UserError(f"{place}: not JSON ({error}); expected one object a line"))
+            continue
+        if isinstance(value, dict):
+            yield place, value
+        else:
+            bad(UserError(f"{place}: found {kind(value)}; expected an object"))
 
 
 def read_array(data: bytes, where: str) -> Iterator[Placed]:
@@ -87,83 +117,20 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
         raise UserError(f"{where}: found {rest[:20]!r} after the array; expected nothing")
 
 
-def read_table(file: BinaryIO, where: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", {column name: text}) for each row of a CSV file whose first line has the column names.
-
-    LINE is the row's first line: a row may have several.
-
-    Raises:
-      UserError: the file is not CSV in UTF-8, column names are absent or repeated, or a row has another length.
-    """
-    csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    try:
-        yield from _rows(csv.reader(bounded(text, where), strict=True), where)
-    finally:
-        text.detach()  # else the wrapper would close the file, which is the caller's
-
-
-def _rows(reader: Any, where: str) -> Iterator[Placed]:
-    """Yields as `read_table`; the first row has the column names."""
-    names: list[str] | None = None
-    while True:
-        place = f"{where}:{reader.line_num + 1}"
-        try:
-            row = next(reader, None)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{place}: not CSV in UTF-8 ({error})") from error
-        if row is None:
-            return
-        if names is None:
-            names = row
-            if len(set(names)) < len(names) or not any(names):
-                raise UserError(f"{place}: found the column names {', '.join(names)}; expected each once")
-        elif len(row) == len(names):
-            yield place, dict(zip(names, row, strict=True))
-        elif row:  # a blank line is skipped
-            raise UserError(f"{place}: found {len(row)} columns; expected {len(names)} ({', '.join(names)})")
-
-
-def bounded(lines: Iterable[Line], where: str) -> Iterator[Line]:
+def bounded(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
     """Yields the lines; raises a UserError for one longer than LONGEST, without reading the rest of it."""
     if isinstance(lines, io.IOBase):
-        end = "" if isinstance(lines, io.TextIOBase) else b""
-        lines = cast(Iterator[Line], iter(functools.partial(lines.readline, LONGEST + 1), end))
+        lines = cast(Iterator[bytes], iter(functools.partial(lines.readline, LONGEST + 1), b""))
     for number, line in enumerate(lines, start=1):
         if len(line) > LONGEST:
             raise UserError(f"{where}:{number}: found a line of more than {LONGEST >> 20} MiB; expected records")
         yield line
 
 
-def open_file(path: str | Path, expected: str) -> BinaryIO:
-    """Opens a file to read bytes; raises a UserError, which says `expected`, if that is impossible."""
-    path = Path(path)
-    if (found := look(path)) != "file":  # `look` calls pipes files, too
-        raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected {expected}")
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected {expected}") from error
-
-
-def read_file(path: str | Path) -> Iterator[Placed]:
-    """Yields as `read_objects` the objects of a file, which may be packed with gzip."""
+def read_file(path: str | Path, bad: Refusal = refuse) -> Iterator[Placed]:
+    """Yields as `read_objects` the objects of a file, which may be packed."""
     with open_file(path, "a file of JSON lines") as file, unpacked(file, str(path)) as lines:
-        yield from read_objects(lines, str(path))
-
-
-@contextlib.contextmanager
-def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
-    """Gives the content of an open file, unpacked if its first bytes are those of gzip; the name does not matter.
-
-    Raises:
-      UserError: the gzip data is damaged; raised in the block that reads it.
-    """
-    packed = file.peek(2)[:2] == b"\x1f\x8b" if isinstance(file, io.BufferedReader) else False
-    try:
-        yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{where}: damaged gzip data ({error}); expected a whole file") from error
+        yield from read_objects(lines, str(path), bad=bad)
 
 
 def text_of(value: dict[str, Any], key: str, place: str) -> str:
@@ -182,7 +149,7 @@ def value_of(value: dict[str, Any], key: str, place: str, expected: str = "one")
 def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
     """The list of texts that an object has under a key; the list may be empty, its texts may not."""
     found = value_of(value, key, place, "a list of texts")
-    if not isinstance(found, list):
+    if not isinstance(found, list | tuple):
         raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')
     return [check_text(text, f"{key}[{i}]", place) for i, text in enumerate(found)]
 
@@ -197,13 +164,13 @@ def check_text(value: Any, key: str, place: str) -> str:
 
 
 def id_of(value: dict[str, Any], place: str) -> str | int:
-    """The object's id, or the line number of its `place` if it has none."""
+    """The object's id, or the line number of its `place` if it has none, or a blank one."""
     found = value.get("id")
-    if found is None:
+    if is_blank(found):
         return place.rpartition(":")[2]
-    if isinstance(found, bool) or not isinstance(found, str | int):
+    if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):  # of NumPy, too
         raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')
-    return _check_unicode(found, "id", place) if isinstance(found, str) else found
+    return _check_unicode(found, "id", place) if isinstance(found, str) else int(found)
 
 
 def _check_unicode(text: str, key: str, place: str) -> str:
@@ -217,7 +184,28 @@ def _check_unicode(text: str, key: str, place: str) -> str:
     return text
 
 
+def is_blank(value: Any) -> bool:
+    """Whether a value stands for no text: null, not a number (as tables have for null), or blank text."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (str, "text"),
+    (bool, "true or false"),
+    (Mapping, "an object"),
+    ((bytes, bytearray, memoryview), "bytes"),
+    (Sequence, "a list"),
+    ((datetime.date, datetime.time), "a date or a time"),
+    (datetime.timedelta, "a span of time"),
+)
+
+
 def kind(value: Any) -> str:
-    """The type of a JSON value in words; a number is given itself."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), f"the number {value!r}"[:60])
+    """The type of a value of JSON, or of a table's cell, in words; a number is given itself."""
+    if value is None:
+        return "null"
+    if isinstance(value, numbers.Number) and not isinstance(value, bool):
+        return f"the number {value}"[:60]
+    return next((name for types, name in _KINDS if isinstance(value, types)), f"a value of type {type(value).__name__}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from pipejax.data.lines import open_file
+from pipejax.data.packed import open_file
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 

@@ -1,18 +1,30 @@
-"""The user's own data: one file of records or of CSV for each split.
+"""The user's own data: files of records or of CSV, one for each split or one for all.
 
 A record is `{"id", "source", "targets": [row, ...]}`, unless the config names other fields.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import difflib
+import functools
+import hashlib
+import itertools
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pipejax.config import DataConfig
+from pipejax.data.bad_lines import BadLines
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
-from pipejax.data.lines import Placed, check_text, id_of, open_file, read_table, text_of, texts_of, unpacked, value_of
+from pipejax.data.lines import Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
 from pipejax.data.text import Template, sentences, split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "dev", "test")
 
 
 class FilesTask:
@@ -22,57 +34,160 @@ class FilesTask:
         """Checks the settings; a file is opened when its split is asked for.
 
         Raises:
-          UserError: the source template names no fields, or `data.rows` does not fit the kind of file.
+          UserError: the source template names no fields, `data.rows` does not fit the kind of file, or `data.split` is
+            no list of shares or parts a file beside others.
         """
-        self.paths = {"train": config.train, "dev": config.dev, "test": config.test}
-        self.metric = config.metric or "spans"
-        self._read = read_csv if config.task == "csv" else read_records
+        self.config, self.metric = config, config.metric or "spans"
         self._template = Template(config.source_template or "{source}", key="data.source_template")
         self._rows = _rows_reader(config)
+        self._shares = _shares(config) if config.split else ()
+        self._parted: dict[str, list[Example]] | None = None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that a source is made of."""
+        return self._template.fields
 
     def examples(self, split: str) -> Sequence[Example]:
         """All examples of a split, read and checked; empty if the config names no file for it."""
-        if not (path := self.paths[split]):
+        if not self.has(split):
             return []
-        examples = self.examples_of(self._read(path))
-        if not examples:
-            raise UserError(f"{path}: found no lines; expected at least one example")
-        return examples
+        if not self._shared(split):
+            return self._read(getattr(self.config, split))
+        if self._parted is None:
+            self._parted = self._part(self._read(self.config.train))
+        return self._parted[split]
+
+    def has(self, split: str) -> bool:
+        """Whether the config says where the split's examples are."""
+        if self._shares and (split == "train" or self._shared(split)):
+            return self._shared(split) and bool(self.config.train)
+        return bool(getattr(self.config, split))
+
+    def _shared(self, split: str) -> bool:
+        """Whether the split is a part of `data.train`."""
+        return bool(self._shares and self._shares[SPLITS.index(split)])
 
     def source(self, value: dict[str, Any], place: str) -> str:
-        """The record's "source" unchanged, if it has one that is no field of the template; else the filled template."""
-        whole = "source" in value and "source" not in self._template.fields
-        return text_of(value, "source", place) if whole else self._filled(value, place)
+        """The filled template; or the record's "source" unchanged, if it has that and none of the template's fields.
+
+        A field that is absent, null or blank counts as "".
+
+        Raises:
+          UserError: all fields are blank, one is no text, or one is absent and another is spelt almost like it.
+        """
+        if "source" in value and not any(field in value for field in self.fields):
+            return text_of(value, "source", place)
+        return self._filled(value, place)
 
     def _filled(self, value: dict[str, Any], place: str) -> str:
-        return self._template.fill({field: text_of(value, field, place) for field in self._template.fields})
+        if not any(field in value for field in self.fields):
+            value_of(value, self.fields[0], place)  # says which keys there are
+        cells = {field: _cell(value, field, place, {*self.fields, self.config.targets}) for field in self.fields}
+        texts = {field: "" if cell is None else check_text(cell, field, place) for field, cell in cells.items()}
+        if not any(texts.values()):
+            names = ", ".join(f'"{field}"' for field in self.fields)
+            raise UserError(f"{place}: {names}: found an empty text; expected text that is not blank")
+        return self._template.fill(texts)
 
     def tokenizer(self) -> Tokenizer | None:
         """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
         return None
 
-    def examples_of(self, placed: Iterable[Placed]) -> list[Example]:
-        """The examples that records make; a record without an id has what follows the last colon of its place.
-
-        Raises:
-          UserError: a record is no example, or its id is another's; the message names the place.
-        """
-        examples, seen = [], dict[str, str]()
-        for place, value in placed:
-            name = str(id_of(value, place))
-            source = self._filled(value, place)
-            if name in seen:
-                line = seen[name].rpartition(":")[2]
-                raise UserError(f'{place}: "id": found {name!r} again; it was used in line {line}')
-            seen[name] = place
-            examples.append(Example(name, source, tuple(self._rows(value, place)), place))
+    def _read(self, path: str) -> list[Example]:
+        """The examples of a file; raises a UserError if there is none."""
+        bad, config = BadLines(path, skip=self.config.skip_bad), self.config
+        placed = read_records(path, table=config.task == "csv", delimiter=config.csv_delimiter, bad=bad)
+        examples = self.examples_of(placed, path, bad)
+        bad.end(len(examples))
+        if not examples:
+            raise UserError(f"{path}: found no lines; expected at least one example")
         return examples
 
+    def examples_of(
+        self, placed: Iterable[Placed], where: str = "data.train", bad: BadLines | None = None
+    ) -> list[Example]:
+        """The examples that records make; a record without an id has what follows the last colon of its place.
 
-def read_csv(path: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", row as an object) for each row of a CSV file, which may be packed with gzip."""
-    with open_file(path, "a CSV file") as file, unpacked(file, path) as table:
-        yield from read_table(table, path)
+        Args:
+          placed: places, such as "FILE:LINE", and records.
+          where: names all of them.
+          bad: takes the errors of records; None: each is raised.
+
+        Raises:
+          UserError: a record is no example, or its id is another's; the message names the place. Or no record at all
+            has one of the fields.
+        """
+        examples, seen, fields = [], dict[str, str](), dict[str, None]()
+        bad = bad or BadLines(where, skip=False)
+        for place, value in placed:
+            fields |= dict.fromkeys(value)
+            try:
+                name = str(id_of(value, place))
+                source, rows = self._filled(value, place), tuple(self._rows(value, place))
+                if name in seen:
+                    line = seen[name].rpartition(":")[2]
+                    raise UserError(f'{place}: "id": found {name!r} again; it was used in line {line}')
+            except UserError as error:
+                bad(error)
+                continue
+            seen[name] = place
+            examples.append(Example(name, source, rows, place))
+        if examples:
+            check_fields((*self.fields, self.config.targets), [fields], where)
+        return examples
+
+    def _part(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
+        """The examples by split, as the hash of its source says: equal ones stay together, and new lines move none."""
+        parts: dict[str, list[Example]] = {name: [] for name in SPLITS}
+        ends = list(itertools.accumulate(self._shares))
+        for example in examples:
+            digest = hashlib.sha256(f"{self.config.split_seed}:{example.source}".encode()).digest()
+            lot = int.from_bytes(digest[:6], "big") / 2**48 * ends[-1]
+            parts[next(name for name, end in zip(SPLITS, ends, strict=True) if lot < end)].append(example)
+        counts = ", ".join(
+            f"{len(parts[name])} {name}" for name, share in zip(SPLITS, self._shares, strict=True) if share
+        )
+        twice = sum(count for count in Counter(example.source for example in examples).values() if count > 1)
+        shared = f"; {twice} have the source of another, in the same part" if twice else ""
+        logger.info(f"{self.config.train}: {len(examples)} examples, parted by data.split: {counts}{shared}")
+        return parts
+
+
+def check_fields(fields: Iterable[str], values: Iterable[Mapping[str, Any]], where: str) -> None:
+    """Raises a UserError unless each field is in some record; reads no more of them than it has to."""
+    lacking, keys = list(fields), dict[str, None]()
+    for value in values:
+        keys |= dict.fromkeys(value)
+        lacking = [field for field in lacking if field not in value]
+        if not lacking:
+            return
+    if keys:
+        guess = _misspelt(lacking[0], frozenset(keys))
+        hint = f' (did you mean "{guess}"?)' if guess else ""
+        raise UserError(
+            f'{where}: found no "{lacking[0]}" in any record; expected it in some (keys: {", ".join(keys)}){hint}'
+        )
+
+
+@functools.lru_cache(maxsize=1024)  # records have the same few sets of keys
+def _misspelt(field: str, keys: frozenset[str]) -> str:
+    """A key that is spelt almost like the field; "" if there is none. Keys that differ in a number are meant so."""
+    folded = {str(key).casefold(): str(key) for key in keys}
+    close = difflib.get_close_matches(field.casefold(), folded, n=1, cutoff=0.8)
+    return next((folded[key] for key in close if re.sub(r"\d", "", key) != re.sub(r"\d", "", field.casefold())), "")
+
+
+def _cell(value: Mapping[str, Any], field: str, place: str, known: Collection[str]) -> Any:
+    """What a record has in a field; None if that is absent, null or blank.
+
+    Raises:
+      UserError: it is absent, and a key that is not known is spelt almost like it.
+    """
+    if field not in value and (guess := _misspelt(field, frozenset(value.keys() - known))):
+        raise UserError(f'{place}: found no "{field}"; expected one, or null (did you mean "{guess}"?)')
+    found = value.get(field)
+    return None if is_blank(found) else found
 
 
 def _rows_reader(config: DataConfig) -> Callable[[dict[str, Any], str], list[str]]:
@@ -85,7 +200,27 @@ def _rows_reader(config: DataConfig) -> Callable[[dict[str, Any], str], list[str
     part = sentences if config.rows == "sentences" else lambda text: split(text, config.delimiter)
 
     def rows(value: dict[str, Any], place: str) -> list[str]:
-        text = value_of(value, key, place)
-        return part(check_text(text, key, place)) if text != "" else []
+        text = _cell(value, key, place, {key})
+        return [] if text is None else part(check_text(text, key, place))
 
     return rows
+
+
+def _shares(config: DataConfig) -> tuple[float, ...]:
+    """The shares of train, dev and test; raises a UserError if they are none, or another key says where a part is."""
+    try:
+        shares = tuple(map(float, config.split.split(",")))
+    except ValueError:
+        shares = ()
+    shares += (0.0,) * (len(SPLITS) - len(shares)) if len(shares) > 1 else ()
+    if len(shares) != len(SPLITS) or not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+        raise UserError(
+            f"data.split: found {config.split!r}; expected the shares of train, dev and test, which make 1: 0.8,0.1,0.1"
+        )
+    for name, share in zip(SPLITS, shares, strict=True):
+        if name != "train" and share and getattr(config, name):
+            raise UserError(
+                f"data.split: found {config.split!r} and a file as data.{name}; expected one of them "
+                "(--set data.split= takes the parts away)"
+            )
+    return shares

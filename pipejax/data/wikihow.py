@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import decode_lines, read_table, value_of
+from pipejax.data.lines import decode_lines, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
+from pipejax.data.tables import Table, lines_of
 from pipejax.data.text import split
 
 _COLUMNS = ("headline", "title", "text")
@@ -28,7 +29,8 @@ def _records(table: File, titles: File) -> Records:
     with titles.open() as file:
         wanted = {line.strip() for _, line in decode_lines(file, str(titles))}
     with table.open() as file:
-        for number, (place, row) in enumerate(read_table(file, str(table))):
+        rows = Table(lines_of(file, str(table)), str(table), delimiter=",").records()
+        for number, (place, row) in enumerate(rows):
             headline, title, text = (value_of(row, column, place).strip() for column in _COLUMNS)
             if headline and len(headline) < _MOST * len(text) and title.replace(" ", "") in wanted:
                 text = re.sub(r"\.+\n+,", ".\n", text)  # the file has a comma after the end of a step

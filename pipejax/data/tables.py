@@ -1,0 +1,153 @@
+"""Tables of text, which are CSV or the like: reads their rows as records, and writes records as rows."""
+
+import csv
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipejax.data.bad_lines import Refusal, refuse
+from pipejax.data.lines import LONGEST, Placed, bounded, decoded
+from pipejax.data.packed import SUFFIXES as PACKED
+from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = {".csv": ",", ".tsv": "\t"}  # of names, and what parts the columns in a file that is written
+DELIMITERS = (",", ";", "\t", "|")  # that are found by themselves
+
+
+class _NeverClosed(UserError):
+    """A quote that no other closes, so that no row can be found after it."""
+
+
+def suffix_of(path: str | Path) -> str:
+    """The suffix of a name, in lower case, without that of a packed file: ".csv" of "a.CSV.gz"."""
+    path = Path(path)
+    return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()
+
+
+def is_table(path: str | Path) -> bool:
+    """Whether the file is a table of text, by its name."""
+    return suffix_of(path) in SUFFIXES
+
+
+def lines_of(content: Iterable[bytes], where: str) -> Iterator[bytes]:
+    """The lines of a table with their ends, which may be those of old Macs."""
+    for line in bounded(content, where):
+        if b"\r" in line:
+            yield from filter(None, re.split(rb"(?<=\r)(?!\n)", line))
+        else:
+            yield line
+
+
+class Table:
+    """A table whose first row has been read: it has the names of the columns."""
+
+    def __init__(self, lines: Iterator[bytes], where: str, *, delimiter: str = "", tell: bool = True) -> None:
+        """Reads the first row.
+
+        Args:
+          lines: of the file, from `lines_of`; those after the first row stay there.
+          where: the file, for errors.
+          delimiter: between the columns; "": a tab where the name ends in .tsv, else the one of DELIMITERS that parts
+            the names into the most.
+          tell: whether a delimiter that was found is logged, if it is no comma.
+
+        Raises:
+          UserError: the first row is no CSV in UTF-8, or names are absent or repeated.
+        """
+        self.where = where
+        first = next(lines, b"")
+        self.delimiter = delimiter or ("\t" if suffix_of(where) == ".tsv" else _likeliest(decoded(first, where, 1)))
+        if tell and not delimiter and self.delimiter not in (",", SUFFIXES.get(suffix_of(where))):
+            logger.info(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
+        self._rest = self.rows(chain([first], lines)) if first else iter(())
+        number, self.lines, cells = next(self._rest, (1, 0, list[str]()))
+        if isinstance(cells, UserError):
+            raise cells
+        self.names = [name.strip() for name in cells]
+        if first and (len({*self.names}) < len(self.names) or not any(self.names)):
+            raise UserError(f"{where}:{number}: found the column names {', '.join(self.names)}; expected each once")
+
+    def rows(self, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, int, list[str] | UserError]]:
+        """Yields for each row its first line, how many lines it has, and its cells or why it has none.
+
+        Args:
+          lines: of this table; no row begins before them.
+          first: the number of the first of them.
+        """
+        csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB
+        broken: list[UserError] = []
+
+        def texts() -> Iterator[str]:
+            for number, line in enumerate(lines, start=first):
+                try:
+                    yield decoded(line, self.where, number)
+                except UserError as error:
+                    broken.append(error)
+                    yield line.decode("utf-8", "replace")  # the row goes on
+
+        reader = csv.reader(texts(), delimiter=self.delimiter, strict=True)
+        while True:
+            broken.clear()
+            begun = first + reader.line_num
+            cells: list[str] | UserError
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if str(error) == "unexpected end of data":
+                    cells = _NeverClosed(f"{self.where}:{begun}: not CSV (a quote is never closed)")
+                else:
+                    cells = UserError(f"{self.where}:{begun}: not CSV ({error}){_span(begun, reader.line_num + first)}")
+            yield begun, first + reader.line_num - begun, broken[0] if broken else cells
+
+    def records(self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
+        """Yields ("FILE:LINE", {column name: text}) for each row that is not blank; LINE is the row's first.
+
+        A row of another length goes to `bad`, and one that is no CSV in UTF-8; but for a quote that is never closed: no
+        row is found after it.
+
+        Args:
+          lines: of this table; None: those after the names.
+          first: the number of the first of them.
+          bad: takes errors.
+        """
+        for number, count, cells in self._rest if lines is None else self.rows(lines, first):
+            place = f"{self.where}:{number}"
+            if isinstance(cells, UserError):
+                (refuse if isinstance(cells, _NeverClosed) else bad)(cells)
+            elif len(cells) == len(self.names):
+                yield place, dict(zip(self.names, cells, strict=True))
+            elif cells:
+                found = f"found {len(cells)} columns{_span(number, number + count)}"
+                bad(UserError(f"{place}: {found}; expected {len(self.names)} ({', '.join(self.names)})"))
+
+
+def _span(first: int, end: int) -> str:
+    """The lines from `first` to the one before `end`, if these are several."""
+    return f" in lines {first} to {end - 1}" if end - first > 1 else ""
+
+
+def _likeliest(line: str) -> str:
+    """The delimiter that parts a line of names into the most."""
+    return max(DELIMITERS, key=lambda one: len(next(csv.reader([line], delimiter=one), [])))
+
+
+def write_table(records: Iterable[Mapping[str, Any]], file: TextIO, delimiter: str, names: Sequence[str]) -> None:
+    """Writes records as rows below a row of names; lists and objects become JSON, null and absent values nothing."""
+    rows = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+    rows.writerow(names)
+    for record in records:
+        values = (record.get(name) for name in names)
+        rows.writerow([as_json(value) if isinstance(value, list | dict) else value for value in values])
+
+
+def as_json(value: Any) -> str:
+    """JSON in which text stays readable."""
+    return json.dumps(value, ensure_ascii=False)
