@@ -87,7 +87,7 @@ class DataConfig:
 class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
-    objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
+    objective: str = setting("pipelined", choices=OBJECTIVES, untold=("none",))  # "none": weights never trained here
     steps: int = setting(1000, least=1)  # updates
     batch_size: int = setting(24, least=1, most=2**20)  # examples of an update
     accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other

@@ -1,5 +1,6 @@
 """The Python API for decoding: from texts and records to records."""
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,20 +11,22 @@ from typing import Any
 import jax
 
 from pipejax import decoding
-from pipejax.config import Config
+from pipejax.config import Config, GridConfig
 from pipejax.data.encoding import cut_source
+from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Drafted, Drafter, Pipelined, Sequential, Strategy
+from pipejax.decoding import Drafted, Drafter, Pipelined, Sequential, Strategy, Wishes
 from pipejax.inference import programs, small, sources, streaming, wishes
+from pipejax.inference import settings as settings_lib
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.opened import Opened, dtype_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.running_batch import Choice, RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.inference.wishes import Rows
-from pipejax.model.precision import compute_dtype
 from pipejax.system.errors import UserError
 
 WINDOW = 16  # batches that are read ahead and sorted by length
@@ -33,6 +36,7 @@ class Generator:
     """Parameters, tokenizer and settings, ready to decode.
 
     For everybody: `decode`, `stream_rows`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
+    The weights are laid out for the devices when the first source is decoded; what is given is checked before.
     """
 
     def __init__(
@@ -42,18 +46,42 @@ class Generator:
         tokenizer: Tokenizer | None,
         *,
         devices: Sequence[jax.Device] | None = None,
-        backend: Backend = XLA,
+        backend: Backend | None = XLA,
     ) -> None:
-        """`config.model` must be set; `devices`: None is `programs.devices`; `backend`: computes decoder steps."""
+        """Nothing runs on a device yet.
+
+        Args:
+          config: with `model`.
+          params: of the model.
+          tokenizer: None: sources and answers are ids.
+          devices: None: `programs.devices`.
+          backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
+        """
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
-        dtype = dtype_of(config)
-        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
-        self.programs.set_params(params)
-        self._small = small.load(config, self.programs)
-        self._streams: dict[str, list[RunningBatch]] = {}  # of `stream_rows`, by strategy; each has one place
-        self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
+        self._devices = list(devices or programs.devices())
+        self._opened = Opened(config, params, self._devices, backend)
+        # Of `stream_rows`, by strategy and the names of its rows; each has one place.
+        self._streams: dict[tuple[Strategy, tuple[str, ...]], list[RunningBatch]] = {}
+        self.checkpoint = ""  # the directory that the weights are from
+        self.origin: dict[str, Any] = {}  # its step, and params_fp
+        self.trained: GridConfig | None = None  # that they were trained with; None: unknown
+        self._told: set[str] = set()  # settings that were warned of
+
+    def __repr__(self) -> str:
+        model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
+        held = self.config.decode.weights if self.config.decode.weights != "auto" else dtype_of(self.config).name
+        return (
+            f"<Generator{of}: T5 of {self._opened.size / 1e6:.1f} M parameters, {model.num_layers} + "
+            f"{model.num_decoder_layers} layers, d_model {model.d_model}, vocabulary {model.vocab_size}; "
+            f"{self.default_strategy}; {held} on {len(self._devices)} x {self._devices[0].device_kind}>"
+        )
+
+    @property
+    def programs(self) -> Programs:
+        """The weights on the devices, and what is compiled for them; made when they are first asked for."""
+        return self._opened.programs
 
     @property
     def default_strategy(self) -> str:
@@ -68,6 +96,7 @@ class Generator:
         strategy: str | None = None,
         batch_size: int | None = None,
         drafter: Drafter | None = None,
+        **settings: Any,
     ) -> list[Record]:
         """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
@@ -75,24 +104,28 @@ class Generator:
         one is given. docs/decoding.md says what each field holds.
 
         Args:
-          given: the sources.
+          given: the sources: a list, a data frame or another table whose rows are records.
           strategy: None: `default_strategy`.
           batch_size: on each device; None: `decode.batch_size`.
           drafter: one of your own instead of `decode.draft` (docs/drafting.md).
+          settings: values of this call alone for keys of the sections decode and grid, such as temperature=0.7. The
+            weights stay as they are; a program is compiled only if none has the same strategy and sizes.
 
         Raises:
-          UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.
+          UserError: an unknown strategy or setting, a value out of its range, an empty source, an id outside the
+            vocabulary, text without a tokenizer.
         """
-        if isinstance(given, str | bytes | Mapping) or hasattr(given, "columns"):
+        if isinstance(given, str | bytes | Mapping):
             raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
-        read = (self.source(value, f"source {i}", i) for i, value in enumerate(given))
-        checked = list(self.samples_of(read, strategy))
-        size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
+        own = self._with("decode", settings if batch_size is None else {**settings, "batch_size": batch_size})
+        read = (own.source(value, f"source {i}", i) for i, value in enumerate(rows_in(given, "sources")))
+        checked = list(own.samples_of(read, strategy))
+        size = min(own.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
         report = Report(other_steps=None)  # nobody reads this report, and to count those steps it would tokenise again
-        return list(self.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
+        return list(own.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
 
     def stream_rows(
-        self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None
+        self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None, **settings: Any
     ) -> Iterator[RowEvent | Record]:
         """Yields each token of one source's answer as its step ends, and the record in the end.
 
@@ -102,11 +135,13 @@ class Generator:
         Args:
           given: the source.
           strategy: None: `default_strategy`.
+          settings: as of `decode`.
 
         Raises:
           UserError: as `decode`; and for beams, drafts, limits and prefixes, which a stream does not have.
         """
-        yield from self.stream_source(self.source(given, "the source", 0), strategy or self.default_strategy)
+        own = self._with("stream_rows", settings, batch_size="none: one source", samples="none: one answer")
+        return own.stream_source(own.source(given, "the source", 0), strategy or self.default_strategy)
 
     def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
         """As `stream_rows`, of a checked source; what a stream does not have is refused at once."""
@@ -119,7 +154,7 @@ class Generator:
         return self._streamed(source, strategy, made)
 
     def _streamed(self, source: Source, strategy: str, made: Pipelined | Sequential) -> Iterator[RowEvent | Record]:
-        config, batches = self.config.decode, self._streams.setdefault(strategy, [])
+        config, batches = self.config.decode, self._streams.setdefault((made, self.config.grid.row_names), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
             forced = wishes.forced_of(self.rows_of(source, strategy), made)
@@ -141,19 +176,44 @@ class Generator:
             raise
 
     def warm_up(
-        self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None
+        self,
+        lengths: Sequence[int],
+        *,
+        batch_sizes: Sequence[int] = (1, 2, 4, 8),
+        strategy: str | None = None,
+        **settings: Any,
     ) -> Report:
-        """Compiles ahead what greedy decoding needs on one device for sources of so many tokens, in lists of so many.
+        """Compiles ahead what decoding with these settings needs on one device.
 
-        Sampling, scores, limits and named rows have programs of their own, which the first `decode` compiles.
-        Programs of other lengths are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48,
-        64, 96, ... Returns what it took.
+        A temperature, scores, a limit and rows that begin as told have programs of their own. Programs of other lengths
+        are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48, 64, 96, ...
+
+        Args:
+          lengths: of sources, in tokens.
+          batch_sizes: of lists.
+          strategy: None: `default_strategy`.
+          settings: as of `decode`.
+
+        Returns:
+          what it took.
         """
-        chosen, report = self.make_strategy(strategy or self.default_strategy), Report()
-        for size in map(self.batch_size_for, batch_sizes):
-            for length in (min(length, self.config.data.max_source) for length in lengths):
-                self.programs.warm_up(chosen, batch_size=size, length=length, report=report)
+        own, report = self._with("warm_up", settings, batch_size="batch_sizes, a list"), Report()
+        name = strategy or own.default_strategy
+        chosen = own.make_strategy(name)
+        for size in map(own.batch_size_for, batch_sizes):
+            for length in (min(length, own.config.data.max_source) for length in lengths):
+                ids = [own.architecture.eos_token_id] * length
+                wished = own.wishes_of([Source("", ids)] * size, [ids] * size, name, chosen)
+                own.programs.warm_up(chosen, batch_size=size, length=length, report=report, wishes=wished)
         return report
+
+    def _with(self, call: str, settings: Mapping[str, Any], **without: str) -> "Generator":
+        """The same weights and programs with other settings, for a call of that method; see `settings.of_call`."""
+        if not settings:
+            return self
+        other, drafts = copy.copy(self), self._opened.small is not None
+        other.config = settings_lib.of_call(self.config, call, settings, drafts=drafts, without=without)
+        return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:
         """What is given, if it can be decoded; `name`: its id, if it has none.
@@ -202,28 +262,19 @@ class Generator:
         """
         name = strategy or self.default_strategy
         chosen = self.make_strategy(name, drafter)
-        separator = self._separator if name == "sequential" else []
-        devices, wanted = self.programs.devices, batch_size
+        wanted = batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
         waiting, across = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
-            across = across or min(len(devices), -(-len(chunk) // batch_size))
+            across = across or min(len(self._devices), -(-len(chunk) // batch_size))
             encoded = [self.ids_of(source, report) for source in chunk]
             order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
             records: dict[int, Record] = {}
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                wished = wishes.of_batch(
-                    [chunk[i] for i in part],
-                    ids,
-                    self.config.decode,
-                    chosen,
-                    rows=[self.rows_of(chunk[i], name) for i in part],
-                    separator=separator,
-                    vocabulary=self.architecture.vocab_size,
-                )
+                wished = self.wishes_of([chunk[i] for i in part], ids, name, chosen)
                 found = self.programs.decode(
                     ids, chosen, batch_size=batch_size, across=across, report=report, wishes=wished
                 )
@@ -236,16 +287,30 @@ class Generator:
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
 
+    def wishes_of(self, batch: Sequence[Source], ids: Sequence[Sequence[int]], strategy: str, made: Strategy) -> Wishes:
+        """What is wished for in the answers to a batch of sources, of these token ids, by the strategy of that name."""
+        return wishes.of_batch(
+            batch,
+            ids,
+            self.config.decode,
+            made,
+            rows=[self.rows_of(source, strategy) for source in batch],
+            separator=self._separator if strategy == "sequential" else [],
+            vocabulary=self.architecture.vocab_size,
+        )
+
     def batch_size_for(self, wanted: int) -> int:
         """How many sources a device decodes at a time when so many are wanted: on a CPU a few at most."""
-        on_cpu = self.programs.devices[0].platform == "cpu"
+        on_cpu = self._devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
     def make_strategy(self, name: str, drafter: Drafter | None = None) -> Strategy:
         """The strategy of that name with this config's settings; `drafter`: instead of the config's."""
+        if name == "pipelined" and self.trained:
+            settings_lib.warn_of_grid(self.trained, self.config.grid, self._told)
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
-        small.check(self._small, made, name, self.config.grid)
+        small.check(self._opened.small, made, name, self.config.grid)
         return self.programs.for_drafts(made) if isinstance(made, Drafted) else made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
@@ -280,12 +345,5 @@ class Generator:
         return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts
 
 
-def dtype_of(config: Config) -> Any:
-    """The dtype that decoding computes in."""
-    return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)
-
-
 def _kind(given: Any) -> str:
-    if isinstance(given, str | bytes):
-        return "a text"
-    return f"one record ({type(given).__name__})" if isinstance(given, Mapping) else f"a table ({type(given).__name__})"
+    return "a text" if isinstance(given, str | bytes) else f"one record ({type(given).__name__})"
