@@ -1,8 +1,11 @@
 """pipejax bulk: shards of blocks of lines, equal to what pipejax decode writes, whatever is killed on the way."""
 
+import bz2
+import datetime
 import gzip
 import importlib.util
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -19,6 +22,7 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax.data import demo
+from pipejax.data.bad_lines import BadLines
 from pipejax.data.blocks import Block, Reader, cut
 from pipejax.data.formats import read_records
 from pipejax.inference import bulk, bulk_command, loading, records, shards
@@ -80,19 +84,25 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Decodes files of the test's folder into `out`."""
     monkeypatch.chdir(tmp_path)
 
-    def start(*patterns: str, block: int = 6, overrides: tuple[str, ...] = (), killed_after: int = 1000) -> Serial:
+    def start(
+        *patterns: str,
+        block: int = 6,
+        overrides: tuple[str, ...] = (),
+        killed_after: int = 1000,
+        skip_bad: bool = False,
+    ) -> Serial:
         pool, files = Serial(killed_after), bulk.find(patterns)
-        work = bulk.Work(str(trained), str(tmp_path / "out"), str(tmp_path), overrides=overrides)
+        work = bulk.Work(str(trained), str(tmp_path / "out"), str(tmp_path), overrides=overrides, skip_bad=skip_bad)
         bulk.decode_files(work, files, Output(Path("out")), pool, block=block)
         return pool
 
     return start
 
 
-def decoded(trained: Path, source: str, *overrides: str) -> bytes:
+def decoded(trained: Path, source: str, *overrides: str, skip_bad: bool = False) -> bytes:
     """What pipejax decode writes."""
     opened = loading.load(str(trained), best=False, overrides=overrides)
-    records.decode_file(opened, source, "expected", strategy=None, batch_size=None)
+    records.decode_file(opened, source, "expected", strategy=None, batch_size=None, skip_bad=skip_bad)
     return Path("expected").read_bytes()
 
 
@@ -130,6 +140,53 @@ def test_blocks_hold_the_file(tmp_path: Path, kind: str, size: int) -> None:
     assert [line for first in sorted(parts) for line in parts[first]] == list(read_records(path))
 
 
+TABLE = 'id;source\r\nr1;"the\nbaker"\nr2;"a;b"\n\nr3;c\nr4\n"x"y;z\nr5;"d\n\n"\nr6;e'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_blocks_hold_the_rows_of_a_table(tmp_path: Path, pack: Callable[[bytes], bytes], size: int) -> None:
+    """Whole rows, of several lines some of them; blank and bad ones count. Digests tell names and delimiter, too."""
+    path = tmp_path / "x.csv"
+    path.write_bytes(pack(("\ufeff" + TABLE).encode()))
+    blocks = cut(str(path), size)
+    assert len(blocks) == -(-8 // size) and blocks[0].first == 2 and sum(block.lines for block in blocks) == 11
+    reader, bad, whole = Reader(tmp_path), BadLines("x", skip=True, most=9), BadLines("x", skip=True, most=9)
+    parts = {block.first: list(reader.read(block, bad)) for block in reversed(blocks)}
+    assert [row for first in sorted(parts) for row in parts[first]] == list(read_records(path, bad=whole))
+    assert sorted(bad.messages) == sorted(whole.messages) and bad.count == 2
+    assert [value["source"] for first in sorted(parts) for _, value in parts[first]] == [
+        "the\nbaker",
+        "a;b",
+        "c",
+        "d\n\n",
+        "e",
+    ]
+    for other in (TABLE.replace("source", "text"), TABLE.replace("id;", "no;")):
+        path.write_bytes(pack(("\ufeff" + other).encode()))
+        assert not {block.digest for block in cut(str(path), size)} & {block.digest for block in blocks}
+    assert not {b.digest for b in cut(str(path), size, delimiter=",")} & {b.digest for b in cut(str(path), size)}
+
+
+def test_a_block_of_parquet_is_known_by_its_rows(tmp_path: Path) -> None:
+    """However they are written; one that has another row is another one, and so is one that is changed later."""
+    values = [{"id": i, "source": f"text {i}", "day": datetime.date(2024, 1, 1 + i)} for i in range(12)]
+    path = tmp_path / "x.parquet"
+
+    def blocks(values: Sequence[Any], **options: Any) -> list[Block]:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), path, **options)
+        return cut(str(path), 5)
+
+    first = blocks(values)
+    assert [(block.first, block.lines) for block in first] == [(1, 5), (6, 5), (11, 2)]
+    assert blocks(values, row_group_size=3, compression="none", use_dictionary=False) == first
+    mended = blocks([*values[:6], values[6] | {"source": None}, *values[7:]])
+    assert [a == b for a, b in zip(first, mended, strict=True)] == [True, False, True]
+    with pytest.raises(UserError, match=r"x\.parquet:6: found other lines than at first"):
+        list(Reader(tmp_path).read(first[1]))
+    assert [value for _, value in Reader(tmp_path).read(mended[2])] == values[10:]
+
+
 def test_a_block_whose_lines_have_changed_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(lines_of(VALUES))
@@ -156,7 +213,7 @@ def test_shards_are_what_decode_writes(run: Run, trained: Path) -> None:
     assert found["complete"] and [given["path"] for given in found["inputs"]] == ["a.jsonl", "b.jsonl.gz", "c.parquet"]
     assert [shard["records"] for shard in found["shards"]] == [5, 6, 6, 3, 6, 6, 6, 2, 5]
     for shard in found["shards"]:
-        assert shards._said(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes()) == shard
+        assert shards._said(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes(), []) == shard
 
 
 @pytest.mark.slow
@@ -210,6 +267,66 @@ def test_a_bad_line_stops_after_the_blocks_in_work(run: Run, trained: Path) -> N
     assert content() == decoded(trained, "a.jsonl")
 
 
+def test_bad_lines_are_left_out_and_stay_known(run: Run, trained: Path, said: list[str]) -> None:
+    """The manifest says how many and which, also after a kill and of shards that nobody told of."""
+    bad = ['{"source": "x"', '{"sauce": 1}', "[]", '{"source": ""}']
+    lines = lines_of(VALUES).splitlines()
+    Path("a.jsonl").write_text("\n".join([lines[0], *bad[:2], *lines[1:9], *bad[2:], *lines[9:]]) + "\n")
+    Path("b.csv").write_text("id,source\nr1,the baker\nr2\nr3,a,b\nr4,sang\n")
+    with pytest.raises(KeyboardInterrupt):
+        run("a.jsonl", "b.csv", skip_bad=True, killed_after=2)
+    with pytest.raises(UserError, match="holds other work: found --skip-bad = True; expected False"):
+        run("a.jsonl", "b.csv")
+    assert manifest()["skipped"] == 3
+    said.clear()
+    assert len(run("a.jsonl", "b.csv", skip_bad=True).asked) == 3
+    found = manifest()
+    assert content() == b"".join(decoded(trained, name, skip_bad=True) for name in ("a.jsonl", "b.csv"))
+    assert found["skipped"] == 6 and sum(shard["records"] for shard in found["shards"]) == len(VALUES) + 2
+    told = [error for shard in found["shards"] for error in shard.get("skipped", [])]
+    assert [error.partition(": ")[0] for error in told] == [
+        *(f"a.jsonl:{n}" for n in (2, 3, 12, 13)),
+        *("b.csv:3", "b.csv:4"),
+    ]
+    assert "b.csv:3: found 1 columns; expected 2 (id, source)" in told
+    assert [line for line in said if line.endswith("; skipped")][:6] == [f"warning: {error}; skipped" for error in told]
+    assert "warning: out: 6 bad lines skipped, 22 good ones kept" in said
+    Path("out/manifest.json").write_text(json.dumps({**found, "shards": []}))
+    assert run("a.jsonl", "b.csv", skip_bad=True).asked == [] and manifest() == found
+
+
+def test_a_file_of_bad_lines_alone_is_told_in_the_end(run: Run) -> None:
+    Path("a.jsonl").write_text(lines_of(VALUES[:3]))
+    Path("b.jsonl").write_text('{"source": 3}\n[]\n')
+    with pytest.raises(UserError, match=r"^b\.jsonl: found bad lines and no good one; first b\.jsonl:1: "):
+        run("?.jsonl", skip_bad=True)
+    assert manifest()["complete"] and len(content().splitlines()) == 3
+
+
+def test_mending_parquet_costs_the_block_of_the_bad_row_alone(run: Run, trained: Path) -> None:
+    def write(values: Sequence[Any], **options: Any) -> None:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), "a.parquet", **options)
+
+    write([*VALUES[:14], {"id": "x", "source": None}, *VALUES[15:]])
+    with pytest.raises(UserError, match=r'^a\.parquet:15: "source": found null'):
+        run("a.parquet")
+    before = {path.name: path.stat() for path in Path("out/shards").glob("[!.]*")}
+    assert len(before) == 2
+    write(VALUES, row_group_size=4, compression="none")
+    assert len(run("a.parquet").asked) == 2
+    assert {name: Path("out/shards", name).stat() for name in before} == before
+    assert content() == decoded(trained, "a.parquet") and manifest()["complete"]
+
+
+def test_a_field_that_no_line_of_a_file_has_is_told_first(run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr(bulk, "fields_of", lambda config: ("title", "source"))
+    Path("a.jsonl").write_text('{"source": "b"\n{"title": "a"}\n{"source": "b"}\n')
+    Path("b.jsonl").write_text('{"source": "b", "titel": "a"}\n')
+    with pytest.raises(UserError, match=r'^b\.jsonl: found no "title" in any record.*did you mean "titel"'):
+        run("a.jsonl", "b.jsonl")
+    assert not Path("out").exists()
+
+
 def test_a_block_that_kills_its_process_is_given_up(tmp_path: Path) -> None:
     found = Shards(tmp_path, "")
     found.directory.mkdir()
@@ -236,6 +353,8 @@ def test_a_worker_that_outlives_its_leader_does_not_stop_the_next(tmp_path: Path
     [
         ("settings", "out: holds other work: found grid.time_max = 12; expected 9"),
         ("block", "out: holds other work: found --block = 6; expected 5"),
+        ("skipping", "out: holds other work: found --skip-bad = False; expected True"),
+        ("delimiter", "out: holds other work: found data.csv_delimiter = ''; expected ';'"),
         ("more", "out: holds other work: found the number of inputs = 1; expected 2"),
         ("renamed", "out: holds other work: found input 1 = 'a.jsonl'; expected 'b.jsonl'"),
         ("line", "found a shard of lines that the input does not have at this place"),
@@ -252,6 +371,10 @@ def test_other_work_is_refused(run: Run, change: str, words: str) -> None:
         options["overrides"] = ("grid.time_max=9",)
     elif change == "block":
         options["block"] = 5
+    elif change == "skipping":
+        options["skip_bad"] = True
+    elif change == "delimiter":
+        options["overrides"] = ("data.csv_delimiter=;",)
     elif change == "more":
         Path("b.jsonl").write_text(lines_of(VALUES))
     elif change == "renamed":
@@ -279,8 +402,8 @@ def test_inputs_and_outputs_that_are_none(run: Run, tmp_path: Path) -> None:
     Path("folder").mkdir()
     Path("folder/mine").touch()
     for pattern, words in (
-        ("*.parquet", r"--input \*\.parquet: found no file; expected JSON lines or Parquet"),
-        ("*.csv", "--input table.csv: found a table"),
+        ("*.parquet", r"--input \*\.parquet: found no file; expected JSON lines, CSV or Parquet"),
+        ("*.csv", r"table\.csv: found no lines"),
         ("folder", "--input folder: found a directory"),
         ("*.jsonl", "empty.jsonl: found no lines; expected at least one source"),
     ):

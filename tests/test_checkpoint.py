@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import pytest
 
 from experiments.faults import runs
 from pipejax import config as config_lib
-from pipejax.checkpoint import Store, open_run, save_params
+from pipejax.checkpoint import Store, check_place, open_run, save_params
 from pipejax.checkpoint.__main__ import main
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError
@@ -38,6 +39,15 @@ def test_buffers_may_be_donated_while_they_are_saved(tmp_path):
     assert store.close()
     for number, value in expected.items():
         np.testing.assert_array_equal(Store(tmp_path).restore(number).items["params"]["a"], value)
+
+
+@pytest.mark.parametrize(
+    "name, words", [("\udcff", "found a path that is not UTF-8"), ("\udcc3\udca9", "PYTHONUTF8=1")]
+)
+def test_a_path_that_is_not_utf_8_and_one_that_is_not_read_so(name, words):
+    """With PYTHONUTF8=0 Python keeps the bytes of a good name as halves of surrogate pairs."""
+    with pytest.raises(UserError, match=words):
+        check_place(Path("/runs") / name)
 
 
 @pytest.mark.parametrize("keep, keep_every, expected", [(2, 0, [5, 4]), (1, 3, [5, 3]), (None, 0, [5, 4, 3, 2, 1])])

@@ -184,6 +184,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("train.objective=Pipelined", "found 'Pipelined'; expected one of pipelined, sequential, none"),
         ("decode.dtype=float16", "decode.dtype: found 'float16'; expected one of auto, float32, bfloat16"),
         ("data.train=\udcff.jsonl", "data.train: found '\\udcff.jsonl'; expected valid Unicode"),
+        ("data.train=caf\udcc3\udca9.jsonl", "data.train: found 'caf\\udcc3\\udca9.jsonl'; expected PYTHONUTF8=1"),
         # at odds with another key
         ("model.eos_token_id=64", "model.eos_token_id: found 64; expected an id below model.vocab_size = 64"),
         ("decode.beams=33", "decode.beams: found 33; expected at most half of model.vocab_size = 64"),

@@ -120,6 +120,26 @@ def test_batches_change_no_score(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
+    """A part of one file is scored, and a table of which some rows are bad."""
+    table, out = tmp_path / "test.csv", tmp_path / "out.json"
+    notes = [demo.examples("test")[i] for i in range(20)]
+    table.write_text("source,targets\n" + "".join(f"{e.source},{'|'.join(e.targets)}\n" for e in notes) + "the baker\n")
+    flags = ["--checkpoint", str(run), "--task", "csv", "--batch-size", "8", "--json", str(out)]
+    flags += [x for s in ("data.rows=delimiter", "data.delimiter=|") for x in ("--set", s)]
+    with pytest.raises(UserError, match=r"test\.csv:22: found 1 columns; expected 2"):
+        evaluation.main([*flags, "--set", f"data.test={table}"])
+    evaluation.main([*flags, "--set", f"data.test={table}", "--skip-bad"])
+    assert json.loads(out.read_text())["examples"] == 20
+    parted = [*flags, "--skip-bad", "--set", f"data.train={table}", "--set", "data.split=0.5,0,0.5"]
+    evaluation.main(parted)
+    count = json.loads(out.read_text())["examples"]
+    assert 0 < count < 20 and any(f": {20 - count} train, {count} test" in line for line in said)
+    with pytest.raises(UserError, match=r"data\.dev: found no file"):
+        evaluation.main([*parted, "--split", "dev"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [

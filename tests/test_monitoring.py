@@ -6,12 +6,13 @@ import struct
 import sys
 import time
 import types
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from pipejax import checkpoint
-from pipejax.data import batches
+from pipejax.data import batches, demo
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.system import distributed
@@ -19,7 +20,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training import costs, loop
 from pipejax.training.loop import fit
-from pipejax.training.monitoring import Clock
+from pipejax.training.monitoring import Clock, warn_of_examples
 from support.tiny import RUN_ON_ONE as CONFIG
 from support.tiny import change, metrics
 
@@ -75,14 +76,78 @@ def test_what_is_missing_from_examples_is_said_once(tmp_path, tokenizer_files, s
     config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "max_source": 4, "max_target": 6})
     assert fit(config, tmp_path / "run", given={"train": examples, "dev": []}) == 0
     counts = [line for line in metrics(tmp_path / "run") if line["event"] == "train"]
-    for key in ("cut_sources", "cut_targets", "unknown_targets"):
+    for key in ("cut_sources", "cut_targets"):
         assert sum(line[key] for line in counts) > 0
     for words in (
         "% of the sources are cut at data.max_source = 4",
         "% of the targets are cut at data.max_target = 6",
-        "% of the targets hold text that the tokenizer lacks",
+        "16 of 16 examples have targets that the tokenizer does not give back",
     ):
         assert sum(words in line for line in said) == 1
+
+
+def test_texts_that_do_not_come_back_are_told_at_the_start(tokenizer, said):
+    """With how many of those that were looked at, and the first in their random order."""
+    rows = [("sang",), ("sang", "the ~ slept ."), ("</s>",), ()]
+    examples = [Example(f"e{i}", "the  baker" if i % 10 else "the {", rows[i % 4], f"a.jsonl:{i}") for i in range(40)]
+    warn_of_examples(examples, tokenizer, CONFIG)
+    assert len(said) == 2
+    begin = (
+        "warning: 20 of 40 examples have targets that the tokenizer does not give back, so that no answer can be them: "
+    )
+    assert said[0].removeprefix(begin).partition(" (")[0] in ("'~' comes back as ''", "'</s>' comes back as ''")
+    assert said[1].startswith("warning: 4 of 40 examples have sources that the tokenizer does not give back")
+    assert ": '{' comes back as '' (a.jsonl:" in said[1] and said[1].endswith("0)")
+    said.clear()
+    warn_of_examples([examples[4]] * 3, tokenizer, CONFIG)
+    found = "train.batch_size: found 8, more than the 3 training examples"
+    assert said == [f"warning: {found}; each update sees them 2.7 times, so fewer do"]
+    said.clear()
+    many = [Example(str(i), "~", ("sang",)) for i in range(21_000)]
+    warn_of_examples(many, tokenizer, change(CONFIG, train={"batch_size": 2000, "length_group": 16}))
+    assert said[0] == "21000 examples are encoded before the first step: train.length_group batches of them"
+    assert "1000 of 1000 examples that were looked at, of 21000, have sources" in said[1] and len(said) == 2
+
+
+def test_large_batches_of_few_examples(tokenizer, monkeypatch):
+    """Each example is encoded once, however often a draw has it; and the choice of shapes looks at a bounded number."""
+    seen, looked, encode, order = Counter(), [], batches.encode, Shapes.order
+
+    def counted(example, *more):
+        seen[example.id] += 1
+        return encode(example, *more)
+
+    monkeypatch.setattr(batches, "encode", counted)
+    monkeypatch.setattr(Shapes, "order", lambda self, lengths: looked.append(len(lengths)) or order(self, lengths))
+    examples = demo.examples("train")[:800]
+    config = change(CONFIG, train={"batch_size": 2000, "length_group": 16, "shapes": 4})
+    shapes = batches.choose_shapes(examples, tokenizer, config, CONFIG.model)
+    assert max(Counter(seen).values()) == 1 and sum(looked) <= 5 * max(2**17, 16 * 2000)
+    seen.clear()
+    drawn = batches.TrainingBatches(examples, tokenizer, config, CONFIG.model, shapes)
+    found = Counter(name for i in range(16) for name in drawn[i].ids)
+    assert set(seen.values()) == {1} and set(found.values()) == {16 * 2000 // 800}
+
+
+def test_examples_without_an_answer_may_be_left_out_or_refused(tmp_path, tokenizer_files, said):
+    """Before anything compiles, and before anything is written."""
+    examples = [Example(str(i), "the baker sang .", ("sang",) if i % 3 else ("</s>",)) for i in range(16)]
+    config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "empty_targets": "refuse"})
+    with pytest.raises(UserError, match=r"^example 0: found no answer .6 of 16 training examples have no answer"):
+        fit(config, tmp_path / "run", given={"train": examples, "dev": []})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_training_without_the_examples_that_have_no_answer(tmp_path, tokenizer_files, said):
+    examples = [Example(str(i), "the baker sang .", ("sang",) if i % 3 else ("</s>",)) for i in range(16)]
+    config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "empty_targets": "skip"})
+    assert fit(config, tmp_path / "run", given={"train": examples, "dev": []}) == 0
+    assert any(
+        "6 of 16 training examples have no answer, such as example 0; they are left out" in line for line in said
+    )
+    assert any(", 10 training examples, " in line for line in said)
+    assert not any("does not give back" in line for line in said)
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from pipejax.inference.engine import Engine, Request
 from pipejax.inference.export import export
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture.command import main as draw
-from pipejax.inference.records import settings_of
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.inference.unfinished import settings_of
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support import oracle
@@ -305,10 +305,13 @@ def test_the_place_of_a_refused_example_is_told_and_what_a_tokenizer_lacks(token
         encode(Example("7", "the clerk slept .", ROWS[:2], "train.jsonl:3"), tokenizer, TRAINED, MODEL)
     assert not caplog.records
     for _ in range(2):
-        assert tokenizer.unknown in prefix_ids(tokenizer, "small ☃")
+        assert tokenizer.unknown in prefix_ids(tokenizer, "small ☃", "here")
     assert [record.getMessage() for record in caplog.records] == [
-        "a row that begins with 'small ☃': the tokenizer lacks some of these characters"
+        "a row that begins with 'small ☃': '☃' comes back as '' from the tokenizer"
     ]
+    for name, found in (("the </s> small", "ends the row"), (" ", "has no token")):
+        with pytest.raises(UserError, match=f"here: found '{name}', which {found} for this tokenizer"):
+            prefix_ids(tokenizer, name, "here")
 
 
 def test_training_rows_at_once_needs_their_names(tmp_path):

@@ -1,15 +1,26 @@
 """Files of one's own: templates for the source, rules for the rows, and the text that tasks make of them."""
 
+import bz2
+import datetime
+import decimal
+import gzip
 import itertools
 import json
+import lzma
+from collections import Counter
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from nltk.stem.porter import PorterStemmer
 
-from pipejax.config import Config, DataConfig, check
+from pipejax.config import Config, DataConfig, check, override
 from pipejax.data import make_task
+from pipejax.data.encoding import answered
 from pipejax.data.examples import Example
+from pipejax.data.lines import kind
+from pipejax.data.own_files import FilesTask
 from pipejax.data.text import Template, keyphrases, plain
 from pipejax.system.errors import UserError
 
@@ -103,6 +114,305 @@ def test_read(content, name, settings, expected, tmp_path):
 def test_refused(content, name, settings, words, tmp_path):
     message = refusal(tmp_path, content, name, **settings)
     assert all(word in message for word in words), message
+
+
+# Files as people have them.
+
+CELLS = {"rows": "delimiter", "delimiter": "|", "source_template": "{title}: {text}", "targets": "tags"}
+TWO = [Example("2", "Ice: It; \nthaws", ("a", "b")), Example("4", "Fire: burns", ())]  # by their first lines
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("a.csv", 'title,text,tags\nIce,"It; \nthaws",a|b\nFire,burns,\n', ""),
+        ("a.csv", 'title;text;tags\r\nIce;"It; \nthaws";a|b\r\nFire;burns;\r\n', "';'"),
+        ("a.csv", '\ufefftitle\ttext\ttags\nIce\t"It; \nthaws"\ta|b\nFire\tburns\t', "'\\t'"),
+        ("a.TSV", 'title\ttext\ttags\nIce\t"It; \nthaws"\ta|b\nFire\tburns\t\n', ""),
+        ("a.txt", ' title , text,"tags"\nIce,"It; \nthaws",a|b\nFire,burns," "\n', ""),
+        ("a.csv", 'id,title,text,tags\n,Ice,"It; \nthaws",a|b\n ,Fire,burns,\n', ""),
+    ],
+)
+def test_tables(pack, name, content, told, tmp_path, said):
+    """Told by their names or the task, packed or not; what parts the columns is found."""
+    path = tmp_path / name
+    path.write_bytes(pack(content.encode()))
+    task = "csv" if name.endswith("txt") else "jsonl"
+    assert make_task(DataConfig(task=task, train=str(path), **CELLS)).examples("train") == TWO
+    assert [line for line in said if "parted by" in line] == (
+        [f"{path}: columns are parted by {told}, as the line of their names shows"] if told else []
+    )
+
+
+def test_lines_of_old_macs_and_another_delimiter(tmp_path):
+    content = b"title^text^tags\rIce^a,b\rc^\rFire^burns^x\r"
+    with pytest.raises(UserError, match=r"a\.csv:3: found 2 columns; expected 3"):
+        read(tmp_path, content.replace(b"\rc", b"^\rc"), "a.csv", **CELLS, csv_delimiter="^")
+    found = read(tmp_path, content.replace(b"\rc", b"c"), "a.csv", **CELLS, csv_delimiter="^")
+    assert [(e.source, e.targets, e.place[-2:]) for e in found] == [
+        ("Ice: a,bc", (), ":2"),
+        ("Fire: burns", ("x",), ":3"),
+    ]
+    for bad in ("ab", '"', "\n"):
+        with pytest.raises(UserError, match=r"data\.csv_delimiter: found"):
+            check(Config(data=DataConfig(csv_delimiter=bad)), where="here")
+    assert override(Config(), ["data.csv_delimiter=\t"]).data.csv_delimiter == "\t"
+    with pytest.raises(UserError, match="found two characters; expected one"):
+        override(Config(), [r"data.csv_delimiter=\t"])
+
+
+GOOD = '{"source": "x", "targets": []}\n'
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        (
+            "a.csv",
+            'source,targets\nx,y\n"a\nb",é\n'.encode("cp1252"),
+            ["a.csv:4: found byte 0xe9", "seems to be CP1252"],
+        ),
+        ("a.csv", "source,targets\nx,y\n".encode("utf-16"), ["a.csv:1: found byte 0xff", "`iconv -f UTF-16 -t UTF-8`"]),
+        ("a.csv", "source,targets\nx,y\n".encode("utf-16-be"), ["a.csv:1: found byte 0x00", "seems to be UTF-16BE"]),
+        ("a.jsonl", GOOD.encode("utf-16-le"), ["a.jsonl:1: found byte 0x00", "seems to be UTF-16LE"]),
+        ("a.jsonl", GOOD.encode() + GOOD.replace("x", "“x”").encode("cp1252"), ["a.jsonl:2: ", "0x93", "CP1252"]),
+        ("a.jsonl", GOOD.encode() + b"\x81\x8d", ["a.jsonl:2: found byte 0x81 at column 1; expected UTF-8$"]),
+        (
+            "a.jsonl",
+            GOOD.encode() + bytes(range(8)) + b"\xff",
+            ["a.jsonl:2: found byte 0xff at column 9; expected UTF-8$"],
+        ),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04", ["found data packed with zstd; expected text", "zstd -d"]),
+        ("a.csv", b"PK\x03\x04\x14", ["a.csv: found a zip archive or a workbook", "CSV in UTF-8"]),
+        ("a.csv", b"\xd0\xcf\x11\xe0", ["a.csv: found a workbook"]),
+        ("a.jsonl", b"PAR1\x15", ["a.jsonl: found Parquet", "end in .parquet"]),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", ["a.jsonl: found a pointer of Git LFS"]),
+        ("a.jsonl", bz2.compress(GOOD.encode() * 99)[:-9], ["a.jsonl: damaged bzip2 data"]),
+        ("a.jsonl", bz2.compress(GOOD.encode())[:9] + b"x" * 50, ["a.jsonl: damaged bzip2 data"]),
+        ("a.jsonl", lzma.compress(GOOD.encode() * 99)[:-9], ["a.jsonl: damaged xz data"]),
+    ],
+)
+def test_files_that_are_no_text_in_utf_8(name, content, words, tmp_path):
+    message = refusal(tmp_path, content, name, rows="delimiter" if name == "a.csv" else "list")
+    assert all(message.endswith(word[:-1]) if word[-1] == "$" else word in message for word in words), message
+
+
+# Dirty cells.
+
+
+def test_a_field_may_be_empty_here_and_there(tmp_path):
+    """Null, not a number, blank, or no field at all; but some record has each field, and each record some text."""
+    values = [{"title": None, "text": "a"}, {"text": "b"}, {"title": " \t", "text": "c"}, {"title": "T", "text": ""}]
+    settings = {"source_template": "{title}: {text}", "targets": "tags"}
+    good = [{**value, "tags": []} for value in values]
+    lines = "".join(map(json.dumps, good)).replace("}{", "}\n{")
+    assert [e.source for e in read(tmp_path, lines, **settings)] == [": a", ": b", ": c", "T: "]
+    table = pyarrow.Table.from_pylist(
+        [{"title": None, "text": "a", "tags": None}, {"title": "T", "text": "b", "tags": "x"}]
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    task = make_task(DataConfig(train=str(tmp_path / "a.parquet"), rows="delimiter", **settings))
+    assert [(e.source, e.targets) for e in task.examples("train")] == [(": a", ()), ("T: b", ("x",))]
+    for extra, words in (
+        ({"title": "", "text": " ", "tags": []}, 'train.jsonl:5: "title", "text": found an empty text'),
+        (
+            {"titel": "x", "text": "b", "tags": []},
+            'train.jsonl:5: found no "title"; expected one, or null (did you mean "titel"?)',
+        ),
+        ({"TITLE": "x", "text": "b", "tags": []}, '(did you mean "TITLE"?)'),
+        ({"other": "x", "tags": []}, 'train.jsonl:5: found no "title"; expected one (keys: other, tags)'),
+        ({"title": ["x"], "text": "b", "tags": []}, 'train.jsonl:5: "title": found a list; expected text'),
+    ):
+        assert words in refusal(tmp_path, f"{lines}\n{json.dumps(extra)}", **settings)
+    never = "".join(json.dumps({"text": "a", "tags": [], "headline": "b"}) + "\n" for _ in range(2))
+    message = refusal(tmp_path, never, **settings)
+    assert message.endswith('found no "title" in any record; expected it in some (keys: text, tags, headline)')
+    numbered = '{"text1": "a", "text3": "x", "tags": []}\n{"text2": "b", "tags": []}'
+    found = read(tmp_path, numbered, **settings | {"source_template": "{text1}{text2}"})
+    assert [e.source for e in found] == ["a", "b"]  # nobody misspells a number
+
+
+BAD = [
+    (b'{"source": "b"', "not JSON"),
+    (b"[]", "found a list"),
+    (b'{"source": "caf\xe9", "targets": []}', "expected UTF-8"),
+    (b'{"source": " ", "targets": []}', "found an empty text"),
+    (b'{"source": "c", "targets": "x"}', "expected a list"),
+    (b'{"id": "first", "source": "c", "targets": []}', "'first' again"),
+    (b'{"id": 1.5, "source": "c", "targets": []}', "found the number 1.5"),
+]
+
+
+def test_bad_lines_are_skipped_and_told(tmp_path, said):
+    """The first ten with their places, then the count; good ones keep their numbers. By default the first ends it."""
+    good = b'{"id": "first", "source": "a", "targets": []}'
+    bad = [line for line, _ in BAD] + [b"{"] * 5
+    content = b"\n".join([good, *bad, b"", b'{"source": "z", "targets": ["y"]}'])
+    assert "train.jsonl:2: not JSON" in refusal(tmp_path, content)
+    found = read(tmp_path, content, skip_bad=True)
+    assert [(e.id, e.source) for e in found] == [("first", "a"), ("15", "z")]
+    lines = [line for line in said if "skipped" in line]
+    assert len(lines) == 10 + 1
+    for number, (line, (_, words)) in enumerate(zip(lines, BAD, strict=False), start=2):
+        assert f"train.jsonl:{number}: " in line and words in line and line.endswith("; skipped")
+    assert lines[-1].endswith("train.jsonl: 12 bad lines skipped, 2 good ones kept")
+    message = refusal(tmp_path, b"\n".join(bad[:3]), skip_bad=True)
+    assert "train.jsonl: found 3 bad lines and no good one; first " in message and "train.jsonl:1: not JSON" in message
+
+
+def test_ragged_rows_are_skipped_and_open_quotes_are_not(tmp_path, said):
+    content = 'source,targets\na,x\nb\nc,y,z\n"d"d,y\n"e\ne",y,z\nf,y\n,y\ng,x\n'
+    settings = {"rows": "delimiter", "skip_bad": True}
+    assert [(e.id, e.source) for e in read(tmp_path, content, "a.csv", **settings)] == [
+        ("2", "a"),
+        ("8", "f"),
+        ("10", "g"),
+    ]
+    for words in (
+        "a.csv:3: found 1 columns",
+        "a.csv:4: found 3",
+        "a.csv:5: not CSV",
+        "a.csv:6: found 3 columns in lines 6 to 7",
+        "a.csv:9: ",
+    ):
+        assert sum(words in line for line in said) == 1
+    assert "a.csv:3: not CSV (a quote is never closed)" in refusal(
+        tmp_path, 'source,targets\na,x\n"b,y\nc,z\n', "a.csv", **settings
+    )
+
+
+# Answers that are none.
+
+
+def test_examples_without_an_answer(tmp_path, tokenizer, said):
+    """Counted, left out or refused; a row of which the tokenizer leaves nothing is no answer."""
+    rows = [["sang"], [], ["</s>"], ["</s> ", " </s></s>"], ["</s>", "slept"], ["~"]]
+    examples = [Example(str(i), "x", tuple(row), f"a.jsonl:{i}") for i, row in enumerate(rows)]
+    found = "3 of 6 training examples have no answer"
+    assert answered(examples, tokenizer, "keep") == examples
+    assert said == [f"{found}, such as a.jsonl:1; they teach the model to write nothing (data.empty_targets = keep)"]
+    said.clear()
+    assert [e.id for e in answered(examples, tokenizer, "skip")] == ["0", "4", "5"]
+    assert said == [f"{found}, such as a.jsonl:1; they are left out (data.empty_targets = skip)"]
+    with pytest.raises(UserError, match=f"^a.jsonl:1: found no answer .{found}.; expected one"):
+        answered(examples, tokenizer, "refuse")
+    with pytest.raises(UserError, match="found skip, but 2 of 2 training examples have no answer"):
+        answered(examples[1:3], tokenizer, "skip")
+    said.clear()
+    assert answered(examples[:1], tokenizer, "refuse") == examples[:1] and not said
+
+
+# One file for all splits.
+
+
+def parted(path, shares="0.8,0.1,0.1", seed=0, **settings):
+    task = make_task(DataConfig(train=str(path), split=shares, split_seed=seed, **settings))
+    return {split: task.examples(split) for split in ("train", "dev", "test")}
+
+
+def test_one_file_is_parted(tmp_path, said):
+    """About as asked for, each line once, by the source alone: new lines move no others, equal ones stay together."""
+    path = tmp_path / "all.jsonl"
+    values = [{"id": f"r{i}", "source": f"text {i % 1000}", "targets": [str(i)]} for i in range(1200)]
+
+    def write(values):
+        path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+    write(values)
+    parts = parted(path)
+    assert sorted(e.id for part in parts.values() for e in part) == sorted(value["id"] for value in values)
+    assert 900 < len(parts["train"]) < 1020 and 80 < len(parts["dev"]) < 160 and 80 < len(parts["test"]) < 160
+    where = {split: {e.source for e in part} for split, part in parts.items()}
+    assert not where["train"] & where["dev"] and not where["train"] & where["test"] and not where["dev"] & where["test"]
+    counts = ", ".join(f"{len(part)} {split}" for split, part in parts.items())
+    assert said == [
+        f"{path}: 1200 examples, parted by data.split: {counts}; 400 have the source of another, in the same part"
+    ]
+    again = np.random.default_rng(0).permutation(len(values)).tolist()
+    write([{"id": f"new{i}", "source": f"other {i}", "targets": []} for i in range(50)] + [values[i] for i in again])
+    later = parted(path)
+    for split, part in parts.items():
+        assert {e.id for e in later[split] if not e.id.startswith("new")} == {e.id for e in part}
+    other = parted(path, seed=1)
+    assert {e.id for e in other["dev"]} != {e.id for e in later["dev"]}
+    assert parted(path, "1,0,0")["dev"] == [] and len(parted(path, "0.5,0.5")["dev"]) > 500
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"split": "0.8,0.1"}, "found '0.8,0.1'; expected the shares of train, dev and test, which make 1"),
+        ({"split": "0.8"}, "found '0.8'"),
+        ({"split": "0.8,0.1,0.1,0"}, "found '0.8,0.1,0.1,0'"),
+        ({"split": "1.5,-0.5,0"}, "found '1.5,-0.5,0'"),
+        ({"split": "80%,10%,10%"}, "found '80%,10%,10%'"),
+        ({"split": "nan,0.5,0.5"}, "found 'nan,0.5,0.5'"),
+        ({"split": "0.8,0.1,0.1", "dev": "dev.jsonl"}, "and a file as data.dev; expected one of them"),
+        ({"split": "0.8,0.1,0.1", "test": "test.jsonl"}, "and a file as data.test; expected one of them"),
+    ],
+)
+def test_shares_that_are_none(settings, words, tmp_path):
+    message = refusal(tmp_path, GOOD, **settings)
+    assert message.startswith("data.split: ") and words in message
+
+
+def test_a_file_for_the_split_that_has_no_share(tmp_path):
+    (tmp_path / "test.jsonl").write_text(GOOD * 1)
+    (tmp_path / "all.jsonl").write_text("".join(GOOD.replace('"x"', f'"{i}"') for i in range(50)))
+    parts = parted(tmp_path / "all.jsonl", "0.8,0.2", test=str(tmp_path / "test.jsonl"))
+    assert Counter({split: len(part) for split, part in parts.items()}).total() == 51 and len(parts["test"]) == 1
+    task = FilesTask(DataConfig(train="all.jsonl", split="0.9,0.1", test=""))
+    assert [task.has(split) for split in ("train", "dev", "test")] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (b"x", "bytes"),
+        (bytearray(b"x"), "bytes"),
+        (datetime.date(2024, 1, 2), "a date or a time"),
+        (datetime.datetime(2024, 1, 2), "a date or a time"),
+        (datetime.time(1), "a date or a time"),
+        (datetime.timedelta(1), "a span of time"),
+        (decimal.Decimal("3.10"), "the number 3.10"),
+        (np.float32(0.5), "the number 0.5"),
+        (np.int64(3), "the number 3"),
+        (np.str_("x"), "text"),
+        (np.zeros(2), "a value of type ndarray"),
+        ((1, 2), "a list"),
+        (None, "null"),
+        (True, "true or false"),
+        (1.5, "the number 1.5"),
+        ({}, "an object"),
+    ],
+    ids=repr,
+)
+def test_kinds_of_values(value, words):
+    assert kind(value) == words
+
+
+def test_parquet_that_holds_other_things_than_text(tmp_path):
+    for cell, words in (
+        (b"x", "found bytes"),
+        (datetime.date(2024, 1, 2), "found a date"),
+        (decimal.Decimal("1.5"), "1.5"),
+    ):
+        table = pyarrow.Table.from_pylist([{"source": cell, "targets": ["x"]}])
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=rf'a\.parquet:1: "source": .*{words}.*; expected text'):
+            make_task(DataConfig(train=str(tmp_path / "a.parquet"))).examples("train")
+
+
+def test_records_of_no_file(tmp_path):
+    """Their ids are what follows the last colon, or their own whole numbers, of NumPy too."""
+    task = FilesTask(DataConfig(targets="rows"))
+    found = task.examples_of(
+        [("frame:0", {"source": "a", "rows": ("x",)}), ("frame:1", {"id": np.int64(7), "source": "b", "rows": []})]
+    )
+    assert [(e.id, e.targets, e.place) for e in found] == [("0", ("x",), "frame:0"), ("7", (), "frame:1")]
+    with pytest.raises(UserError, match=r'^frame:0: found no "rows"; expected a list'):
+        task.examples_of([("frame:0", {"source": "a"})], "frame")
 
 
 def test_a_delimiter_is_needed_only_where_it_is_used():

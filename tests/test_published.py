@@ -12,12 +12,14 @@ from tensorflow_datasets.datasets.scientific_papers import scientific_papers_dat
 from tensorflow_datasets.summarization import cnn_dailymail as tfds_cnn_dailymail
 from tensorflow_datasets.summarization.wikihow import Wikihow
 
-from pipejax.config import DataConfig
+from pipejax.config import Config, DataConfig
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.__main__ import main
 from pipejax.data.builders import BUILDERS, prepare
+from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.data.statistics import measure
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from support.published_files import (
@@ -35,6 +37,7 @@ from support.published_files import (
     story,
     wrapped,
 )
+from support.tiny import MODEL
 
 
 def prepared(name, manual, root):
@@ -341,16 +344,43 @@ def test_statistics_of_tokens(capsys):
     }
     assert found["cut_percent"] == {name: pytest.approx(100 * n / len(examples)) for name, n in cuts.items()}
     assert 0 < sum(late) < sum(many) < len(examples)
-    assert found["unknown_percent"] == 0
+    assert found["changed_percent"] == {"sources": 0, "targets": 0} and found["changed_first"] == {}
 
 
-def test_text_that_the_tokenizer_lacks_is_counted(tmp_path, tokenizer_files, capsys):
-    lines = [{"source": "the baker ~", "targets": ["sang"]}, {"source": "the baker", "targets": ["sang", "{ }"]}]
+def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_files, capsys):
+    """Rows of which no token is left are none: two rows and five tokens with the eos are 4 steps, not 7."""
+    rows = ["sang", "</s>", "</s> </s>", "slept", "~ { }"]
+    lines = [
+        {"source": "the baker </s>", "targets": rows},
+        {"source": "the baker", "targets": ["</s>"]},
+        {"source": "the  baker", "targets": ["sang\n"]},
+        {"source": "the baker .", "targets": []},
+    ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["stats", "jsonl", "--tokenizer", str(tokenizer_files), "--set", f"data.train={tmp_path / 'own.jsonl'}"]
-    assert json.loads(run(capsys, *flags, "--json")[1])["splits"]["train"]["unknown_percent"] == 50
-    *_, names, values = run(capsys, *flags)[1].splitlines()
-    assert (names.split()[-1], values.split()[-1]) == ("unknown", "50.0")
+    found = json.loads(run(capsys, *flags, "--json")[1])["splits"]["train"]
+    assert found["rows_per_target"] == (3 + 0 + 1 + 0) / 4 and found["without_target"] == 2
+    assert found["words_per_target"] == (5 + 0 + 1 + 0) / 4
+    config, tokenizer = Config(data=DataConfig(train=str(tmp_path / "own.jsonl"))), Tokenizer.load(tokenizer_files)
+    kept = [encode(e, tokenizer, config, MODEL).target for e in make_task(config.data).examples("train")]
+    steps = [int(target.time.max()) + 1 for target in kept]  # the last query of each
+    assert steps == [6, 1, 2, 1] and found["tokens"]["pipelined_steps"]["most"] == max(steps)
+    assert found["changed_percent"] == {"sources": 25, "targets": 50}
+    place = f"{tmp_path / 'own.jsonl'}:1"
+    assert found["changed_first"] == {
+        "sources": f"{place}: '</s>' comes back as ''",
+        "targets": f"{place}: '</s>' comes back as ''",
+    }
+    out = run(capsys, *flags)[1].splitlines()
+    row = next(i for i, line in enumerate(out) if line.split()[-2:] == ["sources", "targets"])
+    assert (
+        out[row + 1].split()[-2:] == ["25.0", "50.0"] and out[-1] == f"train, targets: {place}: '</s>' comes back as ''"
+    )
+    skipped = run(capsys, *flags, "--json", "--set", "data.empty_targets=skip")
+    assert json.loads(skipped[1])["splits"]["train"]["examples"] == 2
+    assert "2 of 4 training examples have no answer" in skipped[2] and f"{place[:-1]}2" in skipped[2]
+    code, _, err = run(capsys, *flags, "--set", "data.empty_targets=refuse")
+    assert code == 2 and f"{place[:-1]}2: found no answer (2 of 4 training examples" in err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """decode.py from end to end: lines of sources in, records out, in order, whatever the batch."""
 
+import bz2
 import contextlib
+import csv
+import errno
 import gzip
 import io
 import json
@@ -29,7 +32,7 @@ from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import Decoded, Stretch
-from pipejax.inference import programs, records, sources
+from pipejax.inference import programs, record_tables, records, sources, unfinished
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.system import cli, compile_cache
@@ -290,12 +293,6 @@ def test_ids_that_are_not_unique_are_told(decoded):
     assert "unique" not in decoded([{"source": SHORT[0]}] * 3)[1]
 
 
-def test_a_table_is_no_input(tmp_path):
-    (tmp_path / "in.CSV").write_text("source\na\n")
-    with pytest.raises(UserError, match=r"--input .*/in\.CSV: found a table; expected JSON lines"):
-        records.check_paths(str(tmp_path / "in.CSV"), "-")
-
-
 def test_a_damaged_step_is_passed_over(checkpoints, decoded, tmp_path):
     shutil.copytree(checkpoints / "none", tmp_path / "run")
     shutil.copytree(tmp_path / "run/checkpoints/0/params", tmp_path / "run/checkpoints/7/params")
@@ -412,8 +409,22 @@ ASKED = {"question": "who sang it", "context": "It was  sung."}
     [
         (TEMPLATE, ASKED, "Question: who sang it Context: It was  sung."),
         (TEMPLATE, {"source": "as it is"}, "as it is"),
-        (TEMPLATE, {**ASKED, "source": "as it is"}, "as it is"),
-        (TEMPLATE, {"question": "who"}, 'found no "context"'),
+        (TEMPLATE, {**ASKED, "source": "web"}, "Question: who sang it Context: It was  sung."),  # as in training
+        (TEMPLATE, {"question": "who"}, "Question: who Context: "),
+        (TEMPLATE, {"question": None, "context": " a "}, "Question:  Context:  a "),
+        (TEMPLATE, {"question": float("nan"), "context": "a"}, "Question:  Context: a"),
+        (
+            TEMPLATE,
+            {"question": "who", "contxt": "a"},
+            'found no "context"; expected one, or null .did you mean "contxt"',
+        ),
+        (
+            TEMPLATE,
+            {"question": "who", "Context": "a"},
+            'found no "context"; expected one, or null .did you mean "Context"',
+        ),
+        (TEMPLATE, {"question": "\t", "context": None}, '"question", "context": found an empty text'),
+        (TEMPLATE, {"passage": "a"}, 'found no "question"; expected one'),
         (TEMPLATE, {**ASKED, "context": 3}, '"context": found the number 3'),
         (SUMMARIZE, {"source": "a"}, "summarize: a"),
         ({"task": "jsonl"}, {"source": "a"}, "a"),
@@ -480,8 +491,8 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     )
     work()
     lines = target.read_bytes().splitlines(keepends=True)
-    settings = records.settings_of(
-        generator, "sequential", list(records.read_sources(generator, records.read_records(source)))
+    settings = unfinished.settings_of(
+        generator, "sequential", list(records.read_sources(generator, records.read_records(source), "sequential"))
     )
     assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
     target.write_bytes(lines[0])
@@ -522,16 +533,16 @@ def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
     generator = load(checkpoints / "none")
-    checked = list(records.read_sources(generator, records.read_records(source)))
+    checked = list(records.read_sources(generator, records.read_records(source), "sequential"))
     target.write_text(as_lines([{"id": "1"}]))
-    settings = records.settings_of(generator, "sequential", checked)
+    settings = unfinished.settings_of(generator, "sequential", checked)
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(settings))
-    assert records.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
+    assert unfinished.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
     older = settings | {"grid": {key: value for key, value in settings["grid"].items() if key != "row_names"}}
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
-    assert records.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
+    assert unfinished.Unfinished(str(target), settings).kept(checked) == (1, target.stat().st_size)
     with pytest.raises(UserError, match="found strategy = 'sequential'; expected 'pipelined'"):
-        records.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(checked)
+        unfinished.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(checked)
     spoil(tmp_path)
     before = target.read_bytes()
     with pytest.raises(UserError, match=words):
@@ -569,6 +580,183 @@ def test_packed_lines_and_parquet_are_lines_too(checkpoints, decoded, tmp_path):
         ):
             patch.setattr(pyarrow.parquet, "ParquetFile", refuse)
             list(records.read_records(tmp_path / "in.parquet"))
+
+
+def as_cells(record):
+    """A record as a row of CSV: null is nothing, and lists are JSON."""
+    cells = {key: json.dumps(x, ensure_ascii=False) if isinstance(x, list) else x for key, x in record.items()}
+    return {key: "" if value is None else str(value) for key, value in cells.items()}
+
+
+def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
+    """CSV, TSV and Parquet, on both sides, hold what lines of JSON hold."""
+    values = [{"id": f"t{i}", "source": f'{text} ; "x"\n' if i == 2 else text} for i, text in enumerate(SHORT[:5])]
+    flags = "--set", "decode.scores=true", "--checkpoint", checkpoints / "pipelined"
+    expected, _ = decoded(values, *flags)
+    for name, delimiter, pack in (
+        ("in.csv", ",", bytes),
+        ("in.csv", ";", gzip.compress),
+        ("in.tsv.bz2", "\t", bz2.compress),
+    ):
+        text = io.StringIO()
+        rows = csv.DictWriter(text, ["source", "id", "note"], delimiter=delimiter)
+        rows.writeheader()
+        rows.writerows([value | {"note": "a, b; c"} for value in values])
+        (tmp_path / name).write_bytes(pack(text.getvalue().encode()))
+        _, err = run(*flags, "--input", tmp_path / name, "--output", tmp_path / "from.jsonl")
+        assert [json.loads(line) for line in (tmp_path / "from.jsonl").read_text().splitlines()] == expected
+        assert ("columns are parted by ';'" in err) == (delimiter == ";")
+    given = "--input", tmp_path / "in.jsonl"
+    for name, delimiter in (("out.csv", ","), ("out.TSV", "\t")):
+        run(*flags, *given, "--output", tmp_path / name)
+        with (tmp_path / name).open(newline="") as file:
+            assert list(csv.DictReader(file, delimiter=delimiter)) == [as_cells(record) for record in expected]
+    (tmp_path / "out.parquet").write_text("older")
+    run(*flags, *given, "--output", tmp_path / "out.parquet")
+    assert pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist() == expected
+    assert not list(tmp_path.glob("*.records*")) and not list(tmp_path.glob(".*"))
+    # Ids of several kinds are text in a column, whole numbers alone are numbers; a trace is JSON.
+    for ids, column in (
+        ([7, 2, 3], [7, 2, 3]),
+        ([7, "b", 2**70], ["7", "b", str(2**70)]),
+        ([1, None, 2], ["1", "2", "2"]),
+    ):
+        lines = [{"id": name, "source": SHORT[0]} for name in ids]
+        (tmp_path / "in.jsonl").write_text(as_lines(lines))
+        run("--checkpoint", checkpoints / "none", *given, "--output", tmp_path / "ids.parquet")
+        assert pyarrow.parquet.read_table(tmp_path / "ids.parquet").column("id").to_pylist() == column
+
+
+def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
+    """Until it is made its records are lines beside it; an older one stays until then, also on a full disk."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.csv"
+    source.write_text(as_lines({"source": text} for text in SHORT[:4]))
+    target.write_text("older")
+    beside, note = tmp_path / "out.csv.records", tmp_path / "out.csv.records.unfinished"
+    generator, write, left = load(checkpoints / "none"), records._write, [2]
+
+    def cut(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        write(*given)
+
+    def work(resume):
+        records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, resume=resume)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(records, "_write", cut)
+        work(False)
+    assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 2 and note.exists()
+    records.check_paths(str(source), str(target), resume=True)
+
+    @contextlib.contextmanager
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_tables, "new_file", full)
+        with pytest.raises(
+            UserError, match=r"out\.csv: cannot be written .No space left on device.; .*out\.csv\.records has"
+        ):
+            work(True)
+    assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 4 and note.exists()
+    work(True)
+    made = target.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv"]
+    with pytest.raises(UserError, match=r"--resume: .*out\.csv: is complete; expected .*out\.csv\.records"):
+        records.check_paths(str(source), str(target), resume=True)
+    work(False)
+    assert target.read_bytes() == made and made.count(b"\n") == 5
+
+
+def test_outputs_that_no_table_can_be(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("{}")
+    for name in ("a.jsonl.gz", "a.csv.GZ", "a.zst"):
+        with pytest.raises(UserError, match="found the name of a packed file; expected another"):
+            records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / name))
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(UserError, match=r"pipe\.csv: found no regular file"):
+        records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / "pipe.csv"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"--output .*a\.parquet: found no pyarrow; expected what the extra"):
+        records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / "a.parquet"))
+
+
+SPOILT = [
+    b'{"source": "x"',
+    b'{"source": "caf\xe9"}',
+    b'{"source": " "}',
+    b'{"source_ids": [99]}',
+    b'{"source": "x", "row_prefixes": ["</s>"]}',
+    b'{"source": "x", "row_prefixes": ["the", "a"]}',  # of a sequential answer
+    b'{"source": "x", "max_rows": 0}',
+    b'{"sauce": "x"}',
+]
+
+
+def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
+    """Each with its place, then the count; by default the first one ends it. What is there is gone on with."""
+    good = [{"id": f"g{i}", "source": text} for i, text in enumerate(SHORT[:4])]
+    expected, _ = decoded(good)
+    lines = [line.encode() for line in as_lines(good).splitlines()]
+    content = b"\n".join([*lines[:2], *SPOILT, *lines[2:]]) + b"\n"
+    flags = "--checkpoint", checkpoints / "none", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"
+    found, err = decoded(content, "--skip-bad")
+    assert found == expected
+    said = [line for line in err.splitlines() if line.endswith("; skipped")]
+    places = [line.removeprefix("warning: ").partition(": ")[0] for line in said]
+    assert sorted(places) == sorted(f"{tmp_path}/in.jsonl:{number}" for number in range(3, 11))
+    assert f"{tmp_path}/in.jsonl: 8 bad lines skipped, 4 good ones kept" in err
+    with pytest.raises(UserError, match=r"in\.jsonl:3: not JSON"):
+        decode.main([str(flag) for flag in flags])
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    write, left = records._write, [2]
+
+    def cut(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        write(*given)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(records, "_write", cut)
+        decode.main([str(flag) for flag in (*flags, "--skip-bad")])
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
+    run(*flags, "--skip-bad", "--resume")
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(SPOILT))
+    with pytest.raises(UserError, match=r"in\.jsonl: found 8 bad lines and no good one; first .*in\.jsonl:1: not JSON"):
+        decode.main([str(flag) for flag in (*flags, "--skip-bad")])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    out, err = run("--checkpoint", checkpoints / "none", "--input", "-", "--output", "-", "--skip-bad")
+    assert [json.loads(line) for line in out] == expected and "standard input: 8 bad lines skipped" in err
+
+
+def test_a_field_that_no_record_has_is_told(tmp_path):
+    """In a file, in a list, and in the first line of a pipe; elsewhere a field may be absent."""
+    config = Config(model=MODEL, data=DataConfig(**TEMPLATE))
+    fields = sources.fields_of(config)
+    assert fields == ("question", "context") and sources.fields_of(Config(data=DataConfig(task="demo"))) == ()
+    sources.check_fields(fields, [{"question": "a"}, {"context": None}], "here")
+    sources.check_fields(fields, [{"question": "a"}, {"source": "b"}], "here")
+    sources.check_fields(fields, [{"question": "a"}, {"source_ids": [1]}], "here")
+    sources.check_fields(fields, [], "here")
+    with pytest.raises(
+        UserError, match=r'^here: found no "context" in any record; expected it in some .keys: question, text'
+    ):
+        sources.check_fields(fields, [{"question": "a", "text": "b"}, {"question": "c"}], "here")
+    generator: Any = SimpleNamespace(
+        config=config,
+        source=lambda value, place, name: sources.of_record(value, place, name, config),
+        samples_of=lambda given, strategy: iter(given),
+    )
+    placed = [("-:1", {"question": "a"}), ("-:2", {"question": "a", "context": "b"})]
+    assert len(list(records.read_sources(generator, placed, "pipelined"))) == 2
+    with pytest.raises(UserError, match=r'^-:1: found no "context"'):
+        list(records.read_sources(generator, placed, "pipelined", at_once=True))
+    assert len(list(records.read_sources(generator, placed[::-1], "pipelined", at_once=True))) == 2
 
 
 def test_a_saved_data_set(tmp_path, monkeypatch):

@@ -326,6 +326,12 @@ def test_examples(refused, places, case, split):
     refused(train.main, *flags, words=["bad.jsonl:4: ", *words])
 
 
+def test_bad_examples_alone(refused, places):
+    (places["tmp"] / "in.jsonl").write_bytes(b"{\n[]\n")
+    words = ["in.jsonl: found 2 bad lines and no good one; first", "in.jsonl:1: not JSON"]
+    refused(train.main, *TRAIN, "w", "--skip-bad", words=words)
+
+
 def test_no_examples(refused, places):
     (places["tmp"] / "in.jsonl").write_bytes(b"\n")
     words = ["in.jsonl: found no lines; expected at least one example"]

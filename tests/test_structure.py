@@ -319,7 +319,8 @@ def libraries(tree: ast.AST) -> dict[str, set[str]]:
     """The packages of others that are imported, and for each the libraries that may have brought it."""
     distributions = DISTRIBUTIONS()
     ours = {"pipejax", "experiments", "benchmarks"}
-    names = {name.partition(".")[0] for name in imported(tree)} - ours - sys.stdlib_module_names
+    theirs = sys.stdlib_module_names | {"compression"}  # which is Python's own from 3.14 on
+    names = {name.partition(".")[0] for name in imported(tree)} - ours - theirs
     return {name: {normalised(library) for library in distributions.get(name, [name])} for name in names}
 
 

@@ -14,7 +14,7 @@ from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.batches import pack_size
-from pipejax.inference import records
+from pipejax.inference import records, unfinished
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from pipejax.training import labels, loop, teach, teach_command
@@ -258,7 +258,7 @@ def killed_at(monkeypatch, where, name, count):
     [
         (records, "_write", 1),
         (records, "_write", 11),
-        (records.Unfinished, "end", 1),
+        (unfinished.Unfinished, "end", 1),
         (labels, "part", 1),
         (teach, "fit", 1),
         (loop.Run, "make_step", 4),

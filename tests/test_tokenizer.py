@@ -136,6 +136,60 @@ def test_pieces_are_those_of_the_vocabulary(kind: str, request: pytest.FixtureRe
     assert tokenizer.piece(tokenizer.size) == tokenizer.piece(-1) == ""
 
 
+@pytest.mark.parametrize("kind", ["t5", "byt5", "demo", "sentinels_inside"])
+def test_texts_that_come_back(kind: str, request: pytest.FixtureRequest) -> None:
+    """Compared with transformers' encoding and decoding, white space apart; the words that differ are those told."""
+    tokenizer = Tokenizer.load(request.getfixturevalue(kind))
+    inner = tokenizer._inner
+    assert tokenizer.eos == inner.eos_token_id
+    for text in TEXTS:
+        ids = inner(text, add_special_tokens=False, verbose=False)["input_ids"]
+        before, after = (
+            text.split(),
+            inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).split(),
+        )
+        change = tokenizer.change(text)
+        assert change == tokenizer.change(text, ids) and (change is None) == (before == after)
+        assert tokenizer.vanishes(text) == all(i == inner.eos_token_id for i in ids)
+        if change:
+            was, now = (words.split() for words in change)
+            starts = [i for i in range(len(before)) if before[i : i + len(was)] == was]
+            assert any([*before[:i], *now, *before[i + len(was) :]] == after for i in starts)
+
+
+CHANGES = {
+    "small apples": None,
+    "C² apples": ("C²", "C2"),
+    "a ＦＵＬＬ b": ("ＦＵＬＬ", "FULL"),
+    "ﬁne ¼ dish": ("ﬁne ¼", "fine 14"),
+    "Dave <sep> Stewart": ("<sep>", "sep>"),
+    "Dave </s> Stewart": ("</s>", ""),
+    "see <extra_id_0> there": ("<extra_id_0>", ""),
+    "a {b} c": ("{b}", "b"),
+    "back\\slash": ("back\\slash", "backslash"),
+    "good 🙂 day": ("🙂", ""),
+    "e\u0301tude": ("e\u0301tude", "étude"),
+    "zero\u200bwidth": ("zero\u200bwidth", "zero width"),
+    "no\u00a0break  and\ttab\n": None,  # white space
+    "“quotes” – déjà": None,
+}
+VANISHING = ["\u200b", "\ufeff", "</s>", "</s> </s>", " \u200b\n", ""]
+
+
+def test_changes_that_t5_makes(t5: Path) -> None:
+    tokenizer = Tokenizer.load(t5)
+    assert {text: tokenizer.change(text) for text in CHANGES} == CHANGES
+    assert all(tokenizer.vanishes(text) for text in VANISHING)
+    assert not any(tokenizer.vanishes(text) for text in (*CHANGES, "~", "🙂", "<pad>", "."))
+
+
+def test_characters_that_a_sentencepiece_model_normalises(sentinels_inside: Path) -> None:
+    tokenizer = Tokenizer.load(sentinels_inside)
+    assert tokenizer.change("the ﬁox ｏｖｅｒ a dog") == ("ﬁox ｏｖｅｒ", "fiox over")
+    assert tokenizer.change("the\u00a0fox  over") is None and tokenizer.change("the </s> fox") == ("</s>", "")
+    assert all(tokenizer.vanishes(text) for text in VANISHING) and not tokenizer.vanishes("🙂")
+
+
 def test_bytes(byt5: Path) -> None:
     tokenizer = Tokenizer.load(byt5)
     assert tokenizer.encode("né") == [ord("n") + 3, 0xC3 + 3, 0xA9 + 3]

@@ -13,10 +13,11 @@ import pytest
 
 from pipejax.config import TrainConfig
 from pipejax.data import demo
-from pipejax.data.batches import TrainingBatches, abstract_batch, choose_shapes, collate, deal, fixed_batches, pack_size
+from pipejax.data.batches import TrainingBatches, abstract_batch, choose_shapes, collate, fixed_batches, pack_size
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.data.padding import bucket
+from pipejax.data.shapes import deal
 from pipejax.model import lora, sharding, t5
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -132,6 +133,18 @@ def test_dealt_runs_are_even():
     order = deal(lengths, 2)
     assert sorted(order) == list(range(8))
     assert [sum(lengths[i] for i in order[r : r + 2]) for r in (0, 2, 4, 6)] == [10, 9, 9, 8]
+
+
+def test_each_goes_to_the_run_that_is_shortest_so_far():
+    """Beside the plainest way to do it, which takes the first of equal runs."""
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 3, 7):
+        lengths = rng.integers(0, 6, 6 * size).tolist()
+        runs: list[list[int]] = [[] for _ in range(6)]
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            free = [run for run in runs if len(run) < size]
+            min(free, key=lambda run: sum(lengths[j] for j in run)).append(i)
+        assert deal(lengths, size) == [i for run in runs for i in run]
 
 
 @pytest.mark.parametrize("size, pack", [(24, 3), (32, 4), (16, 2), (8, 1), (12, 3), (10, 1), (1, 1), (64, 4)])

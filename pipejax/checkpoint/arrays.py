@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
 from pipejax.system.errors import UserError
+from pipejax.system.files import UTF_8, is_misread
 
 # Orbax and TensorStore read these parts of a path as patterns, as "/", or as the scheme of a URL.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
@@ -38,6 +39,9 @@ def check_place(path: Path) -> None:
     try:
         place.encode()
     except UnicodeEncodeError:
+        if is_misread(place):
+            found = f"{os.fsencode(place).decode()}: found a path in UTF-8, which Python reads otherwise here"
+            raise UserError(f"{found}; expected {UTF_8}") from None
         raise UserError(
             f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a symbolic link to it "
             "will do)"

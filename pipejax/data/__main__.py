@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig
 from pipejax.data import OWN_FILES, PUBLISHED, TASKS, make_task
+from pipejax.data.encoding import answered
+from pipejax.data.own_files import SPLITS
 from pipejax.data.statistics import measure, table
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-
-SPLITS = ("train", "dev", "test")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,6 +76,8 @@ def _stats(flags: argparse.Namespace) -> int:
         cli.note("no --tokenizer: words only")
     result = {}
     for split, found in examples.items():
+        if split == "train" and config.data.empty_targets != "keep":  # else the table says how many there are
+            found = answered(found, tokenizer, config.data.empty_targets)
         progress = Progress(f"reading {split}", len(found), unit="example")
         result[split] = measure(found, tokenizer, config.data, config.grid, tick=progress.add)
         progress.close()

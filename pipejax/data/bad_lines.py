@@ -13,7 +13,10 @@ Refusal = Callable[[UserError], None]  # takes the error of a line, and raises i
 
 def refuse(error: UserError) -> None:
     """Raises the error: no line may be left out."""
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # else it would hold its own traceback, and with that open files
 
 
 class BadLines:
@@ -34,7 +37,10 @@ class BadLines:
     def __call__(self, error: UserError) -> None:
         """Leaves a line out, or raises its error."""
         if not self.skip:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # as in `refuse`
         self.count += 1
         if self.count <= self.most:
             self.messages.append(str(error))

@@ -18,7 +18,7 @@ from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
 from pipejax.data.padding import pad, round_up
-from pipejax.data.shapes import Pair, Shapes, choose
+from pipejax.data.shapes import Pair, Shapes, choose, deal
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.extras import extra
 
@@ -33,7 +33,6 @@ class Batch(NamedTuple):
     lengths: np.ndarray  # i64 [B, 2], source tokens and target slots of each example without padding
     cut_sources: int
     cut_targets: int
-    unknown_targets: int  # examples whose targets hold text that the tokenizer lacks
 
 
 def pack_size(config: TrainConfig) -> int:
@@ -46,23 +45,6 @@ def pack_size(config: TrainConfig) -> int:
         return config.pack
     share = config.batch_size // math.gcd(config.batch_size, 8)
     return next(size for size in (4, 3, 2, 1) if share % size == 0)
-
-
-def deal(lengths: Sequence[int], size: int) -> list[int]:
-    """An order of the examples in which each run of `size` neighbours has nearly the same total length.
-
-    Greedy: the longest example goes first, and each goes to the run with the smallest sum that still has room.
-
-    Returns:
-      The indices of `lengths`, run after run.
-    """
-    runs: list[list[int]] = [[] for _ in range(len(lengths) // size)]
-    sums = [0] * len(runs)
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        run = min((r for r in range(len(runs)) if len(runs[r]) < size), key=sums.__getitem__)
-        runs[run].append(i)
-        sums[run] += lengths[i]
-    return [i for run in runs for i in run]
 
 
 def longest(config: Config) -> Pair:
@@ -123,7 +105,6 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
         _lengths(examples),
         sum(e.source_was_cut for e in examples),
         sum(e.target_was_cut for e in examples),
-        sum(e.target_has_unknown for e in examples),
     )
 
 
@@ -201,13 +182,13 @@ class TrainingBatches(Sequence[Batch]):
         self.shapes = shapes or choose_shapes(examples, tokenizer, config, model)
         with extra("train", "training"):
             import grain
-        self._encoded = (
-            grain.MapDataset.source(examples)
-            .seed(self.seed)
-            .shuffle()
-            .repeat(None)
-            .map(lambda example: encode(example, tokenizer, config, model))
-        )
+
+        def encoded(index: int) -> Encoded:
+            return encode(examples[index], tokenizer, config, model)
+
+        if len(examples) < self.group * self.size:  # a draw has some of them more than once
+            encoded = functools.cache(encoded)
+        self._encoded = grain.MapDataset.range(len(examples)).seed(self.seed).shuffle().repeat(None).map(encoded)
         self._drawn = functools.lru_cache(maxsize=2)(self._draw)
 
     def __len__(self) -> int:

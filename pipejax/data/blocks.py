@@ -1,48 +1,79 @@
-"""Cuts files of JSON lines or Parquet into blocks of lines, and reads a block without what comes before it."""
+"""Cuts files of JSON lines, CSV or Parquet into blocks of lines, and reads a block without what comes before it."""
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from pipejax.data.formats import count_parquet, is_parquet, read_parquet
+from pipejax.data.bad_lines import Refusal, refuse
+from pipejax.data.formats import is_parquet, read_parquet
 from pipejax.data.lines import Placed, bounded, read_objects
 from pipejax.data.packed import open_file, unpacked
+from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError
 
-EXPECTED = "JSON lines or Parquet"
+EXPECTED = "JSON lines, CSV or Parquet"
 DIGITS = 12  # of a block's digest, hexadecimal: enough to tell apart what people change
 
 
 class Block(NamedTuple):
-    """Consecutive lines of a file; of a Parquet file: rows."""
+    """Consecutive lines of a file; of CSV those of whole rows, without that of the names; of Parquet: rows."""
 
     path: str
     first: int  # line, from 1
     lines: int
     offset: int  # bytes before the first line, unpacked; 0 in a Parquet file
-    digest: str  # of the lines; of a Parquet file: of all of it
+    digest: str  # of the lines; of CSV with the names and the delimiter; of Parquet: of the rows
 
 
-def cut(path: str, size: int) -> list[Block]:
-    """The blocks of a file, `size` lines each; the last one may be smaller.
+def cut(path: str, size: int, *, delimiter: str = "") -> list[Block]:
+    """The blocks of a file, `size` lines or rows each; the last one may be smaller.
+
+    `delimiter`: between the columns of CSV; "": it is found.
 
     Raises:
       UserError: the file cannot be read, is damaged, or has a line that is too long.
     """
     if is_parquet(path):
-        total, digest = count_parquet(Path(path)), digest_of(Path(path))
-        starts = range(0, total, size)
-        return [Block(path, start + 1, min(size, total - start), 0, digest[:DIGITS]) for start in starts]
-    blocks, first, offset = [], 1, 0
+        rows, blocks = read_parquet(Path(path)), list[Block]()
+        while part := [_row(value) for value in islice(rows, size)]:
+            blocks.append(Block(path, 1 + size * len(blocks), len(part), 0, _digest(part)))
+        return blocks
     with open_file(path, EXPECTED) as file, unpacked(file, path) as content:
-        lines = bounded(content, path)
-        while part := list(islice(lines, size)):
-            blocks.append(Block(path, first, len(part), offset, _digest(part)))
-            first, offset = first + len(part), offset + sum(map(len, part))
-    return blocks
+        if is_table(path):
+            return list(_cut_table(content, path, size, delimiter))
+        return list(_blocks(path, ([line] for line in bounded(content, path)), size))
+
+
+def _cut_table(content: BinaryIO, path: str, size: int, delimiter: str) -> Iterator[Block]:
+    """The blocks of a table."""
+    read: list[bytes] = []  # since the last row
+
+    def lines() -> Iterator[bytes]:
+        for line in lines_of(content, path):
+            read.append(line)
+            yield line
+
+    def taken() -> list[bytes]:
+        part = read.copy()
+        read.clear()
+        return part
+
+    table = Table(lines(), path, delimiter=delimiter)
+    names = taken()
+    key = [*names, table.delimiter.encode()]
+    yield from _blocks(path, (taken() for _ in table.rest), size, 1 + len(names), sum(map(len, names)), key)
+
+
+def _blocks(
+    path: str, rows: Iterator[list[bytes]], size: int, first: int = 1, offset: int = 0, key: Iterable[bytes] = ()
+) -> Iterator[Block]:
+    """Blocks of so many rows, each of which is given as its lines; `key` is part of all digests."""
+    while part := [line for row in islice(rows, size) for line in row]:
+        yield Block(path, first, len(part), offset, _digest([*key, *part]))
+        first, offset = first + len(part), offset + sum(map(len, part))
 
 
 def digest_of(path: Path) -> str:
@@ -51,40 +82,66 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digest(lines: Sequence[bytes]) -> str:
+def _row(placed: Placed) -> bytes:
+    """A row of Parquet as bytes: the same for the same values, however the file is written."""
+    return repr(placed[1]).encode("utf-8", "surrogatepass")
+
+
+def _digest(lines: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(lines)).hexdigest()[:DIGITS]
 
 
 class Reader:
     """Reads blocks. A packed file stays open, so that its beginning is not unpacked again for the next block."""
 
-    def __init__(self, root: Path) -> None:
-        """`root`: the directory that paths are relative to."""
-        self.root, self._path, self._stack = root, "", contextlib.ExitStack()
+    def __init__(self, root: Path, delimiter: str = "") -> None:
+        """`root`: the directory that paths are relative to; `delimiter` as for `cut`."""
+        self.root, self.delimiter, self._path, self._stack = root, delimiter, "", contextlib.ExitStack()
         self._file: BinaryIO
+        self._table: Table | None
+        self._names: list[bytes]
 
     def __del__(self) -> None:
         """Closes the file that is still open."""
         self._stack.close()
 
-    def read(self, block: Block) -> Iterator[Placed]:
-        """Yields ("FILE:LINE", object) for each line that is not blank.
+    def read(self, block: Block, bad: Refusal = refuse) -> Iterator[Placed]:
+        """Yields ("FILE:LINE", object) for each line that is not blank; a line that is none goes to `bad`.
 
         Raises:
-          UserError: a line is no JSON object, or the lines are not those that were cut.
+          UserError: the lines are not those that were cut.
         """
         if is_parquet(block.path):
-            for place, value in read_parquet(self.root / block.path, block.first, block.lines):
+            rows = list(read_parquet(self.root / block.path, block.first, block.lines))
+            self._check(block, map(_row, rows))
+            for place, value in rows:
                 yield f"{block.path}:{place.rpartition(':')[2]}", value
             return
         if self._path != block.path:
-            self._stack.close()
-            self._path = ""
-            file = self._stack.enter_context(open_file(self.root / block.path, EXPECTED))
-            self._file = self._stack.enter_context(unpacked(file, block.path))
-            self._path = block.path
+            self._open(block.path)
         self._file.seek(block.offset)
-        lines = list(islice(bounded(self._file, block.path), block.lines))
+        split = lines_of if self._table else bounded
+        lines = list(islice(split(self._file, block.path), block.lines))
+        if self._table:
+            self._check(block, [*self._names, self._table.delimiter.encode(), *lines])
+            yield from self._table.records(lines, block.first, bad)
+        else:
+            self._check(block, lines)
+            yield from read_objects(lines, block.path, block.first, bad)
+
+    def _open(self, path: str) -> None:
+        self._stack.close()
+        self._path = ""
+        file = self._stack.enter_context(open_file(self.root / path, EXPECTED))
+        self._file = self._stack.enter_context(unpacked(file, path))
+        self._table = None
+        if is_table(path):
+            lines = lines_of(self._file, path)
+            self._table = Table(lines, path, delimiter=self.delimiter, tell=False)
+            self._file.seek(0)
+            self._names = list(islice(lines_of(self._file, path), self._table.lines))
+        self._path = path
+
+    def _check(self, block: Block, lines: Iterable[bytes]) -> None:
         if _digest(lines) != block.digest:
             raise UserError(f"{block.path}:{block.first}: found other lines than at first; expected them unchanged")
-        yield from read_objects(lines, block.path, block.first)

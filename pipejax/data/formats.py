@@ -17,6 +17,7 @@ from pipejax.system.extras import extra
 from pipejax.system.fields import shown
 
 PARQUET = (".parquet", ".pq")
+BATCH = 1024  # rows of Parquet that are in memory as objects
 EXPECTED = "JSON lines, CSV, Parquet, or a directory that the library datasets has saved"
 
 
@@ -59,12 +60,6 @@ def is_dataset(path: Path) -> bool:
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 
-def count_parquet(path: Path) -> int:
-    """The number of rows of a Parquet file."""
-    with _parquet(path) as file:
-        return int(file.metadata.num_rows)
-
-
 def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterator[Placed]:
     """Yields ("FILE:NUMBER", row as an object) for `count` rows of a Parquet file from row `first` on; None: for all.
 
@@ -76,7 +71,7 @@ def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterat
         last = file.metadata.num_rows if count is None else first + count - 1
         groups = [i for i, end in enumerate(ends) if end >= first and end - sizes[i] < last]
         before = ends[groups[0]] - sizes[groups[0]] if groups else 0  # rows before the next batch
-        for batch in file.iter_batches(row_groups=groups):
+        for batch in file.iter_batches(batch_size=BATCH, row_groups=groups):
             skipped, stop = max(first - 1 - before, 0), min(last - before, len(batch))
             if skipped < stop:
                 for number, value in enumerate(batch.slice(skipped, stop - skipped).to_pylist(), before + skipped + 1):

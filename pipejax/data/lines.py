@@ -164,9 +164,9 @@ def check_text(value: Any, key: str, place: str) -> str:
 
 
 def id_of(value: dict[str, Any], place: str) -> str | int:
-    """The object's id, or the line number of its `place` if it has none, or a blank one."""
+    """The object's id, or the line number of its `place` if it has none."""
     found = value.get("id")
-    if is_blank(found):
+    if found != "" and is_blank(found):
         return place.rpartition(":")[2]
     if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):  # of NumPy, too
         raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')

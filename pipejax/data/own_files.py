@@ -173,9 +173,10 @@ def check_fields(fields: Iterable[str], values: Iterable[Mapping[str, Any]], whe
 @functools.lru_cache(maxsize=1024)  # records have the same few sets of keys
 def _misspelt(field: str, keys: frozenset[str]) -> str:
     """A key that is spelt almost like the field; "" if there is none. Keys that differ in a number are meant so."""
-    folded = {str(key).casefold(): str(key) for key in keys}
-    close = difflib.get_close_matches(field.casefold(), folded, n=1, cutoff=0.8)
-    return next((folded[key] for key in close if re.sub(r"\d", "", key) != re.sub(r"\d", "", field.casefold())), "")
+    wanted, folded = field.casefold(), {str(key).casefold(): str(key) for key in keys}
+    close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.8)
+    other = [key for key in close if key == wanted or re.sub(r"\d", "", key) != re.sub(r"\d", "", wanted)]
+    return folded[other[0]] if other else ""
 
 
 def _cell(value: Mapping[str, Any], field: str, place: str, known: Collection[str]) -> Any:

@@ -10,6 +10,7 @@ Shapes: B batch, G rows of slots.
 """
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from pipejax.data.padding import round_up
 
 Pair = tuple[int, int]  # source tokens, slots of a row
-TRIED = 640  # batches that `choose` draws
+TRIED, EXAMPLES = 640, 2**17  # batches that `choose` draws, and examples in them, at the most
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
 SOURCE = 2.0  # weight of source padding against slot padding: sources have ten times the tokens
 LONGEST = 2**31 - 1  # no length is larger: arrays count in 32 bits
@@ -103,7 +104,7 @@ def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, 
       limit: the greatest possible lengths of a source and of a row of slots.
     """
     rng, together = np.random.default_rng(0), group * size
-    draws = max(TRIED // group, 1)
+    draws = max(min(TRIED // group, EXAMPLES // together), 1)
     epochs = [rng.permutation(len(lengths)) for _ in range(-(-draws * together // len(lengths)))]
     drawn = lengths[np.concatenate(epochs)[: draws * together]].reshape(draws, together, 2)
     # The longest source of each batch, if batches were sorted by source alone.
@@ -127,15 +128,30 @@ def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarra
     `drawn`, i64 [draws, group * B, 2], has the lengths of the examples that are drawn together.
     """
     batches = np.concatenate([draw[shapes.order(draw)] for draw in drawn]).reshape(-1, size, 2)
-    # The greedy packing of `data.batches.deal`, for all batches at once.
-    n, sums = np.arange(len(batches)), np.zeros((len(batches), size // pack))
-    room = np.full(sums.shape, pack)
-    for slots in -np.sort(-batches[..., 1]).T:
-        row = np.where(room > 0, sums, np.inf).argmin(1)
-        sums[n, row] += slots
-        room[n, row] -= 1
+    packed = np.stack([batch[deal(batch[:, 1].tolist(), pack), 1] for batch in batches])
+    widths = packed.reshape(len(batches), -1, pack).sum(2).max(1)
     source = np.asarray(shapes.levels)[np.searchsorted(shapes.levels, batches[..., 0].max(1))]
-    return np.stack([source, [round_up(int(width)) for width in sums.max(1)]], axis=1)
+    return np.stack([source, [round_up(int(width)) for width in widths]], axis=1)
+
+
+def deal(lengths: Sequence[int], size: int) -> list[int]:
+    """An order of the examples in which each run of `size` neighbours has nearly the same total length.
+
+    Greedy: the longest example goes first, and each goes to the run with the smallest sum that still has room.
+
+    Returns:
+      The indices of `lengths`, run after run.
+    """
+    runs: list[list[int]] = [[] for _ in range(len(lengths) // size)]
+    open_runs = [(0, run) for run in range(len(runs))]  # a heap of sums
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        total, run = open_runs[0]
+        runs[run].append(i)
+        if len(runs[run]) < size:
+            heapq.heapreplace(open_runs, (total + lengths[i], run))
+        else:
+            heapq.heappop(open_runs)
+    return [i for run in runs for i in run]
 
 
 def levels(lengths: Sequence[int], most: int) -> list[int]:

@@ -8,12 +8,14 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import DataConfig, GridConfig
+from pipejax.data.encoding import place_of, shown, spell
 from pipejax.data.examples import Example
 from pipejax.data.text import tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
 
 _UNBOUNDED = 2**30  # a bound that no target reaches
+TEXTS = ("sources", "targets")  # of which the tokenizer may not give all back
 
 
 @dataclasses.dataclass
@@ -27,7 +29,8 @@ class _Lengths:
     cuts: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(("max_source", "max_target", "time_max", "sub_max", "either"), 0)
     )
-    unknown: int = 0  # examples whose targets hold text that the tokenizer lacks
+    changed: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TEXTS, 0))  # examples
+    first: dict[str, str] = dataclasses.field(default_factory=dict)  # where one is changed, and how
 
 
 def measure(
@@ -50,20 +53,21 @@ def measure(
       tick: called with 1 after each example.
 
     Returns:
-      examples, without_target: counts.
+      examples, without_target: counts. Rows of which the tokenizer leaves nothing are none.
       words_per_target, rows_per_target, words_per_row: means.
       tokens: median, percentile_95 and most (the maximum) of source, rows (rows a target), row (tokens a row),
         pipelined_steps (Algorithm 1 without bounds) and sequential_steps.
       step_ratio: the sum of sequential steps over that of pipelined steps.
       cut_percent: the percentage of examples cut by max_source, max_target (of the pipelined objective), time_max,
         sub_max, and by either of the last two.
-      unknown_percent: the percentage of examples whose targets hold text that the tokenizer lacks.
+      changed_percent: the percentage of examples whose sources, and targets, the tokenizer does not give back.
+      changed_first: of both, where the first one is, and what comes back instead.
     """
-    lengths, words, rows = _Lengths(), 0, [len(example.targets) for example in examples]
+    lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:
-        words += sum(len(row.split()) for row in example.targets)
-        if tokenizer is not None:
-            _count(example, tokenizer, data, bounds, lengths)
+        kept = _count(example, tokenizer, data, bounds, lengths) if tokenizer is not None else example.targets
+        words += sum(len(row.split()) for row in kept)
+        rows.append(len(kept))
         tick(1)
     size, row_count = max(len(rows), 1), sum(rows)
     result: dict[str, Any] = {
@@ -83,16 +87,25 @@ def measure(
         }
         result["step_ratio"] = sum(lengths.sequential) / max(sum(lengths.pipelined), 1)
         result["cut_percent"] = {name: 100 * count / size for name, count in lengths.cuts.items()}
-        result["unknown_percent"] = 100 * lengths.unknown / size
+        result["changed_percent"] = {name: 100 * count / size for name, count in lengths.changed.items()}
+        result["changed_first"] = lengths.first
     return result
 
 
-def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: GridConfig, lengths: _Lengths) -> None:
-    """Adds the numbers of one example to `lengths`."""
-    source = len(tokenizer.encode(example.source)) + 1
-    targets = [tokenizer.encode(row) for row in example.targets]
-    rows = [len(ids) for ids in targets]
-    lengths.unknown += any(tokenizer.unknown in ids for ids in targets)
+def _count(
+    example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: GridConfig, lengths: _Lengths
+) -> Sequence[str]:
+    """Adds the numbers of one example to `lengths`; gives the rows that training keeps."""
+    ids, spelled = tokenizer.encode(example.source), spell(example.targets, tokenizer, tokenizer.eos)
+    changes = (
+        tokenizer.change(example.source, ids),
+        next(filter(None, map(tokenizer.change, example.targets, spelled)), None),
+    )
+    for name, change in zip(TEXTS, changes, strict=True):
+        if change:
+            lengths.changed[name] += 1
+            lengths.first.setdefault(name, f"{place_of(example)}: {shown(change)}")
+    source, rows = len(ids) + 1, [len(row) for row in spelled if row]
     lengths.source.append(source)
     lengths.row += rows
     lengths.sequential.append(sequential_steps(rows, separator=tells_rows_apart(data.separator)))
@@ -103,10 +116,11 @@ def _count(example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: Gri
     late, many = max(ends, default=1) > bounds.time_max, len(rows) > bounds.sub_max
     cuts = lengths.cuts
     cuts["max_source"] += source > data.max_source
-    cuts["max_target"] += sum(rows) + len(rows) + 1 > data.max_target
+    cuts["max_target"] += sum(rows) + len(rows) + (bounds.delay > 0) > data.max_target  # with the empty row's eos
     cuts["time_max"] += late
     cuts["sub_max"] += many
     cuts["either"] += late or many
+    return [row for row, found in zip(example.targets, spelled, strict=True) if found]
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
@@ -135,9 +149,10 @@ def table(splits: dict[str, dict[str, Any]]) -> list[str]:
         cells = (s["tokens"][c] for c in columns)
         spreads = (f"{c['median']:.0f} / {c['percentile_95']:.0f} / {c['most']:.0f}" for c in cells)
         lines.append(f"{name:8}" + "".join(f"{spread:>20}" for spread in spreads) + f"{s['step_ratio']:>8.2f}")
-    lines += ["", "examples cut, and those whose targets hold text that the tokenizer lacks (unknown), in %"]
-    lines += [f"{'split':8}" + "".join(f"{n:>14}" for n in (*_Lengths().cuts, "unknown"))]
+    lines += ["", "examples cut, and those whose sources or targets the tokenizer does not give back, in %"]
+    lines += [f"{'split':8}" + "".join(f"{n:>14}" for n in (*_Lengths().cuts, *TEXTS))]
     for name, s in measured.items():
-        percents = (*s["cut_percent"].values(), s["unknown_percent"])
+        percents = (*s["cut_percent"].values(), *s["changed_percent"].values())
         lines.append(f"{name:8}" + "".join(f"{percent:>14.1f}" for percent in percents))
-    return lines
+    found = [f"{name}, {which}: {first}" for name, s in measured.items() for which, first in s["changed_first"].items()]
+    return [*lines, *(["", "not given back, such as", *found] if found else [])]

@@ -1,13 +1,11 @@
-"""Tables of text, which are CSV or the like: reads their rows as records, and writes records as rows."""
+"""Reads the rows of tables of text, which are CSV or the like, as records."""
 
 import csv
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
 
 from pipejax.data.bad_lines import Refusal, refuse
 from pipejax.data.lines import LONGEST, Placed, bounded, decoded
@@ -16,7 +14,7 @@ from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = {".csv": ",", ".tsv": "\t"}  # of names, and what parts the columns in a file that is written
+SUFFIXES = (".csv", ".tsv")
 DELIMITERS = (",", ";", "\t", "|")  # that are found by themselves
 
 
@@ -62,11 +60,12 @@ class Table:
         """
         self.where = where
         first = next(lines, b"")
-        self.delimiter = delimiter or ("\t" if suffix_of(where) == ".tsv" else _likeliest(decoded(first, where, 1)))
-        if tell and not delimiter and self.delimiter not in (",", SUFFIXES.get(suffix_of(where))):
+        named = "\t" if suffix_of(where) == ".tsv" else ""
+        self.delimiter = delimiter or named or _likeliest(decoded(first, where, 1))
+        if tell and self.delimiter not in (",", delimiter, named):
             logger.info(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
-        self._rest = self.rows(chain([first], lines)) if first else iter(())
-        number, self.lines, cells = next(self._rest, (1, 0, list[str]()))
+        self.rest = self.rows(chain([first], lines)) if first else iter(())  # as `rows`: those after the names
+        number, self.lines, cells = next(self.rest, (1, 0, list[str]()))
         if isinstance(cells, UserError):
             raise cells
         self.names = [name.strip() for name in cells]
@@ -118,12 +117,15 @@ class Table:
           first: the number of the first of them.
           bad: takes errors.
         """
-        for number, count, cells in self._rest if lines is None else self.rows(lines, first):
+        for number, count, cells in self.rest if lines is None else self.rows(lines, first):
             place = f"{self.where}:{number}"
             if isinstance(cells, UserError):
                 (refuse if isinstance(cells, _NeverClosed) else bad)(cells)
             elif len(cells) == len(self.names):
-                yield place, dict(zip(self.names, cells, strict=True))
+                record = dict(zip(self.names, cells, strict=True))
+                if not record.get("id", "id").strip():
+                    del record["id"]  # else all such rows would have the same
+                yield place, record
             elif cells:
                 found = f"found {len(cells)} columns{_span(number, number + count)}"
                 bad(UserError(f"{place}: {found}; expected {len(self.names)} ({', '.join(self.names)})"))
@@ -137,17 +139,3 @@ def _span(first: int, end: int) -> str:
 def _likeliest(line: str) -> str:
     """The delimiter that parts a line of names into the most."""
     return max(DELIMITERS, key=lambda one: len(next(csv.reader([line], delimiter=one), [])))
-
-
-def write_table(records: Iterable[Mapping[str, Any]], file: TextIO, delimiter: str, names: Sequence[str]) -> None:
-    """Writes records as rows below a row of names; lists and objects become JSON, null and absent values nothing."""
-    rows = csv.writer(file, delimiter=delimiter, lineterminator="\n")
-    rows.writerow(names)
-    for record in records:
-        values = (record.get(name) for name in names)
-        rows.writerow([as_json(value) if isinstance(value, list | dict) else value for value in values])
-
-
-def as_json(value: Any) -> str:
-    """JSON in which text stays readable."""
-    return json.dumps(value, ensure_ascii=False)

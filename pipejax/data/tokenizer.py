@@ -4,9 +4,10 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _READ = (
 )
 # For every call that reads files: never run code from the directory, and do not ask the user whether to.
 _DATA: dict[str, Any] = {"trust_remote_code": False}
+_STAYS = re.compile("[A-Za-z0-9]")  # of these some token is left, whatever the tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
 
 
@@ -31,6 +33,7 @@ class Tokenizer:
 
     size: int  # the largest id + 1
     unknown: int | None  # the id of what it lacks; None: it lacks nothing
+    eos: int | None  # the id of what ends a text; None: it has none
 
     def __init__(self, inner: Any) -> None:
         """Wraps a tokenizer object of transformers; `load` makes one from files."""
@@ -47,6 +50,8 @@ class Tokenizer:
             "unk_token"
         )  # to ask for its id is an error that is logged, if it has none
         self.unknown = None if unknown is None else inner.convert_tokens_to_ids(str(unknown))
+        eos = inner.special_tokens_map.get("eos_token")
+        self.eos = None if eos is None else inner.convert_tokens_to_ids(str(eos))
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -88,6 +93,28 @@ class Tokenizer:
             with self._lock:
                 text = self._inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.strip()
+
+    def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
+        """The words of a text that do not come back from its ids, and what comes instead; None: all come back.
+
+        White space does not count. `ids` are those of the text, if they are known.
+        """
+        before, after = text.split(), self.decode(self.encode(text) if ids is None else ids).split()
+        if before == after:
+            return None
+        shorter = min(len(before), len(after))
+        same = next((i for i in range(shorter) if before[i] != after[i]), shorter)
+        most = shorter - same
+        end = next((i for i in range(most) if before[-1 - i] != after[-1 - i]), most)
+        was, now = (" ".join(words[same : len(words) - end]) for words in (before, after))
+        return was, now
+
+    def vanishes(self, text: str) -> bool:
+        """Whether no token is left of a text but one that would end it."""
+        ends = self.piece(self.eos) if self.eos is not None else ""
+        if _STAYS.search(text.replace(ends, "") if ends else text):  # the usual case costs no encoding
+            return False
+        return all(i == self.eos for i in self.encode(text))
 
     def piece(self, number: int) -> str:
         """The vocabulary's entry for an id: "▁" stands for a space in most; "" outside the vocabulary."""

@@ -7,16 +7,21 @@ import json
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipejax.data.bad_lines import BadLines
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.inference import records
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
 from pipejax.inference.shards import Output, Shard, Shards, names
+from pipejax.inference.sources import check_fields, fields_of
+from pipejax.inference.unfinished import settings_of
 from pipejax.system.cli import REFUSALS
 from pipejax.system.errors import UserError, first_line, out_of_memory
 from pipejax.system.progress import Progress
@@ -24,6 +29,7 @@ from pipejax.system.progress import Progress
 logger = logging.getLogger(__name__)
 
 BLOCK = 1000  # lines of a shard
+DELIMITER = "data.csv_delimiter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Work:
     best: bool = False
     overrides: tuple[str, ...] = ()
     strategy: str | None = None  # None: as the checkpoint was trained
+    skip_bad: bool = False  # lines that are no sources
     settings: Mapping[str, Any] | None = None  # what the records depend on; None: not known yet
     run: str = ""  # as `Shards` wants it
 
@@ -73,9 +80,10 @@ def checked(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(work: Work) -> dict[str, Any]:
-    """The "settings" that the records depend on, and what the weights were "trained" for."""
+    """The "settings" that the records depend on, what the weights were "trained" for, and the template's "fields"."""
     generator = _open(work)
-    return {"settings": _settings(work, generator), "trained": generator.config.train.objective}
+    config = generator.config
+    return {"settings": _settings(work, generator), "trained": config.train.objective, "fields": fields_of(config)}
 
 
 def _open(work: Work) -> Generator:
@@ -84,8 +92,9 @@ def _open(work: Work) -> Generator:
 
 def _settings(work: Work, generator: Generator) -> dict[str, Any]:
     """As they are read back from JSON; digests of whole files stand for the input."""
-    settings = records.settings_of(generator, work.strategy or generator.default_strategy, [])
-    return {key: json.loads(json.dumps(value)) for key, value in settings.items() if key != "input"}
+    settings = settings_of(generator, work.strategy or generator.default_strategy, [])
+    more = {DELIMITER: generator.config.data.csv_delimiter, "--skip-bad": work.skip_bad}
+    return {key: json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
 
 
 class Worker:
@@ -93,7 +102,8 @@ class Worker:
 
     def __init__(self, work: Work) -> None:
         """Loads nothing yet."""
-        self.work, self.shards, self.reader = work, Shards(Path(work.output), work.run), Reader(Path(work.root))
+        self.work, self.shards = work, Shards(Path(work.output), work.run)
+        self.reader = Reader(Path(work.root), (work.settings or {}).get(DELIMITER, ""))
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> dict[str, Any]:
@@ -118,11 +128,11 @@ class Worker:
             if (settings := _settings(self.work, generator)) != self.work.settings:
                 raise UserError(f"a worker: found the settings {settings}; expected {self.work.settings}, as at first")
             self.generator = generator
-        strategy, size = self.work.strategy, self.generator.config.decode.batch_size
-        read = list(records.read_sources(self.generator, self.reader.read(block)))
-        sources = list(self.generator.samples_of(read, strategy))
+        strategy, size = self.work.strategy or self.generator.default_strategy, self.generator.config.decode.batch_size
+        bad = BadLines(block.path, skip=self.work.skip_bad, most=block.lines, tell=False)
+        sources = list(records.read_sources(self.generator, self.reader.read(block, bad), strategy, bad))
         decoded = self.generator.stream(sources, strategy=strategy, batch_size=size, report=Report())
-        return self.shards.write(name, "".join(map(records.as_line, decoded)))
+        return self.shards.write(name, "".join(map(records.as_line, decoded)), bad.messages)
 
 
 def find(patterns: Sequence[str]) -> list[str]:
@@ -159,7 +169,7 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
     described = checked(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
     records.warn_of_objective(described["settings"]["strategy"], described["trained"])
-    inputs, blocks = _read(files, block)
+    inputs, blocks = _read(files, block, described)
     wanted = names(blocks)
     if not wanted:
         raise UserError(f"{files[0]}: found no lines; expected at least one source")
@@ -185,16 +195,37 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
                 f"{output.path}: stopped by a worker that died before it said why; the same command goes on"
             )
         total = sum(shard["records"] for shard in done.values())
+        _say_skipped(output, {name: done[name] for name in wanted}, wanted)
         rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
         logger.info(f"{output.path}: {total} records in {len(done)} shards{rate}")
 
 
-def _read(files: Sequence[str], block: int) -> tuple[list[dict[str, Any]], list[list[Block]]]:
-    """What the manifest says of each input, and the blocks of each."""
-    inputs, blocks = [], []
+def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str, Block]) -> None:
+    """Says which lines were left out; raises a UserError if nothing else was in a file."""
+    bad, kept, left = BadLines(str(output.path), skip=True), Counter[str](), dict[str, str]()
+    for name, shard in done.items():
+        kept[wanted[name].path] += shard["records"]
+        for error in shard.get("skipped", ()):
+            bad(UserError(error))
+            left.setdefault(wanted[name].path, error)
+    bad.end(kept.total())
+    for path, error in left.items():
+        if not kept[path]:
+            raise UserError(f"{path}: found bad lines and no good one; first {error}")
+
+
+def _read(
+    files: Sequence[str], block: int, described: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[list[Block]]]:
+    """What the manifest says of each input, and the blocks of each; in no input may a field of the template lack."""
+    inputs, blocks, delimiter = [], [], described["settings"][DELIMITER]
+    reader = Reader(Path(), delimiter)
     with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
         for path in files:
-            blocks.append(cut(path, block))
+            blocks.append(cut(path, block, delimiter=delimiter))
+            ignored = BadLines(path, skip=True, tell=False)  # a worker comes to them
+            placed = chain.from_iterable(reader.read(part, ignored) for part in blocks[-1])
+            check_fields(described["fields"], (value for _, value in placed), path)
             lines = sum(part.lines for part in blocks[-1])
             size = Path(path).stat().st_size
             inputs.append({"path": path, "lines": lines, "bytes": size, "sha256": digest_of(Path(path))})

@@ -2,7 +2,7 @@
 
     pipejax bulk --checkpoint runs/demo --input 'articles/*.jsonl' --output decoded [--workers 2] [--set ...]
 
-Input files are JSON lines, which may be packed with gzip, or Parquet, as `pipejax decode` reads them. Each block of
+Input files are JSON lines or CSV, which may be packed, or Parquet, as `pipejax decode` reads them. Each block of
 lines becomes a file below OUTPUT/shards: the records that `pipejax decode` would write for them. The same command
 again decodes what is not written yet. OUTPUT/manifest.json says what is there. Needs the library Ray, which the extra
 pipejax[ray] installs.
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax bulk", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument(
-        "--input", required=True, nargs="+", metavar="GLOB", help="files of JSON lines (gzip, too) or Parquet"
+        "--input", required=True, nargs="+", metavar="GLOB", help="files of JSON lines, CSV (packed, too) or Parquet"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one to go on with")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
@@ -35,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--block", type=cli.whole(1, 2**31), default=1000, metavar="N", help="lines of a shard; default: 1000"
     )
+    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
     parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster; default: $RAY_ADDRESS, else none")
-    parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
+    parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
     flags = parser.parse_args(argv)
 
     from pipejax.inference import bulk, ray_pool
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
         best=flags.best,
         overrides=tuple(flags.overrides),
         strategy=flags.strategy,
+        skip_bad=flags.skip_bad,
     )
     with ray_pool.start(flags.address, flags.workers) as pool:
         bulk.decode_files(work, files, output, pool, block=flags.block)

@@ -3,8 +3,8 @@
     pipejax decode --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
 
 Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task makes its source of, such as
-"question" and "context"; "-" is standard input or output. Compiled programs are kept in the user's cache directory, or
-in $PIPEJAX_CACHE if that is set ("off": nowhere).
+"question" and "context"; "-" is standard input or output. CSV and Parquet are told by the names of files, of both.
+Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def main(argv: Sequence[str]) -> int:
         "--input",
         required=True,
         metavar="FILE",
-        help="JSON lines (gzip, too), Parquet, a saved data set; - for standard input",
+        help="JSON lines, CSV (packed, too), Parquet, a saved data set; - for standard input",
     )
-    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or - for standard output")
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or .csv, .tsv, .parquet, or -")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument(
         "--batch-size",
@@ -33,11 +33,12 @@ def main(argv: Sequence[str]) -> int:
         help="default: decode.batch_size; 1 from standard input; a CPU takes 8 at most",
     )
     parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
     parser.add_argument("--stream", action="store_true", help="show rows as they are written, one source at a time")
     parser.add_argument(
         "--num-samples", type=cli.whole(1, 2**16), metavar="N", help="answers of each source; default: decode.samples"
     )
-    parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
+    parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
     flags = parser.parse_args(argv)
 
     from pipejax.inference import records
@@ -58,5 +59,6 @@ def main(argv: Sequence[str]) -> int:
         batch_size=flags.batch_size,
         resume=flags.resume,
         live=flags.stream,
+        skip_bad=flags.skip_bad,
     )
     return 0

@@ -19,6 +19,7 @@ from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.data import OWN_FILES, make_task
 from pipejax.data.examples import Example
+from pipejax.data.own_files import FilesTask
 from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator
@@ -150,6 +151,7 @@ def main(argv: Sequence[str]) -> int:
         "--batch-size", type=cli.whole(1, 2**16), default=1, metavar="N", help="documents decoded together (1)"
     )
     parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many documents")
+    parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
     parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
     parser.add_argument(
         "--predictions", metavar="FILE", help="keep what was decoded: lines id, source, gold, pred, ..."
@@ -166,6 +168,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
     if flags.task:  # its metric is its own, whatever the checkpoint's task was scored by
         ours = [f"data.task={flags.task}", "data.metric=", *ours]
+    ours += ["data.skip_bad=true"] if flags.skip_bad else []
     generator.config = config_lib.override(generator.config, ours)
     data = generator.config.data
     if data.task == "none":
@@ -173,13 +176,13 @@ def main(argv: Sequence[str]) -> int:
             f"{flags.checkpoint}: was not trained here, so it has no task; expected one, as in "
             f"--task jsonl --set data.{flags.split}=FILE"
         )
-    if data.task in OWN_FILES and not getattr(data, flags.split):
+    task = make_task(data)
+    if isinstance(task, FilesTask) and not task.has(flags.split):
         raise UserError(
             f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
         )
     if data.task not in OWN_FILES and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
         raise UserError(f"data.{flags.split}: found a file; expected none, as {data.task} has its own, or --task jsonl")
-    task = make_task(data)
     metrics.require(data.metric or task.metric)
     examples = task.examples(flags.split)[: flags.limit]
     if not len(examples):

@@ -118,7 +118,9 @@ class Generator:
         if isinstance(given, str | bytes | Mapping):
             raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
         own = self._with("decode", settings if batch_size is None else {**settings, "batch_size": batch_size})
-        read = (own.source(value, f"source {i}", i) for i, value in enumerate(rows_in(given, "sources")))
+        given = list(rows_in(given, "sources"))
+        sources.check_fields(sources.fields_of(self.config), given, "sources")
+        read = (own.source(value, f"source {i}", i) for i, value in enumerate(given))
         checked = list(own.samples_of(read, strategy))
         size = min(own.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
         report = Report(other_steps=None)  # nobody reads this report, and to count those steps it would tokenise again
@@ -225,8 +227,7 @@ class Generator:
         if isinstance(value, Mapping):
             source = sources.of_record(value, place, name, self.config)
             place += ': "source_ids"' if "source_ids" in value else ""
-        has_tokenizer = self.tokenizer is not None
-        return sources.check(source, place, vocabulary=self.architecture.vocab_size, has_tokenizer=has_tokenizer)
+        return sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
 
     def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
         """Yields each source as often as `decode.samples` says.

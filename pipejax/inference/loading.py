@@ -12,7 +12,7 @@ from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 # What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator")
+DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator", "data.csv_delimiter")
 
 
 def load(path: str | Path, *, best: bool = False, overrides: Overrides = (), where: str = "--set") -> Generator:

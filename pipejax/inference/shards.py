@@ -1,5 +1,7 @@
 """The directory that `pipejax bulk` fills: a manifest, and below shards/ a file of records for each block of lines.
 
+Below skipped/ a file of the same name has the errors of the lines that were left out, if there are any.
+
 A shard gets its name only when it is whole and on the disk, and its name says which lines it is of. So what is written
 is what is done: nothing else has to be kept in step with it, whatever is killed and when.
 """
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipejax.data.blocks import Block
-from pipejax.inference.records import HASHED, flattened
+from pipejax.inference.unfinished import DEFAULTS, HASHED, flattened
 from pipejax.system.errors import UserError
 from pipejax.system.files import lock, make_directories, sweep, write_text
 
@@ -21,7 +23,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 ATTEMPTS = 10  # processes that may die over one block
 
-Shard = dict[str, Any]  # "shard": its path, "records", "bytes", "sha256"
+# "shard": its path, "records", "bytes", "sha256"; and "skipped", the errors of lines that were left out, if any was.
+Shard = dict[str, Any]
 
 
 def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
@@ -43,7 +46,7 @@ class Shards:
 
     def __init__(self, output: Path, run: str) -> None:
         """Makes nothing. `run`: a name that is new each time that the work is taken up."""
-        self.directory = output / "shards"
+        self.directory, self.skipped = output / "shards", output / "skipped"
         self._stop = self.directory / f".stop-{run}"  # a killed leader's workers must not stop those of the next one
 
     def stop(self) -> None:
@@ -69,21 +72,31 @@ class Shards:
                     "(too little memory? a smaller decode.batch_size or --block may do)"
                 )
 
-    def write(self, name: str, text: str) -> Shard:
-        """Writes a shard: whole and synced, or not at all. Says what it holds."""
+    def write(self, name: str, text: str, skipped: Sequence[str] = ()) -> Shard:
+        """Writes a shard: whole and synced, or not at all, and first the errors of lines that it lacks.
+
+        Says what it holds.
+        """
+        if skipped:
+            make_directories(self.skipped)
+            write_text(self.skipped / name, "".join(json.dumps(error, ensure_ascii=False) + "\n" for error in skipped))
         write_text(self.directory / name, text)
         (self.directory / f".{name}.attempts").unlink(missing_ok=True)
-        return _said(name, text.encode())
+        return _said(name, text.encode(), skipped)
 
     def look(self, name: str) -> Shard | None:
         """What a shard holds; None if it is not written."""
-        path = self.directory / name
-        return _said(name, path.read_bytes()) if path.exists() else None
+        path, beside = self.directory / name, self.skipped / name
+        if not path.exists():
+            return None
+        skipped = beside.read_text(encoding="utf-8").splitlines() if beside.exists() else []
+        return _said(name, path.read_bytes(), [json.loads(error) for error in skipped])
 
 
-def _said(name: str, content: bytes) -> Shard:
+def _said(name: str, content: bytes, skipped: Sequence[str]) -> Shard:
     digest = hashlib.sha256(content).hexdigest()
-    return {"shard": f"shards/{name}", "records": content.count(b"\n"), "bytes": len(content), "sha256": digest}
+    said = {"shard": f"shards/{name}", "records": content.count(b"\n"), "bytes": len(content), "sha256": digest}
+    return said | ({"skipped": list(skipped)} if skipped else {})
 
 
 class Output:
@@ -121,6 +134,7 @@ class Output:
                 f"--output {self.path}: another pipejax bulk is at work here; expected a directory of one's own"
             )
         sweep(self.shards.directory, ".*")
+        sweep(self.shards.skipped, ".*")
         sweep(self.path, f".{MANIFEST}-*")
         return self
 
@@ -152,8 +166,9 @@ class Output:
             ) from error
         now = _flat(work)
         for key in dict.fromkeys([*now, *then]):
-            if then.get(key) != now.get(key):
-                asked = f"{key} = {then.get(key)!r}; expected {now.get(key)!r}, as asked for now"
+            was, asked_for = then.get(key, DEFAULTS.get(key)), now.get(key)  # an older version had not all keys
+            if was != asked_for:
+                asked = f"{key} = {was!r}; expected {asked_for!r}, as asked for now"
                 raise UserError(
                     f"--output {self.path}: holds other work: found {HASHED.get(key, asked)} "
                     "(another --output begins anew)"
@@ -163,7 +178,8 @@ class Output:
 
     def note(self, work: Mapping[str, Any], shards: Sequence[Shard], *, complete: bool) -> None:
         """Writes the manifest."""
-        content = {"format": FORMAT, "complete": complete, **work, "shards": list(shards)}
+        skipped = sum(len(shard.get("skipped", ())) for shard in shards)
+        content = {"format": FORMAT, "complete": complete, **work, "skipped": skipped, "shards": list(shards)}
         write_text(self.manifest, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def written(self, wanted: Collection[str], known: Sequence[Shard]) -> dict[str, Shard]:

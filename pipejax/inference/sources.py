@@ -1,13 +1,17 @@
 """What is given to be decoded, from Python or in lines: texts, token ids, or records as a task makes its source of."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipejax.config import Config
-from pipejax.data import TASKS, make_task
+from pipejax.config import Config, T5Config
+from pipejax.data import OWN_FILES, TASKS, make_task, own_files
+from pipejax.data.encoding import prefix_ids
 from pipejax.data.lines import id_of, kind, text_of
+from pipejax.data.own_files import FilesTask
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 
 
@@ -45,24 +49,54 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
         if not isinstance(content, list | np.ndarray):
             raise UserError(f'{place}: "source_ids": found {kind(content)}; expected a list of whole numbers')
     elif config.data.task in TASKS:
-        content = make_task(config.data).source(value, place)
+        content = _task(config.data).source(value, place)
     else:
         content = text_of(value, "source", place)
     return Source(name, content, tuple(prefixes), max_rows)
 
 
-def check(source: Source, place: str, *, vocabulary: int, has_tokenizer: bool) -> Source:
+_task = functools.lru_cache(maxsize=8)(make_task)  # asked for every record
+
+
+def fields_of(config: Config) -> tuple[str, ...]:
+    """The fields of the template by which the model was trained; none without one."""
+    task = _task(config.data) if config.data.task in OWN_FILES else None
+    return task.fields if isinstance(task, FilesTask) else ()
+
+
+def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> None:
+    """Raises a UserError unless each field is in some record; reads no more of them than it has to.
+
+    In a record a field may be absent; if none has it, its name is not that of the training data.
+    """
+
+    def has(value: Any) -> Mapping[str, Any]:
+        whole = not isinstance(value, Mapping) or "source_ids" in value
+        whole = whole or ("source" in value and not any(field in value for field in fields))
+        return dict.fromkeys(fields) if whole else value
+
+    own_files.check_fields(fields, map(has, values), where)
+
+
+def check(source: Source, place: str, *, architecture: T5Config, tokenizer: Tokenizer | None) -> Source:
     """The source if it can be decoded; `place` names it in the UserError otherwise."""
+    vocabulary, eos = architecture.vocab_size, architecture.eos_token_id
     for i, prefix in enumerate(source.prefixes):
-        if isinstance(prefix, str) and not has_tokenizer:
-            raise UserError(f'{place}: "row_prefixes": found text, but the checkpoint has no tokenizer; expected ids')
+        where = f'{place}: "row_prefixes"'
+        if isinstance(prefix, str) and tokenizer is None:
+            raise UserError(f"{where}: found text, but the checkpoint has no tokenizer; expected ids")
         if not prefix:
-            raise UserError(f'{place}: "row_prefixes": found an empty one at {i}; expected at least one token')
-        if not isinstance(prefix, str):
-            _check_ids(prefix, f'{place}: "row_prefixes"', vocabulary)
+            raise UserError(f"{where}: found an empty one at {i}; expected at least one token")
+        if isinstance(prefix, str):
+            assert tokenizer is not None
+            prefix_ids(tokenizer, prefix, where)
+            continue
+        _check_ids(prefix, where, vocabulary)
+        if eos in prefix:
+            raise UserError(f"{where}: found {list(prefix)}, in which {eos} ends the row; expected ids that begin one")
     content = source.content
     if isinstance(content, str):
-        if not has_tokenizer:
+        if tokenizer is None:
             raise UserError(f"{place}: found text, but the checkpoint has no tokenizer; expected source_ids")
         if not content.strip():
             raise UserError(f"{place}: found an empty text; expected some")

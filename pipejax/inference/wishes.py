@@ -48,13 +48,13 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
 
     Raises:
       UserError: there are more prefixes than rows that can begin; all rows start at once, and not each of them has a
-        prefix; or the grid has names, and nobody has a tokenizer.
+        prefix; a name has no token, or one that ends its row; or nobody has a tokenizer.
     """
-    prefixes, count = source.prefixes, source.max_rows
+    prefixes, count, where = source.prefixes, source.max_rows, f"source {source.id}"
     if strategy == "pipelined":
         if not prefixes and count is None and config.row_names:
             check_names(config)
-            prefixes, count = config.row_names, len(config.row_names)
+            prefixes, count, where = config.row_names, len(config.row_names), "grid.row_names"
         if config.delay == 0:
             # T5 has no positions: rows that see nothing but bos would all write the same token first.
             if not prefixes or (count or 0) > len(prefixes):
@@ -80,7 +80,7 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
             return prefix
         if tokenizer is None:  # the prefixes of a source were checked
             raise UserError("grid.row_names: found texts, but the checkpoint has no tokenizer; expected none")
-        return prefix_ids(tokenizer, prefix)
+        return prefix_ids(tokenizer, prefix, where)
 
     return Rows(tuple(map(ids, prefixes)), count)
 

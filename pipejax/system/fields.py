@@ -14,6 +14,7 @@ import typing
 from typing import Any
 
 from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.files import UTF_8, is_misread
 
 TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
 WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
@@ -66,7 +67,8 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
         if not fits or (kind is float and not math.isfinite(value)):
             raise UserError(f"{where}: {key}: found {shown(value)}; expected {noun(kind)}")
         if any("\ud800" <= character <= "\udfff" for text in texts if isinstance(text, str) for character in text):
-            raise UserError(f"{where}: {key}: found {value!r}; expected valid Unicode")
+            misread = any(map(is_misread, texts))
+            raise UserError(f"{where}: {key}: found {value!r}; expected {UTF_8 if misread else 'valid Unicode'}")
         rule = field.metadata
         if rule.get("choices") and value not in rule["choices"]:
             told = [choice for choice in rule["choices"] if choice and choice not in rule["untold"]]

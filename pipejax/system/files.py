@@ -41,6 +41,17 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
+def is_misread(text: str) -> bool:
+    """Whether a text of the command line is UTF-8 that Python did not read as such, for PYTHONUTF8=0 or the locale."""
+    try:
+        os.fsencode(text).decode()
+    except UnicodeError:
+        return False
+    return any("\udc80" <= character <= "\udcff" for character in text)
+
+
+UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with it such a text is read well
+
 _PARTIAL = "-partial"  # in the name of a directory that is being filled
 
 
@@ -95,18 +106,26 @@ def write_text(path: Path, text: str) -> None:
       OSError: the file cannot be written.
       UserError: the file is written, but its name cannot be synced.
     """
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with new_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Gives an empty file to write; at the end of the block it is synced and renamed to `path`, which it may replace.
+
+    Raises as `write_text`.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    try:
+        yield Path(name)
+        sync(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
     _sync_name(path)
 
 

@@ -20,6 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
     parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config/schema.py lists all")
+    parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
     parser.add_argument("--profile", type=cli.whole(0), default=0, metavar="STEPS", help="to trace into DIR/profile")
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
     several.add_argument("--alone", action="store_true", help="one process, whatever cluster or launcher there is")
@@ -37,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax import config as config_lib
 
-    config = config_lib.load(flags.config, flags.overrides)
+    skip = ["data.skip_bad=true"] if flags.skip_bad else []
+    config = config_lib.load(flags.config, [*flags.overrides, *skip])
 
     from pipejax.system import distributed  # imports JAX: after the flags and the config are known to be good
 

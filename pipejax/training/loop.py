@@ -17,6 +17,7 @@ from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, pack_size, prefetch
+from pipejax.data.encoding import answered
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.inference import wishes
@@ -26,7 +27,7 @@ from pipejax.system import distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.examiner import Examiner
-from pipejax.training.monitoring import Clock, Trace, Window
+from pipejax.training.monitoring import Clock, Trace, Window, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.start import Start, begin
 from pipejax.training.stop import Stop
@@ -82,6 +83,9 @@ def fit(
                 wanted = f"train.steps = {config.train.steps}"
                 logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
                 return 0
+            with distributed.together(UserError):
+                trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
+            examples = dataclasses.replace(examples, train=trained)
             with Run(start, examples, directory, store, stop, profile=profile) as run:
                 if owed:
                     run.evaluate()
@@ -147,6 +151,8 @@ class Run:
         self.trackers = Trackers(config.train, directory.path, start.step)
         assert config.model is not None
         with self.clock("data"):
+            if start.step == 0:
+                warn_of_examples(examples.train, start.tokenizer, config)
             self.shapes = start.shapes or _same_shapes(
                 choose_shapes(examples.train, start.tokenizer, config, config.model)
             )

@@ -1,4 +1,4 @@
-"""What is seen of a training run: where the time goes, a profile, the log's windows of steps."""
+"""What is seen of a training run: its data at the start, where the time goes, a profile, the log's windows of steps."""
 
 import contextlib
 import logging
@@ -13,6 +13,9 @@ import numpy as np
 
 from pipejax.config import Config
 from pipejax.data.batches import Batch
+from pipejax.data.encoding import place_of, shown
+from pipejax.data.examples import Example
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.costs import peak, training_flops
@@ -20,6 +23,9 @@ from pipejax.training.costs import peak, training_flops
 Array = jax.Array
 FEW = 0.05  # of the examples: with more the user had better know
 ENOUGH = 1000  # examples tell how many of all are concerned
+MANY = 20_000  # examples take a while to be encoded
+CHARACTERS = 2_000_000  # of sources, too
+CHANGED = {"targets": "so that no answer can be them", "sources": "so that the model reads other ones"}
 logger = logging.getLogger(__name__)
 
 
@@ -132,7 +138,6 @@ class Window:
             "bad_steps": len(fetched) - len(good),
             "cut_sources": sum(batch.cut_sources for batch in batches),
             "cut_targets": sum(batch.cut_targets for batch in batches),
-            "unknown_targets": sum(batch.unknown_targets for batch in batches),
             "examples_per_second": len(lengths) / active,
             "tokens_per_second": float(lengths.sum()) / active,
             "seconds": seconds,
@@ -154,7 +159,6 @@ class Window:
         said = {
             "cut_sources": f"sources are cut at data.max_source = {self.data.max_source} tokens",
             "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens and lose their ends",
-            "unknown_targets": "targets hold text that the tokenizer lacks, and that no answer can have",
         }
         self.seen += examples
         self.missing.update({name: values[name] for name in said})
@@ -185,6 +189,37 @@ class Window:
                 f"{', '.join(batch.ids)}); expected finite numbers at least once in train.max_bad_steps = "
                 f"{self.train.max_bad_steps}; try a lower train.learning_rate, or look at the data"
             )
+
+
+def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: Config) -> None:
+    """Says at the start of a run if batches are large, and which texts the tokenizer does not give back.
+
+    ENOUGH examples are looked at, drawn at random, or fewer long ones.
+    """
+    size, total = config.train.batch_size, len(examples)
+    if (drawn := min(size * config.train.length_group, total)) > MANY:
+        logger.info(f"{drawn} examples are encoded before the first step: train.length_group batches of them")
+    if size > total:
+        logger.warning(
+            f"train.batch_size: found {size}, more than the {total} training examples; each update sees them "
+            f"{size / total:.1f} times, so fewer do"
+        )
+    looked, characters = 0, 0
+    changed, first = dict.fromkeys(CHANGED, 0), dict[str, str]()
+    for i in np.random.default_rng(0).permutation(total)[:ENOUGH]:
+        example = examples[int(i)]
+        targets = (change for row in example.targets if (change := tokenizer.change(row)))
+        for which, change in zip(CHANGED, (next(targets, None), tokenizer.change(example.source)), strict=True):
+            if change:
+                changed[which] += 1
+                first.setdefault(which, f"{shown(change)} ({place_of(example)})")
+        looked, characters = looked + 1, characters + len(example.source)
+        if characters > CHARACTERS:
+            break
+    for which, count in changed.items():
+        if count:
+            of = f"{count} of {looked} examples" + (f" that were looked at, of {total}," if looked < total else "")
+            logger.warning(f"{of} have {which} that the tokenizer does not give back, {CHANGED[which]}: {first[which]}")
 
 
 def few(ids: list[str], most: int = 8) -> str:

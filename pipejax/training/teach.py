@@ -44,6 +44,7 @@ FREE = (
     "data.max_source",
     "data.max_target",
     "data.separator",
+    "data.csv_delimiter",
     "data.metric",
 )
 SET_HERE = ("train.objective", "train.init_from")

@@ -1,0 +1,112 @@
+"""Records as a table: CSV, TSV or Parquet, made in the end of the lines of JSON that were decoded."""
+
+import csv
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipejax.data.formats import is_parquet
+from pipejax.data.lines import read_file
+from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
+from pipejax.system.files import look, new_file
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+GROUP = 1000  # rows of a group in Parquet
+# The type of a column in Parquet, and how many lists are around it; others hold JSON.
+_TYPES = {
+    "text": ("string", 0),
+    "rows": ("string", 1),
+    "row_ids": ("int32", 2),
+    "steps": ("int64", 0),
+    "calls": ("int64", 0),
+    "truncated": ("string", 0),
+    "sample": ("int64", 0),
+    "log_prob": ("float64", 0),
+    "log_probs": ("float64", 2),
+}
+
+
+def lines_for(target: str) -> str:
+    """The file for the lines of which the table `target` is made; `target` itself if its name is no table's."""
+    made = is_parquet(target) or Path(target).suffix.lower() in DELIMITERS
+    return f"{os.path.realpath(target)}.records" if made else target
+
+
+def check(target: str, *, resume: bool) -> None:
+    """Raises a UserError if a table cannot be made, or is to be gone on with and complete."""
+    if (lines := lines_for(target)) == target:
+        return
+    if (found := look(target)) and not Path(target).is_file():
+        raise UserError(f"--output {target}: found no regular {found}; expected one, or none, for a table")
+    if resume and found and not look(lines):
+        raise UserError(f"--resume: {target}: is complete; expected {lines}, from a decode that was interrupted")
+    if is_parquet(target):
+        _arrow("pyarrow", target)
+
+
+def write(lines: Path, target: str) -> None:
+    """Makes the table of the records in `lines`, as a whole or not at all, and removes these.
+
+    The fields of a record are the columns. Lists are JSON in CSV; in Parquet they are lists, and a trace is JSON.
+
+    Raises:
+      UserError: it cannot be written; the lines stay.
+    """
+    try:
+        with new_file(Path(os.path.realpath(target))) as partial:
+            (_write_parquet if is_parquet(target) else _write_text)(lines, partial, target)
+    except OSError as error:
+        raise UserError(
+            f"--output {target}: cannot be written ({error.strerror or error}); {lines} has the records, and --resume "
+            "makes the table of them"
+        ) from error
+    lines.unlink()
+
+
+def _records(lines: Path) -> Iterator[dict[str, Any]]:
+    return (record for _, record in read_file(lines))
+
+
+def _write_text(lines: Path, partial: Path, target: str) -> None:
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file, delimiter=DELIMITERS[Path(target).suffix.lower()], lineterminator="\n")
+        for number, record in enumerate(_records(lines)):
+            if number == 0:
+                rows.writerow(record)
+            rows.writerow([_json(value) if isinstance(value, list | dict) else value for value in record.values()])
+
+
+def _write_parquet(lines: Path, partial: Path, target: str) -> None:
+    arrow, parquet = _arrow("pyarrow", target), _arrow("pyarrow.parquet", target)
+    whole = all(isinstance(record["id"], int) and abs(record["id"]) < 2**63 for record in _records(lines))
+    fields = []
+    for name in next(_records(lines), {}):
+        kind, depth = ("int64" if whole else "string", 0) if name == "id" else _TYPES.get(name, ("string", 0))
+        type_ = getattr(arrow, kind)()
+        for _ in range(depth):
+            type_ = arrow.list_(type_)
+        fields.append(arrow.field(name, type_))
+
+    def cell(name: str, value: Any) -> Any:
+        if name == "id":
+            return value if whole else str(value)
+        return value if name in _TYPES else _json(value)
+
+    records = _records(lines)
+    with parquet.ParquetWriter(partial, arrow.schema(fields)) as writer:
+        while group := [{name: cell(name, x) for name, x in r.items()} for r in islice(records, GROUP)]:
+            writer.write_table(arrow.Table.from_pylist(group, schema=writer.schema))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _arrow(module: str, target: str) -> Any:
+    with extra("parquet", f"--output {target}"):
+        return importlib.import_module(module)

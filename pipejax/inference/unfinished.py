@@ -1,0 +1,134 @@
+"""Work that was interrupted: a note beside the output says what was being decoded, and how, so that it can go on."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipejax import config as config_lib
+from pipejax.config import DecodeConfig, GridConfig
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source
+from pipejax.model.precision import compute_dtype
+from pipejax.system.errors import UserError
+from pipejax.system.files import sync, write_text
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS = {
+    **config_lib.flat(GridConfig(), "grid."),
+    **config_lib.flat(DecodeConfig(), "decode."),
+    "data.csv_delimiter": "",
+    "--skip-bad": False,
+}
+
+
+class Kept(NamedTuple):
+    """What is there of an output."""
+
+    records: int
+    size: int  # bytes
+
+
+class Unfinished:
+    """A file beside an output that is not complete: it says what is being decoded, and how."""
+
+    def __init__(self, target: str, settings: dict[str, Any]) -> None:
+        """Nothing is written yet."""
+        self.target, self.settings = target, settings
+        self.path = Path(f"{os.path.realpath(target)}.unfinished")
+
+    def note(self, settings: dict[str, Any]) -> bool:
+        """Writes it, if that can be: a decode does not fail for it."""
+        try:
+            write_text(self.path, json.dumps(settings, indent=2) + "\n")
+        except OSError as error:
+            logger.warning(f"{self.path}: cannot be written ({error.strerror}); --resume will not be possible")
+            return False
+        return True
+
+    def end(self) -> None:
+        """The output is complete."""
+        self.path.unlink(missing_ok=True)
+        sync(self.path.parent)
+
+    def kept(self, sources: Sequence[Source]) -> Kept:
+        """The whole records in the output, which are those of the first sources.
+
+        Raises:
+          UserError: they are of other sources or settings, or nobody knows of which.
+        """
+        output = Path(self.target)
+        if not output.exists() or not output.stat().st_size:
+            return Kept(0, 0)
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--resume: {self.target}: found no {self.path.name} beside it: it is complete, or of other work; "
+                "expected an output that was interrupted (without --resume it is replaced)"
+            ) from error
+        found = found if isinstance(found, dict) else {}
+        now, then = flattened(self.settings), flattened(found)
+        for key in dict.fromkeys([*now, *then]):
+            value, was = now.get(key), then.get(key, DEFAULTS.get(key))  # an older version had not all keys
+            if was != value:
+                asked = f"{key} = {was!r}; expected {value!r}, as asked for now"
+                raise UserError(f"--resume: {self.target}: found {HASHED.get(key, asked)}")
+        records = size = 0
+        with output.open("rb") as lines:
+            for number, line in enumerate(lines):
+                if not line.endswith(b"\n"):  # what a kill cut off
+                    break
+                try:
+                    name = json.loads(line)["id"]
+                except (ValueError, TypeError, KeyError):
+                    name = None
+                if number >= len(sources) or name != sources[number].id:
+                    raise UserError(
+                        f"--resume: {self.target}:{number + 1}: found no record of that line; expected the id "
+                        f"{sources[number].id if number < len(sources) else 'of no further line'!r}"
+                    )
+                records, size = records + 1, size + len(line)
+        return Kept(records, size)
+
+
+# Settings that are hashes, and what is said if one is another.
+HASHED = {
+    "input": "answers to another input; expected those to the one that is given now",
+    "weights": "answers of other weights; expected those of the checkpoint that is given now",
+}
+
+
+def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> dict[str, Any]:
+    """What the records depend on; batches are no part of it, and drafts only if records hold their trace."""
+    digest, config = hashlib.sha256(), generator.config
+    for source in sources:
+        content = source.content if isinstance(source.content, str) else list(map(int, source.content))
+        told = [source.prefixes, source.max_rows] if source.prefixes or source.max_rows is not None else []
+        digest.update(json.dumps([source.id, content, *told]).encode())
+    drafts = () if config.decode.trace else ("draft", "draft_tokens", "draft_checkpoint")
+    speed = ("batch_size", *drafts)
+    decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
+    decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
+    return {
+        "input": digest.hexdigest(),
+        "weights": generator.origin.get("params_fp"),
+        "strategy": strategy,
+        "grid": config_lib.flat(config.grid),
+        "decode": decode,
+        "data.max_source": config.data.max_source,
+        "data.separator": config.data.separator,
+    }
+
+
+def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections as "section.key"."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
