@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 
 from pipejax.system import compile_cache, processor
-from pipejax.system.errors import UserError, first_line
+from pipejax.system.errors import UserError, did_you_mean, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ def use() -> Level | None:
     """
     wanted, names = os.environ.get(VARIABLE, ""), [level.name for level in LEVELS]
     if wanted not in ("", "off", *names):
-        raise UserError(f"{VARIABLE}: found {wanted!r}; expected off, {', '.join(names)}")
+        hint = did_you_mean(wanted, ["off", *names])
+        raise UserError(f"{VARIABLE}: found {wanted!r}; expected off, {', '.join(names)}{hint}")
     if wanted == "off" or jax.default_backend() != "cpu":
         return None
     levels = [level for level in LEVELS[names.index(wanted) if wanted else 0 :] if level.needs <= processor.features()]
@@ -156,7 +157,7 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
     if library.exists() and compile_cache.ours_alone(library):
         return library, ""
     if not quiet:
-        logger.info(f"compiling a kernel for this processor (once; kept in {directory})")
+        logger.info(f"compiling a kernel for this processor: once, 20 to 60 s; it is kept in {directory}")
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / library.name
         if failed := build(level, compiler, made):
