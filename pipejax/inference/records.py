@@ -186,6 +186,8 @@ def read_sources(
             source = generator.source(value, place, place.rpartition(":")[2])
             found = list(generator.samples_of([source], strategy))
         except UserError as error:  # of what the strategy cannot do, it names the id
+            if str(error).startswith("grid."):  # no line is at fault
+                raise
             bad(error if str(error).startswith(place) else UserError(f"{place}: {error}"))
             continue
         at_once = False
