@@ -404,3 +404,15 @@ def test_a_row_more_costs_what_one_example_costs():
 def test_an_example_without_rows_still_teaches_to_stop(tokenizer):
     encoded = encode(Example("none", "the baker smiled .", ()), tokenizer, CONFIG, MODEL)
     assert collate([encoded]).arrays["weights"].sum() == 1
+
+
+def test_rows_that_vanish_are_none_for_either_objective(tokenizer):
+    """Between separators, too, nothing is left of a row that the tokenizer leaves nothing of."""
+    for objective in ("pipelined", "sequential"):
+        config = change(CONFIG, train={"objective": objective})
+        spoilt, clean = (
+            encode(Example("x", "the baker smiled .", rows), tokenizer, config, MODEL).target
+            for rows in (("honey", "</s>", "old </s> bread", " "), ("honey", "old bread"))
+        )
+        for one, other in zip(spoilt, clean, strict=True):
+            np.testing.assert_array_equal(one, other)

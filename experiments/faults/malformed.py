@@ -114,7 +114,7 @@ def _writes(name: str, content: bytes) -> Callable[[Path], Any]:
 def _flags(name: str, command: str, flags: tuple[str, ...], *words: str) -> Kind:
     """Flags that stand behind those of a good run, and count in their place."""
     good = {"train": TRAIN, "decode": DECODE}.get(command, ())
-    return Kind(f"flags: {name}", words, command, (*good, *flags), _writes("in.csv", b"source\nx\n"))
+    return Kind(f"flags: {name}", words, command, (*good, *flags), _writes("in.csv", b"text\nx\n"))
 
 
 def _source(name: str, line: bytes, *words: str) -> Kind:
@@ -226,6 +226,36 @@ KINDS: tuple[Kind, ...] = (
     _csv("no rows", b"source,targets\n", "found no lines"),
     _csv("nothing", b"", "found no lines"),
     _csv("another column", b"text,targets\na,b\n", '"source"'),
+    _csv("a column spelt otherwise", b"sources,targets\na,b\n", 'found no "source"'),
+    _csv("another column of targets", b"source,tagets\na,b\n", 'found no "targets"', 'did you mean "tagets"'),
+    _csv("UTF-16", "source,targets\na,b\n".encode("utf-16"), ":1: found byte 0xff", "UTF-16"),
+    _csv("UTF-16 without a mark", "source,targets\na,b\n".encode("utf-16-le"), ":1: found byte 0x00", "UTF-16LE"),
+    _csv("a workbook", b"PK\x03\x04\x14\x00\x06\x00", "found a zip archive or a workbook"),
+    _csv("text behind a quote", b'source,targets\n"a"b,c\n', "train.jsonl:2: not CSV"),
+    _csv("a row of several lines too long", b'source,targets\n"a\nb",c,d\n', "found 3 columns in lines 2 to 3"),
+    _csv("rows of another delimiter", b"source,targets\na;b\n", "found 1 columns"),
+    _csv("a blank source", b"source,targets\n  ,b\n", "found an empty text"),
+    _csv("an id again", b"id,source,targets\n1,a,b\n1,a,b\n", "'1' again"),
+    _csv("no names", b",\na,b\n", "expected each once"),
+    _file("packed with zstd", b"\x28\xb5\x2f\xfd\x04\x58", "found data packed with zstd"),
+    _file("Parquet of another name", b"PAR1\x15\x04", "found Parquet", ".parquet"),
+    _file("a pointer of Git LFS", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
+    _file("damaged bzip2", b"BZh91AY&SY" + b"x" * 40, "damaged bzip2 data"),
+    _file("damaged xz", b"\xfd7zXZ\x00" + b"x" * 40, "damaged xz data"),
+    _example("a source spelt otherwise", 'found no "source"', source=..., sourse="a"),
+    _example("another kind of id", '"id": found an object', id={}),
+    _example("a source of dates", '"source": found a list', source=["2024-01-02"]),
+    _line("UTF-16 from the second line on", '{"source": "x"}'.encode("utf-16-le"), "not JSON"),
+    _line("a line of Windows", '{"source": "“x”", "targets": []}'.encode("cp1252"), "found byte 0x93", "CP1252"),
+    _set("shares that make two", "data.split=1,0.5,0.5", "data.split: found '1,0.5,0.5'"),
+    _set("shares in percent", "data.split=80%,10%,10%", "data.split: found '80%,10%,10%'"),
+    _set("one share", "data.split=1", "data.split: found '1'"),
+    _set("shares beside a file", "data.split=0.8,0.1,0.1", "and a file as data.dev"),
+    _set("a seed below none", "data.split_seed=-1", "data.split_seed: found -1"),
+    _set("two characters between columns", "data.csv_delimiter=\\t", "found two characters"),
+    _set("a quote between columns", 'data.csv_delimiter="', "data.csv_delimiter"),
+    _set("an unknown choice for no answer", "data.empty_targets=drop", "data.empty_targets: found 'drop'"),
+    _set("perhaps skipping", "data.skip_bad=perhaps", "data.skip_bad: found 'perhaps'"),
     # Settings.
     _set("a list from a column", "data.task=csv", "data.rows: found 'list'"),
     _set("true for a number", "train.steps=true", "train.steps: found 'true'"),
@@ -321,7 +351,12 @@ KINDS: tuple[Kind, ...] = (
     _flags("the input for the output", "decode", ("--output={here}/in.jsonl",), "found the input itself"),
     _flags("no directory for the output", "decode", ("--output={here}/no/out.jsonl",), "found no directory"),
     _flags("a directory for the output", "decode", ("--output={here}/run",), "found a directory"),
-    _flags("a table for the input", "decode", ("--input={here}/in.csv",), "in.csv"),
+    _flags("a table without a source", "decode", ("--input={here}/in.csv",), 'in.csv: found no "source"', "text"),
+    _flags("a packed output", "decode", ("--output={here}/out.jsonl.gz",), "found the name of a packed file"),
+    _flags("a table of a directory", "decode", ("--output={here}/hf.csv/out.csv",), "found no directory"),
+    _flags("a table that is complete", "decode", ("--output={here}/in.csv", "--resume"), "in.csv: is complete"),
+    _flags("a delimiter of two", "decode", ("--set=data.csv_delimiter=ab",), "data.csv_delimiter: found 'ab'"),
+    _flags("a dirty file without a good line", "decode", ("--input={here}/config.py", "--skip-bad"), "no good one"),
     _flags("no such input", "decode", ("--input={here}/no.jsonl",), "no such file"),
     _flags("no such checkpoint", "decode", ("--checkpoint={here}/no",), "no such checkpoint"),
     _flags("the hub's name for a checkpoint", "decode", ("--checkpoint=google/t5",), "from-hf"),
@@ -394,6 +429,10 @@ KINDS: tuple[Kind, ...] = (
     _source("true among the ids", b'{"source_ids": [true]}', "True among the ids"),
     _source("a negative id", b'{"source_ids": [-1]}', "found id -1"),
     _source("an id of 20 digits", b'{"source_ids": [99999999999999999999]}', "found id 9999"),
+    _source("a prefix that ends its row", b'{"source": "x", "row_prefixes": ["</s> a"]}', "ends the row"),
+    _source("ids of a prefix that end its row", b'{"source": "x", "row_prefixes": [[5, 1]]}', "1 ends the row"),
+    _source("a blank prefix", b'{"source": "x", "row_prefixes": [" "]}', "has no token"),
+    _source("an empty prefix", b'{"source": "x", "row_prefixes": [""]}', "found an empty one at 0"),
     _source("an id of 4,000 digits", b'{"source_ids": [' + b"9" * 4000 + b"]}", "found id 9999"),
     # Hugging Face directories.
     _fact("text for a size", "d_ff", d_ff="24"),

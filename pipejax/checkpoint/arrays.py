@@ -40,8 +40,8 @@ def check_place(path: Path) -> None:
         place.encode()
     except UnicodeEncodeError:
         if is_misread(place):
-            found = f"{os.fsencode(place).decode()}: found a path in UTF-8, which Python reads otherwise here"
-            raise UserError(f"{found}; expected {UTF_8}") from None
+            said = f"{os.fsencode(place).decode()}: found a path in UTF-8, which Python reads otherwise here"
+            raise UserError(f"{said}; expected {UTF_8}") from None
         raise UserError(
             f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a symbolic link to it "
             "will do)"

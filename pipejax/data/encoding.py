@@ -43,14 +43,14 @@ def spell(targets: Sequence[str], tokenizer: Tokenizer, eos: int | None) -> list
     return [[i for i in tokenizer.encode(row) if i != eos] for row in targets]
 
 
-def prefix_ids(tokenizer: Tokenizer, text: str, where: str) -> tuple[int, ...]:
-    """The ids of a text with which rows begin.
+def prefix_ids(tokenizer: Tokenizer, text: str, where: str, eos: int | None = None) -> tuple[int, ...]:
+    """The ids of a text with which rows begin; `eos` is the model's, which not every tokenizer names.
 
     Raises:
       UserError: it has no id, or one that would end the row; the message begins with `where`.
     """
     ids = _prefix_ids(tokenizer, text)
-    if not ids or tokenizer.eos in ids:
+    if not ids or tokenizer.eos in ids or eos in ids:
         found = "ends the row" if ids else "has no token"
         raise UserError(f"{where}: found {text!r}, which {found} for this tokenizer; expected text that begins one")
     return ids
@@ -136,7 +136,7 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Conf
         open_end, final, kept, names = cut, False, [joined], []
     else:
         rows = [row for row in spell(example.targets, tokenizer, eos) if row]
-        names = [prefix_ids(tokenizer, name, "grid.row_names") for name in config.grid.row_names]
+        names = [prefix_ids(tokenizer, name, "grid.row_names", eos) for name in config.grid.row_names]
         if names:
             _check_names(example, rows, names)
         ends = np.cumsum([len(row) + 1 for row in rows])

@@ -89,7 +89,7 @@ def check(source: Source, place: str, *, architecture: T5Config, tokenizer: Toke
             raise UserError(f"{where}: found an empty one at {i}; expected at least one token")
         if isinstance(prefix, str):
             assert tokenizer is not None
-            prefix_ids(tokenizer, prefix, where)
+            prefix_ids(tokenizer, prefix, where, eos)
             continue
         _check_ids(prefix, where, vocabulary)
         if eos in prefix:
