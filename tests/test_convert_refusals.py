@@ -96,6 +96,24 @@ def shards(**changes: str) -> Callable[[Path], None]:
     return change
 
 
+def generation(text: str | None) -> Callable[[Path], None]:
+    """Writes generation_config.json; None removes it."""
+
+    def change(directory: Path) -> None:
+        file = directory / "generation_config.json"
+        file.write_text(text) if text is not None else file.unlink()
+
+    return change
+
+
+def both(*changes: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        for one in changes:
+            one(directory)
+
+    return change
+
+
 def truncate(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -127,7 +145,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "no tensors": (drop(""), ("model.safetensors", "0 tensors")),
     "truncated": (truncate, ("model.safetensors", "damaged")),
     "bin": (rename("pytorch_model.bin"), ("pytorch_model.bin", "safetensors")),
-    "no weights": (rename("model.ckpt"), ("no weights", "model.safetensors")),
+    "no weights": (rename("weights"), ("no weights", "model.safetensors")),
     "index goes up": (shards(x="../shard.safetensors"), ("index.json", "'../shard.safetensors'")),
     "absent shard": (shards(x="y.safetensors"), ("index.json", "y.safetensors", "x")),
     "not in its shard": (shards(x="shard.safetensors"), ("shard.safetensors: x: missing",)),
@@ -140,8 +158,27 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "negative heads": (setting(num_heads=-3), ("config.json: num_heads: found -3; expected at least 1",)),
     "null vocabulary": (setting(vocab_size=None), ("config.json", "vocab_size", "None")),
     "nan epsilon": (setting(layer_norm_epsilon=float("nan")), ("config.json", "layer_norm_epsilon", "nan")),
-    "eos too large": (setting(eos_token_id=50), ("config.json", "eos_token_id", "50", "vocab_size = 50")),
-    "two eos": (setting(eos_token_id=[1, 2]), ("config.json", "eos_token_id", "[1, 2]")),
+    "eos too large": (
+        both(generation(None), setting(eos_token_id=50)),
+        ("source/config.json: eos_token_id: found 50", "vocab_size = 50"),
+    ),
+    "two eos": (
+        both(generation(None), setting(eos_token_id=[1, 2])),
+        ("source/config.json: eos_token_id: found [1, 2]; expected a single id",),
+    ),
+    "two eos in generation_config": (
+        generation('{"eos_token_id": [1, 2]}'),
+        ("source/generation_config.json: eos_token_id: found [1, 2]; expected a single id",),
+    ),
+    "two starts": (generation('{"decoder_start_token_id": [0, 3]}'), ("decoder_start_token_id: found [0, 3]",)),
+    "eos of generation_config too large": (
+        generation('{"eos_token_id": 50}'),
+        ("source/generation_config.json: eos_token_id: found 50; expected an id below", "vocab_size = 50"),
+    ),
+    "an eos in words": (
+        generation('{"eos_token_id": "</s>"}'),
+        ("source/generation_config.json: eos_token_id: found '</s>'; expected a whole number",),
+    ),
     "text tie": (setting(tie_word_embeddings="no", scale_decoder_outputs=...), ("tie_word", "'no'")),
     "activation": (setting(feed_forward_proj="gated-tanh"), ("_proj: found 'gated-tanh'", "gated-gelu")),
     "activation list": (setting(feed_forward_proj=["relu"]), ("feed_forward_proj: found ['relu']",)),

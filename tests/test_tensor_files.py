@@ -15,6 +15,7 @@ from pipejax.convert.tensor_files import open_tensors, read_json
 from pipejax.system.errors import UserError
 
 INDEX = "model.safetensors.index.json"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 891646390\n"
 TENSORS: dict[str, Any] = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b.weight": np.ones(4, np.float16)}
 PLACES = {"a.weight": "1.safetensors", "b.weight": "2.safetensors"}
 
@@ -102,9 +103,26 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "nothing": (lambda directory: None, ("no weights", "model.safetensors")),
-    "bin": (put("pytorch_model.bin", b""), ("only pytorch_model.bin", "save it as safetensors")),
+    "bin": (put("pytorch_model.bin", b""), ("only pytorch_model.bin", "save_pretrained that as safetensors")),
     "empty": (put("model.safetensors", b""), ("model.safetensors: found a damaged file",)),
-    "lfs pointer": (put("model.safetensors", b"version https://git-lfs.github.com/spec/v1"), ("damaged",)),
+    "lfs pointer": (
+        put("model.safetensors", LFS),
+        ("model.safetensors: found a git-LFS pointer", "expected safetensors"),
+    ),
+    "lfs shard": (both(shards(PLACES), put("2.safetensors", LFS)), ("2.safetensors: found a git-LFS pointer",)),
+    "lfs index": (put(INDEX, LFS), (f"{INDEX}: found a git-LFS pointer", "expected a JSON object")),
+    "lfs msgpack": (put("flax_model.msgpack", LFS), ("flax_model.msgpack: found a git-LFS pointer",)),
+    "web page": (put("model.safetensors", b"\n<!DOCTYPE html><html>"), ("model.safetensors: found a web page",)),
+    "bin beside a training's": (
+        both(put("pytorch_model.bin", b""), put("training_args.bin", b""), put("optimizer.pt", b"")),
+        ("found only pytorch_model.bin (torch's",),
+    ),
+    "only a training's": (both(put("training_args.bin", b""), put("rng_state_0.pth", b"")), ("found no weights",)),
+    "tensorflow": (both(put("tf_model.h5", b""), put("training_args.bin", b"")), ("only tf_model.h5 (TensorFlow's",)),
+    "rust": (put("rust_model.ot", b""), ("only rust_model.ot (Rust's",)),
+    "a pickle of another name": (put("last.ckpt", b""), ("only last.ckpt (torch's",)),
+    "adapter": (put("adapter_model.safetensors", b""), ("only adapter_model.safetensors (a LoRA adapter",)),
+    "variant": (put("model.fp16.safetensors", b""), ("only model.fp16.safetensors (a variant: rename it",)),
     "random": (put("model.safetensors", bytes(range(200))), ("damaged",)),
     "integers": (whole(w=np.ones(2, np.int8)), ("model.safetensors: w: found dtype I8", "F32, F16, BF16")),
     "doubles": (whole(w=np.ones(2)), ("w: found dtype F64",)),

@@ -18,6 +18,7 @@ from experiments.faults.refusals import DECODE, FROM_HF, RESUME, TRAIN, Kind
 from experiments.faults.runs import Commands
 
 GOOD = {"id": "a", "source": "honey maps", "targets": ["honey"]}
+GENERATION = "generation_config.json"
 FIRST = "decoder.block.0.layer.0.SelfAttention.q.weight"
 
 
@@ -446,13 +447,13 @@ KINDS: tuple[Kind, ...] = (
     _fact("a width that lies", "d_model", d_model=18),
     _fact("heads that lie", "num_heads", num_heads=2, d_kv=8),
     _fact("buckets that lie", "num_buckets", relative_attention_num_buckets=16),
-    _fact("two ends", "eos_token_id", eos_token_id=[1, 2]),
+    _hf("two ends", lambda d: (d / GENERATION).write_text('{"eos_token_id": [1, 2]}'), f"{GENERATION}: eos_token_id"),
     _fact("another activation", "feed_forward_proj", feed_forward_proj="gated-tanh"),
     _fact("another gelu", "dense_act_fn", dense_act_fn="gelu"),
     _hf("a list for config.json", lambda d: (d / "config.json").write_text("[]"), "config.json: found []"),
     _hf("a damaged config.json", lambda d: (d / "config.json").write_text("{'a': 1}"), "config.json: found no JSON"),
     _hf("config.json nested deep", lambda d: (d / "config.json").write_text("[" * 100_000), "config.json: found no"),
-    _hf("generation_config.json", lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json"),
+    _hf("generation_config.json", lambda d: (d / GENERATION).write_text("{"), GENERATION),
     _hf("a tokenizer of two letters", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer"),
     _hf("a damaged tokenizer", lambda d: _truncate(d / "tokenizer.json"), "tokenizer"),
     _hf("an empty file of weights", lambda d: (d / "model.safetensors").write_bytes(b""), "damaged"),

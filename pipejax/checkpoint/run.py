@@ -11,6 +11,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
+from pipejax.data.tokenizer import Tokenizer, check_special_ids
 from pipejax.model import lora, quantization
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, new_directory, write_text
@@ -54,6 +55,21 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False)
     return dataclasses.replace(
         restored, items={"params": lora.merge_factors(params if packed else quantization.whole(params))}
     )
+
+
+def tokenizer_of(restored: Restored) -> Tokenizer | None:
+    """The tokenizer of an opened run; None if it has none.
+
+    Raises:
+      UserError: its files are not those that the step was saved with, or it ends texts with another id than the model.
+    """
+    if (files := restored.tokenizer_files()) is None:
+        return None
+    tokenizer = Tokenizer.load(files)
+    if restored.config.model is not None:
+        place = f"{restored.path.parents[1]}: model.eos_token_id"
+        check_special_ids(tokenizer, restored.config.model, place, str(files))
+    return tokenizer
 
 
 def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:

@@ -78,6 +78,7 @@ class DataConfig:
     metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
     data_dir: str = setting("")  # where `pipejax data prepare` wrote; "" = TFDS's own directory
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
+    new_tokenizer: bool = setting(False)  # whether its ids may mean other pieces than those of `train.init_from`
     max_source: int = setting(2048, least=2, most=2**20)  # longer sources are cut here, eos kept
     max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)
     separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text

@@ -6,6 +6,7 @@ embedding table. Supported are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. `pipejax.
 and shapes.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -19,11 +20,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from pipejax.checkpoint import check_place, open_run, require_free, save_params
+from pipejax.checkpoint import check_place, open_run, require_free, save_params, tokenizer_of
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
-from pipejax.convert.tensor_files import Stored, check_finite, open_tensors, read_json
-from pipejax.data.tokenizer import Tokenizer
-from pipejax.model.parameters import SHARED, check_shape, mapping
+from pipejax.convert import description, generation
+from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
+from pipejax.convert.tensor_names import check_names, merge_shared, unwrapped
+from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
+from pipejax.model.parameters import check_shape, mapping
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look, new_directory
@@ -54,15 +57,21 @@ def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
       UserError: a file, key or tensor is missing, damaged or superfluous, or contradicts another.
     """
     directory = Path(directory)
-    model = _read_architecture(directory)
+    model, _ = _read_architecture(directory)
+    return _read_params(directory, model)
+
+
+def _read_params(directory: Path, model: T5Config) -> tuple[T5Config, Params]:
+    """The parameters, and the architecture with the head that they have."""
     weights, tensors = open_tensors(directory)
+    tensors = unwrapped(weights, tensors)
     if tensors.pop(UNUSED, None):
         note(f"{weights}: dropped {UNUSED}, which T5 does not use")
-    _merge_shared(tensors)
+    merge_shared(tensors)
     model = replace(model, tied_head="lm_head.weight" not in tensors)
     if model.tied_head and not model.scale_head:
         note(f"{weights}: no lm_head.weight; the head is the shared table, unscaled, as in transformers")
-    _check_names(directory / "config.json", model, weights, tensors)
+    check_names(directory / "config.json", model, weights, tensors)
     table = mapping(model)
     for path, (name, axes) in table.items():  # all shapes are checked before a tensor is read
         axes = axes[::-1] if path.endswith("kernel") else axes
@@ -77,7 +86,14 @@ def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
     return model, unflatten_dict(flat, sep="/")
 
 
-def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: str | Path | None) -> None:
+def write_hf(
+    config: T5Config,
+    params: Params,
+    out: str | Path,
+    tokenizer_dir: str | Path | None,
+    *,
+    run: Config | None = None,
+) -> None:
     """Writes a directory that transformers loads as T5ForConditionalGeneration: completely or not at all.
 
     Args:
@@ -85,6 +101,7 @@ def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: s
       params: its parameters.
       out: a new or an empty directory.
       tokenizer_dir: the directory of the tokenizer files to copy; None: none are copied.
+      run: the config of the run whose settings are kept in pipejax.json and described in README.md; None: neither.
 
     Raises:
       UserError: `out` is not empty or cannot be written, or `params` do not fit `config` or are not finite.
@@ -92,15 +109,18 @@ def write_hf(config: T5Config, params: Params, out: str | Path, tokenizer_dir: s
     out = Path(out).absolute()
     require_free(out)
     tensors = _to_tensors(config, params)
-    special = {key: value for key, value in asdict(config).items() if key.endswith("_token_id")}
+    generate = generation.written(run) if run else {key: getattr(config, key) for key in generation.IDS}
     try:
         with new_directory(out) as staging:
-            for name, values in (("config.json", _hf_config(config)), ("generation_config.json", special)):
+            for name, values in (("config.json", _hf_config(config)), (generation.FILE, generate)):
                 (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
             save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers requires this
             shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets mode 0600
             if tokenizer_dir is not None:
                 _copy_tokenizer(Path(tokenizer_dir), staging)
+            if run:
+                for line in description.write(staging, out.name, run, tokenizer=tokenizer_dir is not None):
+                    note(f"{out}: {line}")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
 
@@ -114,22 +134,15 @@ def from_hf(source: str | Path, out: str | Path) -> None:
     require_free(Path(out))
     check_place(Path(out))
     directory = _locate(str(source))
-    vocabulary = _read_architecture(directory).vocab_size
+    model, files = _read_architecture(directory)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = _copy_tokenizer(directory, Path(scratch) / "tokenizer")
         if tokenizer is None:
             note(f"{directory}: no tokenizer files, so the checkpoint carries no tokenizer")
-        elif (size := Tokenizer.load(tokenizer).size) > vocabulary:
-            raise UserError(
-                f"{directory}: found a tokenizer of {size} ids; expected at most {vocabulary}, config.json's vocab_size"
-            )
-        model, params = read_hf(directory)
-        config = Config(
-            name=Path(source).resolve().name,
-            model=model,
-            data=DataConfig(task="none", separator=" "),  # one space joins the rows, as no task defines a separator
-            train=TrainConfig(objective="none"),
-        )
+        else:
+            _check_tokenizer(Tokenizer.load(tokenizer, copy_of=directory), model, directory, files)
+        model, params = _read_params(directory, model)
+        config = dataclasses.replace(_settings(directory, model), name=Path(source).resolve().name)
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
@@ -146,17 +159,64 @@ def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
     require_free(Path(out))
     restored = open_run(checkpoint, best=best)
     assert restored.config.model is not None  # `open_run` checks it
-    write_hf(restored.config.model, restored.items["params"], out, restored.tokenizer_files())
+    tokenizer_of(restored)  # checks it
+    model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()
+    write_hf(model, params, out, files, run=restored.config)
     _report(out, restored.items["params"])
 
 
-def _read_architecture(directory: Path) -> T5Config:
-    """The architecture in config.json, except whether the head is tied: the weights decide that."""
+def _settings(directory: Path, model: T5Config) -> Config:
+    """The config of the new run: that of the run which the directory is from, or as near to `generate` as can be."""
+    generate = generation.read(directory, read_json(directory / "config.json"))
+    if (found := description.read(directory, model, generate)) is not None:
+        config, lines = found
+    else:
+        decode, lines = generation.decoding(generate, model)
+        config = Config(
+            model=model,
+            data=DataConfig(task="none", separator=" "),  # one space joins the rows, as no task defines a separator
+            train=TrainConfig(objective="none"),
+            decode=decode,
+        )
+    for line in lines:
+        note(line)
+    return config
+
+
+def _check_tokenizer(tokenizer: Tokenizer, model: T5Config, directory: Path, files: dict[str, Path]) -> None:
+    """Compares the tokenizer with the model; `files` say its special ids.
+
+    Raises:
+      UserError: it has more ids, or another eos.
+    """
+    size, most, eos = tokenizer.size, model.vocab_size, model.eos_token_id
+    if size > most:
+        raise UserError(
+            f"{directory}: found a tokenizer of {size} ids; expected at most {most}, config.json's vocab_size"
+        )
+    name = f"the tokenizer of {directory}"
+    check_special_ids(tokenizer, model, f"{files['eos_token_id']}: eos_token_id", name)
+    warn_of_start(tokenizer, model, f"{files['decoder_start_token_id']}: decoder_start_token_id", name)
+    if size < most * 0.9:
+        note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}: what else is written is no text")
+    before, after = tokenizer.frame()
+    if (before, after) != ([], [eos]):
+        note(
+            f"{directory}: its tokenizer puts ids {before} before and {after} after a text in transformers; pipejax "
+            f"puts {[eos]} after it, so answers may be others"
+        )
+
+
+def _read_architecture(directory: Path) -> tuple[T5Config, dict[str, Path]]:
+    """The architecture, and the files of its special ids. Whether the head is tied is left to the weights."""
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
     if not look(file):
-        raise UserError(f"{directory}: found no config.json; expected a directory as transformers saves a T5")
+        below = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
+        found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"
+        found = "a LoRA adapter (merge it into its T5 first)" if look(directory / "adapter_config.json") else found
+        raise UserError(f"{directory}: found {found}; expected a directory as transformers saves a T5")
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
     kind = facts.get("model_type")
     if kind is not None and kind not in ("t5", "mt5"):
@@ -171,18 +231,21 @@ def _read_architecture(directory: Path) -> T5Config:
     values["scale_head"] = scaled if kind == "t5" else False
     values["feed_forward"] = facts.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
     values.setdefault("num_decoder_layers", facts["num_layers"])
-    generation = directory / "generation_config.json"
-    start = read_json(generation).get("decoder_start_token_id") if look(generation) == "file" else None
-    values.setdefault("decoder_start_token_id", values.get("pad_token_id", 0) if start is None else start)
-    if isinstance(values.get("eos_token_id"), list) and len(values["eos_token_id"]) == 1:
-        values["eos_token_id"] = values["eos_token_id"][0]
+    ids, lines = generation.special_ids(generation.read(directory, facts), facts)
+    for line in lines:
+        note(line)
+    values |= {key: value for key, (value, _) in ids.items()}
+    if "decoder_start_token_id" not in values:
+        values["decoder_start_token_id"] = values.get("pad_token_id", 0)
+        note(f"{file}: lacks decoder_start_token_id; rows begin with pad_token_id, as those of every T5 of Google's")
+    files = dict.fromkeys(generation.IDS, file) | {key: place for key, (_, place) in ids.items()}
     model = T5Config(**values)
     try:
         check(Config(model=model), where="")
     except UserError as error:
         problem = str(error).replace("model.", "").replace("feed_forward:", "feed_forward_proj:")
         problem = problem.replace("scale_head:", "scale_decoder_outputs or tie_word_embeddings:")
-        raise UserError(f"{file}{problem}") from error
+        raise UserError(f"{files.get(problem.split(': ')[1], file)}{problem}") from error
     activation, gated = ACTIVATIONS[model.feed_forward], model.feed_forward != "relu"
     for key, expected in (("dense_act_fn", activation), ("is_gated_act", gated)):
         if facts.get(key, expected) != expected:  # transformers would prefer this key to feed_forward_proj
@@ -190,48 +253,7 @@ def _read_architecture(directory: Path) -> T5Config:
                 f"{file}: {key}: found {facts[key]!r}; expected {expected!r}, as "
                 f"feed_forward_proj is {model.feed_forward}"
             )
-    return model
-
-
-def _merge_shared(tensors: dict[str, Stored]) -> None:
-    """Reduces the three names of the embedding table to one; raises a UserError if their tensors differ."""
-    present = [name for name in SHARED if name in tensors]
-    for name in present[1:]:
-        alias = tensors.pop(name)
-        if not np.array_equal(alias.read(), tensors[present[0]].read()):
-            raise UserError(f"{alias.file}: {name}: differs from {present[0]}; expected one table")
-    if present:
-        tensors[SHARED[0]] = tensors.pop(present[0])
-
-
-def _check_names(file: Path, model: T5Config, weights: Path, tensors: dict[str, Stored]) -> None:
-    """Raises a UserError unless the tensors are exactly those of the architecture in config.json."""
-    if not any(name.startswith("decoder.") for name in tensors):
-        raise UserError(
-            f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "
-            "expected an encoder and a decoder"
-        )
-    dense = min((name for name in tensors if ".DenseReluDense.wi" in name), default=None)
-    if dense and (".wi." in dense) != (model.feed_forward == "relu"):
-        raise UserError(
-            f"{file}: feed_forward_proj: found {model.feed_forward}; expected "
-            f"{'relu' if '.wi.' in dense else 'gated-gelu'}, as {weights.name} holds {dense}"
-        )
-    for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
-        blocks = {name.split(".")[2] for name in tensors if name.startswith(f"{stack}.block.")}
-        if len(blocks) != getattr(model, key):
-            raise UserError(
-                f"{file}: {key}: found {getattr(model, key)}; expected {len(blocks)}, the number "
-                f"of {stack} blocks in {weights.name}"
-            )
-    names = {name for name, _ in mapping(model).values()}
-    for name in sorted(names - tensors.keys()):
-        raise UserError(f"{weights}: {name}: missing; expected {len(names)} tensors, found {len(tensors)}")
-    for name in sorted(tensors.keys() - names):
-        raise UserError(
-            f"{tensors[name].file}: {name}: found a tensor without a place; expected the "
-            f"{len(names)} that follow from config.json"
-        )
+    return model, files
 
 
 def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:

@@ -3,10 +3,11 @@
 This module knows nothing of T5. It never reads a pickle, which could run code.
 """
 
+import fnmatch
 import json
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,26 @@ from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import look
+from pipejax.system.files import look, stand_in
 
 # The dtypes that are accepted: safetensors' name, NumPy's name.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Weights in other forms, the likelier ones first, and what to do with them.
+RESAVE = "torch's: load it into its T5 there, and save_pretrained that as safetensors"
+OTHERS = {
+    "pytorch_model*.bin": RESAVE,
+    "tf_model.h5": "TensorFlow's: open it with transformers 4, from_tf=True, and save_pretrained it",
+    "flax_model-*.msgpack": "a part of flax weights: save them in one file",
+    "adapter_model.*": "a LoRA adapter: merge it into its T5, with merge_and_unload of peft, and save that",
+    "model.*.safetensors": "a variant: rename it to model.safetensors",
+    "*.safetensors": "another name: rename it to model.safetensors if these are the weights",
+    "rust_model.ot": "Rust's: convert the files that it was made from",
+    "*.gguf": "llama.cpp's: convert the files that it was made from",
+    "*.onnx": "an export: convert the files that it was made from",
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt*"), RESAVE),
+}
+# Files of a training that look like weights.
+NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "scaler*", "random_states*")
 
 
 @dataclass(frozen=True)
@@ -64,9 +81,16 @@ def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
                         f"{stored.file}: {name}: found dtype {stored.dtype}; expected one of {', '.join(DTYPES)}"
                     )
             return file, tensors
-    pickles = sorted(file.name for file in directory.glob("*.bin"))
-    found = f"only {pickles[0]} (save it as safetensors first)" if pickles else "no weights"
+    found = next((f"only {name} ({advice})" for name, advice in _other_weights(directory)), "no weights")
     raise UserError(f"{directory}: found {found}; expected one of {', '.join(openers)}")
+
+
+def _other_weights(directory: Path) -> Iterator[tuple[str, str]]:
+    """The files that hold weights in a form that is not read, and what to do with each; the likeliest first."""
+    for pattern, advice in OTHERS.items():
+        for file in sorted(directory.glob(pattern)):
+            if not any(fnmatch.fnmatchcase(file.name, other) for other in NO_WEIGHTS):
+                yield file.name, advice
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -76,6 +100,8 @@ def read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); expected a JSON object") from error
     except (ValueError, RecursionError) as error:
+        if found := stand_in(file):
+            raise UserError(f"{file}: found {found}; expected a JSON object") from error
         raise UserError(f"{file}: found no JSON ({first_line(error)}); expected a JSON object") from error
     if not isinstance(values, dict):
         raise UserError(f"{file}: found {values!r:.40}; expected a JSON object")
@@ -90,7 +116,8 @@ def check_finite(where: str, array: np.ndarray) -> None:
 
 def damaged(file: Path, expected: str, error: Exception) -> UserError:
     """The UserError for a file whose content is not the `expected` one."""
-    return UserError(f"{file}: found a damaged file ({first_line(error)}); expected {expected}")
+    found = stand_in(file) or f"a damaged file ({first_line(error)})"
+    return UserError(f"{file}: found {found}; expected {expected}")
 
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:

@@ -3,6 +3,7 @@
 import fnmatch
 import hashlib
 import json
+import logging
 import os
 import re
 import threading
@@ -11,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipejax.system.errors import UserError
-from pipejax.system.files import look
+from pipejax.config import T5Config
+from pipejax.system.errors import UserError, first_line
+from pipejax.system.files import look, stand_in
+
+logger = logging.getLogger(__name__)
 
 # A tokenizer's directory has at least one of these; ByT5's has only the last, as it needs no vocabulary.
 _FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
@@ -26,6 +30,7 @@ _READ = (
 _DATA: dict[str, Any] = {"trust_remote_code": False}
 _STAYS = re.compile("[A-Za-z0-9]")  # of these some token is left, whatever the tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
+_UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
 
 
 class Tokenizer:
@@ -33,7 +38,7 @@ class Tokenizer:
 
     size: int  # the largest id + 1
     unknown: int | None  # the id of what it lacks; None: it lacks nothing
-    eos: int | None  # the id of what ends a text; None: it has none
+    eos: int | None  # the id that ends a text; None: its files do not say
 
     def __init__(self, inner: Any) -> None:
         """Wraps a tokenizer object of transformers; `load` makes one from files."""
@@ -46,23 +51,22 @@ class Tokenizer:
             self._backend.encode_special_tokens = inner.split_special_tokens
         self._lock = threading.Lock()
         self.size = max(inner.get_vocab().values()) + 1
-        unknown = inner.special_tokens_map.get(
-            "unk_token"
-        )  # to ask for its id is an error that is logged, if it has none
-        self.unknown = None if unknown is None else inner.convert_tokens_to_ids(str(unknown))
-        eos = inner.special_tokens_map.get("eos_token")
-        self.eos = None if eos is None else inner.convert_tokens_to_ids(str(eos))
+        self.unknown, self.eos = self._special("unk_token"), self._special("eos_token")
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, *, copy_of: Path | None = None) -> "Tokenizer":
         """Reads the tokenizer in a directory or, if no such path exists, that of a hub id.
+
+        Args:
+          path: the directory, or the hub id.
+          copy_of: the directory that errors are to name, if `path` is a passing copy.
 
         Raises:
           UserError: neither exists, the hub cannot be reached, or the files cannot be read.
         """
         name = str(path)
         if (found := look(path)) == "directory":
-            return cls(_read_directory(Path(path)))
+            return cls(_read_directory(Path(path), copy_of or Path(path)))
         if found:
             raise UserError(f"{name}: found a file; expected the directory of a tokenizer")
         if isinstance(path, Path) or not _is_hub_id(name):
@@ -124,9 +128,68 @@ class Tokenizer:
             found: str | None = self._inner.convert_ids_to_tokens(int(number))
         return found or ""
 
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The ids that transformers puts before and after a text by itself."""
+        text, whole = self.encode("a"), list(self._inner("a", verbose=False)["input_ids"])
+        begin = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
+        return whole[:begin], whole[begin + len(text) :]
+
+    def is_word(self, number: int) -> bool:
+        """Whether an id stands for text: it is no special token by the files, and has no brackets as <s> and [PAD]."""
+        piece, added = self.piece(number), self._inner.added_tokens_decoder.get(number)
+        declared = number in self._inner.all_special_ids or (added is not None and added.special)
+        return piece != "" and not declared and re.fullmatch(r"▁?(<.+>|\[.+\])", piece) is None
+
+    def other_pieces(self, other: "Tokenizer") -> list[int]:
+        """The ids that stand for one piece here and for another piece there, in order."""
+        here, there = ({i: piece for piece, i in each._inner.get_vocab().items()} for each in (self, other))
+        return sorted(i for i in here.keys() & there.keys() if here[i] != there[i])
+
     def save(self, directory: str | Path) -> None:
         """Writes the files from which `load` makes the same tokenizer."""
         self._inner.save_pretrained(str(directory))
+
+    def _special(self, name: str) -> int | None:
+        """The id of a special token; transformers would log an error if it is asked for one that is absent."""
+        piece = self._inner.special_tokens_map.get(name)
+        return None if piece is None else self._inner.convert_tokens_to_ids(str(piece))
+
+
+def check_special_ids(tokenizer: Tokenizer, model: T5Config, place: str, name: str) -> None:
+    """Checks that the model's eos ends texts in the tokenizer, too: sources and rows end with it.
+
+    The other two decide nothing that a tokenizer could contradict: padding is told by lengths, and only the model feeds
+    its start id (`warn_of_start`).
+
+    Args:
+      tokenizer: that is to go with the model.
+      model: its config.
+      place: of the model's eos, for the error, such as "DIR/config.json: eos_token_id".
+      name: of the tokenizer, for the error.
+
+    Raises:
+      UserError: its eos is another id, or the model's stands for text.
+    """
+    eos, piece = model.eos_token_id, tokenizer.piece(model.eos_token_id)
+    found = f"{place}: found {eos}, which is {piece!r} in {name}" if piece else f"{place}: found {eos}, no id of {name}"
+    if tokenizer.eos not in (eos, None):
+        raise UserError(
+            f"{found}, where {tokenizer.piece(tokenizer.eos)!r} = {tokenizer.eos} ends a text; expected one eos in both"
+        )
+    if tokenizer.is_word(eos):
+        raise UserError(f"{found}; expected an id that stands for no text, as it ends sources and rows")
+    if tokenizer.unknown == eos and eos in tokenizer.encode(_UNKNOWN):
+        raise UserError(f"{found}, and stands for all that it lacks; expected an id that ends a text and means no more")
+
+
+def warn_of_start(tokenizer: Tokenizer, model: T5Config, place: str, name: str) -> None:
+    """Logs a warning if the id that every row begins with stands for text; arguments as of `check_special_ids`."""
+    start = model.decoder_start_token_id
+    if start != tokenizer.eos and (tokenizer.is_word(start) or start == tokenizer.unknown):
+        logger.warning(
+            f"{place}: found {start}, which is {tokenizer.piece(start)!r} in {name}; followed: rows begin with it, and "
+            "that is right only if the weights were trained so"
+        )
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -166,25 +229,26 @@ def _is_read(name: str) -> bool:
     return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ)
 
 
-def _read_directory(directory: Path) -> Any:
-    """Reads the tokenizer in a directory; raises a UserError if it has none or a damaged one."""
+def _read_directory(directory: Path, named: Path) -> Any:
+    """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
     if not any(look(directory / name) == "file" for name in _FILES):
-        raise UserError(f"{directory}: found no tokenizer; expected one of {', '.join(_FILES)}")
+        raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(_FILES)}")
     transformers = import_transformers()
     try:
+        _check_sentencepiece(directory)
         if look(directory / "tokenizer.json") or _names_a_class(directory):
             inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
         else:
             inner = _read_sentencepiece(transformers, directory)
     except Exception as error:  # for a bad file the libraries raise exceptions of many kinds
+        reason = _damage(directory) or _summary(error).replace(str(directory), str(named))
         raise UserError(
-            f"{directory}: found tokenizer files that cannot be read ({_summary(error)}); "
-            f"expected those of a transformers tokenizer"
+            f"{named}: found tokenizer files that cannot be read ({reason}); expected those of a transformers tokenizer"
         ) from error
     # Without the vocabulary file transformers silently makes a tokenizer of a few pieces.
     needed = list(type(inner).vocab_files_names.values())
     if needed and not any(look(directory / name) == "file" for name in needed):
-        raise UserError(f"{directory}: found no vocabulary; expected {' or '.join(needed)}")
+        raise UserError(f"{named}: found no vocabulary; expected {' or '.join(needed)}")
     return inner
 
 
@@ -199,11 +263,32 @@ def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> Any:
     try:
         return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
     except ValueError:
-        pass
-    try:
         return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, extra_ids=0, **_DATA)
-    except ValueError as error:  # it says that tiktoken is missing, whatever the cause
-        raise ValueError("spiece.model is damaged, or the package sentencepiece is missing") from error
+
+
+def _check_sentencepiece(directory: Path) -> None:
+    """Raises a ValueError if the vocabulary is a spiece.model that is damaged: transformers would ask for tiktoken."""
+    if look(directory / "tokenizer.json") or not look(file := directory / "spiece.model"):
+        return
+    import sentencepiece
+
+    try:
+        sentencepiece.SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{file.name} is damaged") from error
+
+
+def _damage(directory: Path) -> str:
+    """The tokenizer file that is not even of its kind, in words; "" if there is none."""
+    for file in sorted(path for path in directory.iterdir() if _is_read(path.name)):
+        if found := stand_in(file):
+            return f"{file.name} is {found}"
+        if file.suffix == ".json":
+            try:
+                json.loads(file.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                return f"{file.name} is no JSON: {first_line(error)}"
+    return ""
 
 
 def _read_hub(name: str) -> Any:

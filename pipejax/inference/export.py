@@ -27,7 +27,6 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Carry, Decoded, Drafted, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
 from pipejax.inference.backends import Xla, call_costs
@@ -108,8 +107,7 @@ def export(
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
     model, ready = _prepared(config, restored.items["params"], platforms)
     chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}
-    tokenizer = restored.tokenizer_files()
-    spells = Tokenizer.load(tokenizer) if tokenizer else None
+    tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
     rows = {name: rows_of(Source("any", ""), name, config.grid, spells) for name in names}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
     stored, unpacked = _stored(ready)

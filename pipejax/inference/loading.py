@@ -6,7 +6,6 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.generator import Generator
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
@@ -29,8 +28,7 @@ def load(path: str | Path, *, best: bool = False, overrides: Overrides = (), whe
     compile_cache.use()
     restored = checkpoint.open_run(path, best=best, packed=True)
     config = config_lib.override(restored.config, overrides, where=where)
-    tokenizer_files = restored.tokenizer_files()
-    tokenizer = Tokenizer.load(tokenizer_files) if tokenizer_files else None
+    tokenizer = checkpoint.tokenizer_of(restored)
     generator = Generator(config, restored.items["params"], tokenizer, backend=None)
     generator.checkpoint = str(path)
     generator.trained = restored.config.grid if restored.config.train.objective == "pipelined" else None

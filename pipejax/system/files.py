@@ -51,6 +51,20 @@ def is_misread(text: str) -> bool:
 
 UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with it such a text is read well
 
+
+def stand_in(path: Path) -> str:
+    """Names what a clone or a download may leave in a file's place, a git-LFS pointer or a web page; "": neither."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(256)
+    except OSError:
+        return ""
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "a git-LFS pointer (git lfs pull fetches the file itself)"
+    page = head.lstrip().lower().startswith((b"<!doctype html", b"<html"))
+    return "a web page (download the file itself)" if page else ""
+
+
 _PARTIAL = "-partial"  # in the name of a directory that is being filled
 
 

@@ -12,7 +12,7 @@ from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
 from pipejax.data.text import split_rows, tells_rows_apart
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, resolve_model
@@ -80,7 +80,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
         logger.info(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
         with distributed.together(UserError):
-            tokenizer = Tokenizer.load(own.tokenizer_files() or directory.path / "tokenizer")
+            tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
         shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
         return Start(trainer, state, own.step, tokenizer, own.config, shapes, own.metadata.get("init", ""))
     with distributed.together(UserError):
@@ -106,29 +106,63 @@ def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
         )
     elif config.model is None:
         raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
-    tokenizer = _find_tokenizer(config, origin)
+    tokenizer, name = _find_tokenizer(config, origin)
     assert config.model is not None
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
             "the size of the tokenizer"
         )
+    place = f"{config.train.init_from}: model" if origin else "model"
+    check_special_ids(tokenizer, config.model, f"{place}.eos_token_id", name)
+    warn_of_start(tokenizer, config.model, f"{place}.decoder_start_token_id", name)
     if config.train.objective == "sequential":
         _check_separator(config.data.separator, tokenizer)
     return Trainer(config), tokenizer, origin
 
 
-def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
+def _find_tokenizer(config: Config, origin: Restored | None) -> tuple[Tokenizer, str]:
+    """The run's tokenizer, and its name for messages."""
+    chosen, name = None, f"data.tokenizer={config.data.tokenizer}"
     if config.data.tokenizer:
-        return Tokenizer.load(config.data.tokenizer)
-    if own := make_task(config.data).tokenizer():
-        return own
-    if origin and (carried := origin.tokenizer_files()):
-        return Tokenizer.load(carried)
-    raise UserError(
-        "data.tokenizer: found none; expected a directory of tokenizer files"
-        + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
-    )
+        chosen = Tokenizer.load(config.data.tokenizer)
+    elif chosen := make_task(config.data).tokenizer():
+        name = f"the tokenizer of data.task={config.data.task}"
+    try:
+        carried = origin.tokenizer_files() if origin else None
+        own = Tokenizer.load(carried) if carried else None
+    except UserError as error:
+        if chosen is None:
+            raise
+        logger.warning(f"{error}; {name} is taken without a comparison")
+        return chosen, name
+    if chosen is not None:
+        if own is not None:
+            _compare(chosen, own, name, config)
+        return chosen, name
+    if own is None:
+        raise UserError(
+            "data.tokenizer: found none; expected a directory of tokenizer files"
+            + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
+        )
+    return own, str(carried)
+
+
+def _compare(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> None:
+    """Refuses a tokenizer whose ids mean other pieces than those that the weights learned, unless it is asked for."""
+    if not (others := chosen.other_pieces(own)):
+        return
+    first, start = others[0], config.train.init_from
+    found = f"{len(others)} of its {chosen.size} ids mean another piece than in the tokenizer of {start}"
+    found += f" ({first}: {chosen.piece(first)!r}, there {own.piece(first)!r})"
+    if not config.data.new_tokenizer:
+        raise UserError(
+            f"{name}: {found}; expected that checkpoint's own tokenizer, or data.new_tokenizer=true to train with "
+            "another one"
+        )
+    kept = "train.freeze" if config.train.freeze != "none" else "train.lora_rank" if config.train.lora_rank else ""
+    learned = f", but {kept} keeps the table as it is" if kept else ""
+    logger.warning(f"{name}: {found}; their embeddings have to be learned anew{learned}")
 
 
 def _check_separator(separator: str, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,175 @@
+"""What lies beside the weights for Hugging Face: pipejax.json keeps a run's settings, README.md says how to decode.
+
+pipejax.json holds what decoding needs and nothing else: no path, and no size or id, which config.json has.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from pipejax import config as config_lib
+from pipejax.config import Config, DataConfig, T5Config, TrainConfig
+from pipejax.convert import generation
+from pipejax.convert.generation import Generation
+from pipejax.convert.tensor_files import read_json
+from pipejax.data.text import Template, tells_rows_apart
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
+
+FILE, CARD, WEIGHTS = "pipejax.json", "README.md", "model.safetensors"
+FORMAT = 1
+DATA = (  # the keys of `data` that say how texts are made and parted, and how long they may be
+    *("task", "source_template", "targets", "rows", "delimiter", "metric"),
+    *("max_source", "max_target", "separator"),
+)
+CARD_TEXT = """\
+# {name}
+
+{what}
+`pipejax convert to-hf` wrote this directory. `config.json`, `generation_config.json` and the weights are as
+transformers reads them; `pipejax.json` keeps the settings that transformers does not know.
+
+## With pipejax
+
+```shell
+pipejax convert from-hf DIRECTORY checkpoint  # this directory
+pipejax decode --checkpoint checkpoint --input sources.jsonl --output answers.jsonl
+```
+
+A line of `sources.jsonl` is `{line}`.{made}
+
+## With transformers
+
+{limit}
+
+```python
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")  # this directory
+model = AutoModelForSeq2SeqLM.from_pretrained("DIRECTORY")
+source = {source}
+ids = tokenizer(source, truncation=True, max_length={max_source}, return_tensors="pt")
+text = tokenizer.decode(model.generate(**ids)[0], skip_special_tokens=True)
+rows = {rows}
+```
+"""
+
+
+def write(directory: Path, name: str, config: Config, *, tokenizer: bool) -> list[str]:
+    """Writes both files beside model.safetensors; returns a line for each thing to say of them.
+
+    Args:
+      directory: where to.
+      name: of the model, for people.
+      config: of its run.
+      tokenizer: whether one lies there.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    facts = dataclasses.asdict(kept(config))
+    sections = {section: facts[section] for section in ("grid", "decode")}
+    sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
+    values = {"format": FORMAT, "weights": _digest(directory / WEIGHTS), "config": sections}
+    (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (directory / CARD).write_text(card(name, config, tokenizer=tokenizer), encoding="utf-8")
+    lines = []
+    if config.train.objective == "pipelined":
+        lines.append(
+            "these weights were trained to write rows side by side: transformers' generate writes the first row alone; "
+            f"{CARD} there says how to decode all"
+        )
+    if config.decode.draft == "model":
+        lines.append(f"decode.draft: {FILE} says none instead of model: the T5 that drafts is not in the directory")
+    return lines
+
+
+def kept(config: Config) -> Config:
+    """The part of a run's config that decoding needs, without its paths."""
+    decode = dataclasses.replace(config.decode, draft_checkpoint="")
+    if decode.draft == "model":
+        decode = dataclasses.replace(decode, draft="none", trace=False)
+    return Config(
+        model=config.model,
+        grid=config.grid,
+        data=DataConfig(**{key: getattr(config.data, key) for key in DATA}),
+        train=TrainConfig(objective=config.train.objective),
+        decode=decode,
+    )
+
+
+def read(directory: Path, model: T5Config, generate: Generation) -> tuple[Config, list[str]] | None:
+    """The config of the run that a directory is from, and a line for each thing to say of it; None: there is no file.
+
+    Args:
+      directory: of config.json and the weights.
+      model: the architecture there.
+      generate: the settings of `generate` there.
+
+    Raises:
+      UserError: the file is damaged, of another version, or does not go with the architecture.
+    """
+    file, weights = directory / FILE, directory / WEIGHTS
+    if not look(file):
+        return None
+    values = read_json(file)
+    if values.get("format") != FORMAT:
+        raise UserError(
+            f"{file}: format: found {values.get('format')!r:.40}; expected {FORMAT}: another version of pipejax wrote "
+            "it (without this file the weights alone are converted)"
+        )
+    saved = config_lib.from_json(json.dumps(values.get("config")), where=f"{file}: config")
+    config = dataclasses.replace(kept(saved), model=model)
+    config_lib.check(config, where=f"{file}: config")
+    lines = [
+        f"{file}: followed for objective ({config.train.objective}), grid, template, separator and decode settings"
+    ]
+    if look(weights) != "file" or _digest(weights) != values.get("weights"):
+        lines.append(f"{file}: was written beside other weights; right only if these were trained for the same")
+    theirs, ours = generate.followed(), Generation(generate.file, generation.written(config)).followed()
+    others = [key for key in theirs if key in generate.values and theirs[key] != ours.get(key)]
+    if others := [f"{key}={json.dumps(generate.values[key])[:40]}" for key in [*others, *generate.lost()]]:
+        lines.append(f"{generate.file}: not followed, since {FILE} goes before it: {', '.join(others)}")
+    return config, lines
+
+
+def card(name: str, config: Config, *, tokenizer: bool) -> str:
+    """The text of README.md; arguments as of `write`."""
+    data, grid = config.data, config.grid
+    template, between, core = data.source_template, data.separator, data.separator.strip(" ")
+    fields = (
+        dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}
+    )
+    begun = f"a new one every {grid.delay} steps" if grid.delay else "all from the first step on"
+    named = f" Each row begins as told, in turn: {', '.join(map(repr, grid.row_names))}." if grid.row_names else ""
+    parted = f"Its rows are parted by {between!r}." if tells_rows_apart(between) else "Nothing tells its rows apart."
+    what, limit, rows = {
+        "pipelined": (
+            f"A T5 that was trained to write the rows of an answer side by side, {begun} (pipelined decoding), with at "
+            f"most {grid.sub_max} rows and {grid.time_max} steps.{named} pipejax joins rows with {between!r}.",
+            "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows.",
+            "[text]",
+        ),
+        "sequential": (
+            f"A T5 that was trained to write an answer in one piece. {parted}",
+            "`generate` writes the whole answer.",
+            f"[row.strip() for row in text.split({core!r})]" if tells_rows_apart(between) else "[text]",
+        ),
+        "none": ("A T5 that was converted and not trained since.", "`generate` writes the whole answer.", "[text]"),
+    }[config.train.objective]
+    return CARD_TEXT.format(
+        name=name,
+        what=what if tokenizer else f"{what} There is no tokenizer here: sources have to be token ids.",
+        line=json.dumps(fields),
+        made=f" The source is made of it by the template {template!r}." if template else "",
+        limit=limit,
+        source=f"{template!r}.format_map({fields!r})" if template else repr("..."),
+        max_source=data.max_source,
+        rows=rows,
+    )
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,0 +1,170 @@
+"""The settings of transformers' `generate`: generation_config.json, or config.json where there is none.
+
+Where it lies in a directory, transformers takes the special ids from it alone. `generate` takes the most likely token
+unless a setting says otherwise.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipejax.config import Config, DecodeConfig, T5Config, check
+from pipejax.convert.tensor_files import read_json
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
+
+FILE = "generation_config.json"
+IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+TOP_K = 50  # of `generate`: it draws from so many tokens unless it is told another number
+# What changes an answer and has no equal here: always, where tokens are drawn, and with beams.
+ALWAYS = (
+    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_penalty"),
+    *("encoder_repetition_penalty", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "sequence_bias", "exponential_decay_length_penalty", "guidance_scale", "stop_strings"),
+    *("max_time", "num_return_sequences", "watermarking_config", "penalty_alpha", "dola_layers", "constraints"),
+    "force_words_ids",
+)
+OF_DRAWS = ("typical_p", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+OF_BEAMS = ("early_stopping", "num_beam_groups", "diversity_penalty")
+FACTORS = (  # for which 1 changes nothing
+    *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"),
+    *("min_length", "num_return_sequences", "num_beam_groups"),
+)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a directory says of `generate`."""
+
+    file: Path  # that says it
+    values: Mapping[str, Any]  # its keys, without those that are null
+
+    @property
+    def drawn(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.values.get("do_sample") is True
+
+    @property
+    def beams(self) -> Any:
+        """The number of beams."""
+        return self.values.get("num_beams", 1)
+
+    def followed(self) -> dict[str, tuple[str, Any]]:
+        """By its key, the key of `decode` that means the same, and the value."""
+        values, found = self.values, dict[str, tuple[str, Any]]()
+        if "max_new_tokens" in values:
+            found["max_new_tokens"] = "max_length", values["max_new_tokens"]
+        elif "max_length" in values:  # it counts the start token, too
+            most = values["max_length"]
+            found["max_length"] = "max_length", most - 1 if type(most) is int else most
+        if self.drawn and self.beams == 1:
+            found["do_sample"] = "temperature", values.get("temperature", 1.0)
+            found |= {"top_k": ("top_k", values.get("top_k", TOP_K)), "top_p": ("top_p", values.get("top_p", 1.0))}
+        elif self.beams != 1 and not self.drawn:
+            found |= {"num_beams": ("beams", self.beams)}
+            found |= {"length_penalty": ("length_penalty", values.get("length_penalty", 1.0))}
+        return found
+
+    def lost(self) -> Iterator[str]:
+        """Its keys that change answers and have no equal here."""
+        keys = [*ALWAYS, *(OF_DRAWS if self.drawn else ()), *(OF_BEAMS if self.beams != 1 else ())]
+        for key in keys:
+            value = self.values.get(key)
+            nothing = value is None or (value in (0, [], {}, "") and not key.endswith("_id"))
+            if not nothing and not (value == 1 and key in FACTORS):
+                yield key
+        if self.drawn and self.beams != 1:
+            yield from ("do_sample", "num_beams")
+
+
+def read(directory: Path, facts: Mapping[str, Any]) -> Generation:
+    """The settings in a directory whose config.json holds `facts`; raises a UserError if a file of them is no JSON."""
+    file = directory / FILE
+    found = look(file) == "file"
+    values = read_json(file) if found else facts
+    return Generation(
+        file if found else directory / "config.json", {key: x for key, x in values.items() if x is not None}
+    )
+
+
+def special_ids(generation: Generation, facts: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, Path]], list[str]]:
+    """The special ids that `generate` goes by, each with its file, and a line for each thing to say of them.
+
+    Args:
+      generation: what the directory says.
+      facts: what its config.json holds.
+
+    Raises:
+      UserError: several tokens end an answer, or begin one.
+    """
+    config, file, values = generation.file.with_name("config.json"), generation.file, generation.values
+    given = {key: values.get(key) for key in IDS}
+    if given["decoder_start_token_id"] is None:
+        given["decoder_start_token_id"] = values.get("bos_token_id")
+    if type(given["pad_token_id"]) is int and given["pad_token_id"] < 0:  # as some write for none
+        given["pad_token_id"] = None
+    ids, others, lacking = dict[str, tuple[Any, Path]](), [], []
+    for key, value in given.items():
+        known = facts.get(key)
+        if value is not None:
+            ids[key] = _only(value, f"{file}: {key}"), file
+            if known is not None and known not in (value, [value]) and [known] != value:
+                others.append(f"{key} {value} (there: {known})")
+        elif known is not None:
+            ids[key] = _only(known, f"{config}: {key}"), config
+            if file != config and key != "pad_token_id":  # which only fills up, there and here
+                lacking.append(f"{key} {known}")
+    lines = [f"{file}: goes before config.json, as in transformers: {', '.join(others)}"] if others else []
+    if lacking:
+        lines.append(
+            f"{file}: lacks {', '.join(lacking)} of config.json, which is followed; transformers' generate would fail "
+            "without a start, and not end without an eos"
+        )
+    return ids, lines
+
+
+def decoding(generation: Generation, model: T5Config) -> tuple[DecodeConfig, list[str]]:
+    """Those of its settings that mean the same here, and a line for each thing to say of them."""
+    decode, lost = DecodeConfig(), [*generation.lost()]
+    for key, (ours, value) in generation.followed().items():
+        setting: dict[str, Any] = {ours: value}
+        if type(value) is int and isinstance(getattr(decode, ours), float):
+            setting[ours] = float(value)
+        try:
+            changed = replace(decode, **setting)
+            check(Config(model=model, decode=changed), where="")
+        except UserError:  # out of our bounds
+            lost.append(key)
+        else:
+            decode = changed
+    file, lines = generation.file, []
+    if taken := [f"decode.{key}={x}" for key, x in vars(decode).items() if x != getattr(DecodeConfig, key)]:
+        lines.append(f"{file}: followed as {', '.join(taken)}")
+    if lost:
+        named = (f"{key}={json.dumps(generation.values.get(key))[:40]}" for key in lost)
+        lines.append(f"{file}: not followed, since pipejax has no such setting: {', '.join(named)}")
+    return decode, lines
+
+
+def written(config: Config) -> dict[str, Any]:
+    """The content of generation_config.json for a run, with which `generate` comes as near to it as it can."""
+    assert config.model is not None
+    decode, values = config.decode, {key: getattr(config.model, key) for key in IDS}
+    if config.train.objective == "pipelined":  # the first row is what `generate` writes
+        return values | {"max_new_tokens": config.grid.time_max}
+    values |= {"max_new_tokens": decode.max_length}
+    if decode.beams > 1:
+        values |= {"num_beams": decode.beams, "length_penalty": decode.length_penalty}
+    elif decode.temperature > 0:
+        values |= {"do_sample": True, "temperature": decode.temperature, "top_k": decode.top_k, "top_p": decode.top_p}
+    return values
+
+
+def _only(value: Any, where: str) -> Any:
+    """The id, or the only one of a list."""
+    several = value if isinstance(value, list) else [value]
+    if len(several) != 1:
+        raise UserError(f"{where}: found {value}; expected a single id")
+    return several[0]

@@ -1,0 +1,375 @@
+"""The tokenizer's special ids beside the model's: wherever both meet they are compared, and pieces are as well."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+import transformers
+
+import pipejax
+from pipejax import checkpoint
+from pipejax.config import Config, DataConfig, T5Config, TrainConfig
+from pipejax.convert import huggingface
+from pipejax.data import demo
+from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
+from pipejax.inference.export import export
+from pipejax.system.errors import UserError
+from pipejax.training import start
+from pipejax.training.loop import fit
+from support import oracle, tiny
+
+MODEL = dataclasses.replace(tiny.MODEL, vocab_size=400)
+PARAMS = oracle.random_params(MODEL, np.random.default_rng(0))
+WORDS = [f"word{i}" for i in range(20)]
+
+
+def word_level(directory: Path, vocabulary: Sequence[str], unknown: str = "<unk>", **specials: str) -> Path:
+    """A tokenizer of whole words, whose ids are their places in the list."""
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=unknown))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **specials).save_pretrained(directory)
+    return directory
+
+
+def bytes_of_gpt(directory: Path, *, eos: int) -> Path:
+    """Like GPT-2's: bytes, and one special token that is bos, eos and unk. T5s from scratch have it."""
+    end = "<|endoftext|>"
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    alphabet.insert(eos, end)
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    specials = {"bos_token": end, "eos_token": end, "unk_token": end}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **specials).save_pretrained(directory)
+    return directory
+
+
+def spiece(directory: Path, **ids: int) -> Path:
+    """A bare spiece.model with special ids of one's own, as sentencepiece trains it."""
+    directory.mkdir(exist_ok=True)
+    text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text[i:] + text[:i] for i in range(len(text))]),
+        model_prefix=str(directory / "spiece"),
+        vocab_size=44,
+        minloglevel=2,
+        **ids,
+    )
+    (directory / "spiece.vocab").unlink()
+    return directory
+
+
+def byt5(directory: Path) -> Path:
+    transformers.ByT5Tokenizer().save_pretrained(directory)
+    return directory
+
+
+def run_of(directory: Path, tokenizer: Path | None, model: T5Config = MODEL, **train: Any) -> Path:
+    """A run directory as `pipejax train` leaves it; nothing is compared when it is written."""
+    settings = {"objective": "sequential", **train}
+    config = Config(model=model, data=DataConfig(task="demo"), train=TrainConfig(**settings), mesh=tiny.RUN_ON_ONE.mesh)
+    checkpoint.save_params(directory, config, PARAMS, tokenizer_source=tokenizer)
+    return directory
+
+
+Make = Callable[[Path], Path]
+EOS = {"eos_token": "</s>", "unk_token": "<unk>"}
+# The tokenizer, the model's eos, and words of the refusal.
+CONTRADICTIONS: dict[str, tuple[Make, int, tuple[str, ...]]] = {
+    "the word at eos": (
+        lambda d: word_level(d, ["<pad>", "the", "</s>", "<unk>", *WORDS], pad_token="<pad>", **EOS),
+        1,
+        ("found 1, which is 'the' in", "'</s>' = 2 ends a text"),
+    ),
+    "sentencepiece as it is by itself": (
+        lambda d: spiece(d),
+        1,
+        ("found 1, which is '<s>' in", "'</s>' = 2 ends a text"),
+    ),
+    "T5's beside another model's eos": (
+        lambda d: spiece(d, pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
+        2,
+        ("found 2, which is '<unk>' in", "'</s>' = 1 ends a text"),
+    ),
+    "a byte at eos": (byt5, 100, ("found 100, which is 'a' in", "'</s>' = 1 ends a text")),
+    "an eos beyond the tokenizer": (
+        lambda d: word_level(d, ["<pad>", "</s>", "<unk>", *WORDS], **EOS),
+        300,
+        ("found 300, no id of", "'</s>' = 1 ends a text"),
+    ),
+    "a word, and no eos at all": (
+        lambda d: word_level(d, ["<pad>", "the", "<unk>", *WORDS], unk_token="<unk>"),
+        1,
+        ("found 1, which is 'the' in", "expected an id that stands for no text"),
+    ),
+    "the unknown's id": (
+        lambda d: word_level(d, ["<pad>", "<unk>", *WORDS], unk_token="<unk>", pad_token="<pad>"),
+        1,
+        ("found 1, which is '<unk>' in", "stands for all that it lacks"),
+    ),
+    "eos and unknown in one": (
+        lambda d: word_level(d, ["<pad>", "</s>", *WORDS], unknown="</s>", eos_token="</s>", unk_token="</s>"),
+        1,
+        ("found 1, which is '</s>' in", "stands for all that it lacks"),
+    ),
+}
+# The tokenizer, and the model's eos and start.
+AGREEMENTS: dict[str, tuple[Make, int, int]] = {
+    "the demo's": (lambda d: demo.build_tokenizer(d) or d, 1, 0),  # type: ignore[func-returns-value]
+    "byt5": (byt5, 1, 0),
+    "sentencepiece as for mT5": (lambda d: spiece(d, pad_id=0, eos_id=1, unk_id=2, bos_id=-1), 1, 0),
+    "sentencepiece as it is, beside its own ids": (lambda d: spiece(d), 2, 1),
+    "codet5": (
+        lambda d: word_level(
+            d, ["<pad>", "<s>", "</s>", "<unk>", *WORDS], bos_token="<s>", pad_token="<pad>", sep_token="</s>", **EOS
+        ),
+        2,
+        0,
+    ),
+    "bytes of GPT-2's, one token for all": (lambda d: bytes_of_gpt(d, eos=256), 256, 256),
+    "no pad": (lambda d: word_level(d, ["<s>", "</s>", "<unk>", *WORDS], **EOS), 1, 0),
+    "no eos declared": (lambda d: word_level(d, ["<pad>", "</s>", "<unk>", *WORDS], unk_token="<unk>"), 1, 0),
+    "an eos of which the tokenizer knows nothing": (
+        lambda d: word_level(d, ["<pad>", "<unk>", *WORDS], unk_token="<unk>", pad_token="<pad>"),
+        300,
+        0,
+    ),
+    "square brackets": (
+        lambda d: word_level(d, ["[PAD]", "[EOS]", "[UNK]", *WORDS], unknown="[UNK]", unk_token="[UNK]"),
+        1,
+        0,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tokenizer's directory for each case; nobody changes it."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    made = {**{name: case[0] for name, case in CONTRADICTIONS.items()}, **{n: c[0] for n, c in AGREEMENTS.items()}}
+    return {name: make(root / str(i)) for i, (name, make) in enumerate(made.items())}
+
+
+def hugging_face(directory: Path, tokenizer: Path, model: T5Config) -> Path:
+    huggingface.write_hf(model, PARAMS, directory, tokenizer)
+    return directory
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_two_ends_are_refused(case: str, directories: dict[str, Path], tmp_path: Path) -> None:
+    """In a line that names both files and both ids."""
+    _, eos, words = CONTRADICTIONS[case]
+    source = hugging_face(tmp_path / "hf", directories[case], dataclasses.replace(MODEL, eos_token_id=eos))
+    with pytest.raises(UserError) as caught:
+        huggingface.from_hf(source, tmp_path / "out")
+    message = str(caught.value)
+    assert message.startswith(f"{source}/generation_config.json: eos_token_id: found {eos}")
+    assert f" the tokenizer of {source}" in message or f"no id of the tokenizer of {source}" in message
+    assert "\n" not in message and all(word in message for word in words), message
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_doors_compare(directories: dict[str, Path], tmp_path: Path) -> None:
+    files = directories["the word at eos"]
+    run, bare = run_of(tmp_path / "run", files), run_of(tmp_path / "bare", None)
+    base = Config(data=DataConfig(task="jsonl", tokenizer=str(files)), train=TrainConfig(steps=1))
+    own = dataclasses.replace(base, data=DataConfig(task="jsonl"), train=TrainConfig(init_from=str(run)))
+    random = dataclasses.replace(base, model=MODEL)
+    begun = dataclasses.replace(base, train=TrainConfig(init_from=str(bare)))
+    doors: dict[str, tuple[Callable[[], Any], str]] = {
+        "load": (lambda: pipejax.load(run), f"{run}: model.eos_token_id"),
+        "to-hf": (lambda: huggingface.to_hf(run, tmp_path / "hf"), f"{run}: model.eos_token_id"),
+        "export": (lambda: export(run, tmp_path / "x", platforms=["cpu"]), f"{run}: model.eos_token_id"),
+        "random weights": (lambda: start._prepare(random), "model.eos_token_id"),
+        "init_from": (lambda: start._prepare(own), f"{run}: model.eos_token_id"),
+        "init_from without a tokenizer": (lambda: start._prepare(begun), f"{bare}: model.eos_token_id"),
+    }
+    for name, (door, place) in doors.items():
+        with pytest.raises(UserError) as caught:
+            door()
+        assert str(caught.value).startswith(f"{place}: found 1, which is 'the' in "), name
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("case", AGREEMENTS)
+def test_tokenizers_that_agree_pass(case: str, directories: dict[str, Path], said: list[str]) -> None:
+    _, eos, begin = AGREEMENTS[case]
+    model = dataclasses.replace(MODEL, eos_token_id=eos, decoder_start_token_id=begin)
+    tokenizer = Tokenizer.load(directories[case])
+    check_special_ids(tokenizer, model, "model.eos_token_id", "it")
+    warn_of_start(tokenizer, model, "model.decoder_start_token_id", "it")
+    assert not said
+
+
+def test_the_real_tokenizer_of_t5_passes(real_data: Path, tmp_path: Path, said: list[str]) -> None:
+    files, model = real_data / "t5_tokenizer", dataclasses.replace(MODEL, vocab_size=32128)
+    params = oracle.random_params(model, np.random.default_rng(0))
+    huggingface.write_hf(model, params, tmp_path / "hf", files)
+    huggingface.from_hf(tmp_path / "hf", tmp_path / "out")
+    assert pipejax.load(tmp_path / "out").tokenizer.eos == 1 and not said
+    shutil.copytree(tmp_path / "hf", tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "bare" / name).unlink()
+    huggingface.from_hf(tmp_path / "bare", tmp_path / "from-bare")
+    one, two = (Tokenizer.load(tmp_path / name / "tokenizer") for name in ("out", "from-bare"))
+    assert one.other_pieces(two) == two.other_pieces(one) == [] and not said
+
+
+@pytest.mark.parametrize(
+    "vocabulary, specials, begin, piece",
+    [
+        (["the", "</s>", "<unk>", "<pad>"], {"pad_token": "<pad>"}, 0, "'the'"),
+        (["<unk>", "</s>", "<pad>", "the"], {"pad_token": "<pad>"}, 0, "'<unk>'"),
+        (["<unk>", "</s>", "the"], {}, 2, "'the'"),
+    ],
+)
+def test_a_start_that_stands_for_text_is_followed_and_said(
+    vocabulary: list[str], specials: dict[str, str], begin: int, piece: str, tmp_path: Path, said: list[str]
+) -> None:
+    model = dataclasses.replace(MODEL, decoder_start_token_id=begin)
+    files = word_level(tmp_path / "tokenizer", [*vocabulary, *WORDS], **EOS, **specials)
+    source = hugging_face(tmp_path / "hf", files, model)
+    huggingface.from_hf(source, tmp_path / "out")
+    [line] = said
+    assert line.startswith(
+        f"warning: {source}/generation_config.json: decoder_start_token_id: found {begin}, which is "
+    )
+    assert piece in line and "followed" in line
+    said.clear()
+    assert pipejax.load(tmp_path / "out").architecture.decoder_start_token_id == begin and not said  # said once
+
+
+def test_what_else_a_tokenizer_puts_around_a_text_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers would feed `<s>` before each source; T5's own puts eos behind it, as is done here."""
+    files = word_level(tmp_path / "tokenizer", ["<pad>", "<s>", "</s>", "<unk>", *WORDS], bos_token="<s>", **EOS)
+    inner = tokenizers.Tokenizer.from_file(str(files / "tokenizer.json"))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    inner.save(str(files / "tokenizer.json"))
+    model = dataclasses.replace(MODEL, eos_token_id=2)
+    huggingface.from_hf(hugging_face(tmp_path / "hf", files, model), tmp_path / "out")
+    assert "puts ids [1] before and [2] after a text in transformers; pipejax puts [2]" in capsys.readouterr().err
+    demo.build_tokenizer(tmp_path / "demo")
+    huggingface.from_hf(hugging_face(tmp_path / "hf2", tmp_path / "demo", MODEL), tmp_path / "out2")
+    assert "puts ids" not in capsys.readouterr().err
+
+
+# The tokenizer of a checkpoint to start from, and another one.
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a tokenizer of words."""
+    root = tmp_path_factory.mktemp("begun")
+    return run_of(
+        root / "run", word_level(root / "words", ["<pad>", "</s>", "<unk>", *WORDS], pad_token="<pad>", **EOS)
+    )
+
+
+def settings(begun: Path, tokenizer: Path, **more: Any) -> Config:
+    train = TrainConfig(init_from=str(begun), **more.pop("train", {}))
+    file = str(more.pop("train_file", ""))
+    return Config(data=DataConfig(task="jsonl", tokenizer=str(tokenizer), train=file, **more), train=train)
+
+
+def test_another_tokenizer_is_refused(begun: Path, tmp_path: Path) -> None:
+    swapped = ["<pad>", "</s>", "<unk>", *WORDS[:5], *reversed(WORDS[5:])]  # the one in the middle stays
+    files = word_level(tmp_path / "other", swapped, pad_token="<pad>", **EOS)
+    (tmp_path / "train.jsonl").write_text('{"source": "word1", "targets": ["word2"]}\n')
+    with pytest.raises(UserError) as caught:
+        fit(settings(begun, files, train_file=tmp_path / "train.jsonl"), tmp_path / "run")
+    different = sum(a != b for a, b in zip(WORDS, swapped[3:], strict=True))
+    assert different == 14
+    assert str(caught.value) == (
+        f"data.tokenizer={files}: 14 of its 23 ids mean another piece than in the tokenizer of {begun} "
+        "(8: 'word19', there 'word5'); expected that checkpoint's own tokenizer, or data.new_tokenizer=true to train "
+        "with another one"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tasks_own_tokenizer_is_compared_too(begun: Path) -> None:
+    config = dataclasses.replace(settings(begun, Path()), data=DataConfig(task="demo"))
+    with pytest.raises(UserError, match=r"^the tokenizer of data\.task=demo: 20 of its \d+ ids mean another piece"):
+        start._prepare(config)
+
+
+@pytest.mark.parametrize(
+    "words, train, counted, hint",
+    [
+        (list(reversed(WORDS)), {}, 20, "learned anew"),
+        ([f"▁{word}" for word in WORDS], {"freeze": "encoder"}, 20, "but train.freeze keeps the table as it is"),
+        (["other", *WORDS[1:]], {"lora_rank": 2}, 1, "but train.lora_rank keeps the table as it is"),
+    ],
+)
+def test_it_is_taken_when_asked_for(
+    words: list[str], train: dict[str, Any], counted: int, hint: str, begun: Path, tmp_path: Path, said: list[str]
+) -> None:
+    files = word_level(tmp_path / "other", ["<pad>", "</s>", "<unk>", *words], pad_token="<pad>", **EOS)
+    _, tokenizer, _ = start._prepare(settings(begun, files, new_tokenizer=True, train=train))
+    assert tokenizer.encode(words[0]) == [3]
+    [line] = said
+    assert line.startswith(f"warning: data.tokenizer={files}: {counted} of its 23 ids mean") and line.endswith(hint)
+
+
+def copied(begun: Path, out: Path) -> Path:
+    return Path(shutil.copytree(begun / "tokenizer", out))
+
+
+def saved_anew(begun: Path, out: Path) -> Path:
+    Tokenizer.load(begun / "tokenizer").save(out)
+    return out
+
+
+def by_another_class(begun: Path, out: Path) -> Path:
+    """The vocabulary alone, in other files and without a word on what is special."""
+    inner = tokenizers.Tokenizer.from_file(str(begun / "tokenizer" / "tokenizer.json"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(out)
+    return out
+
+
+def with_more_pieces(begun: Path, out: Path) -> Path:
+    inner = transformers.AutoTokenizer.from_pretrained(begun / "tokenizer")
+    inner.add_tokens(["<sep>", "something"])
+    inner.save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("form", [copied, saved_anew, by_another_class, with_more_pieces])
+def test_the_same_tokenizer_in_another_form_passes(
+    form: Callable[[Path, Path], Path], begun: Path, tmp_path: Path, said: list[str]
+) -> None:
+    _, tokenizer, _ = start._prepare(settings(begun, form(begun, tmp_path / "same")))
+    assert tokenizer.encode("word3 word19") == [6, 22] and not said
+
+
+def test_forms_of_a_sentencepiece_model(directories: dict[str, Path], tmp_path: Path) -> None:
+    """spiece.model alone, and the tokenizer.json that transformers makes of it."""
+    files = directories["sentencepiece as for mT5"]
+    run = run_of(tmp_path / "run", files)
+    Tokenizer.load(files).save(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "spiece.model").exists()
+    start._prepare(settings(run, tmp_path / "saved"))
+    other = spiece(tmp_path / "other", pad_id=0, eos_id=1, unk_id=2, bos_id=-1, model_type="char")
+    with pytest.raises(UserError, match="ids mean another piece"):
+        start._prepare(settings(run, other))
+
+
+def test_a_damaged_tokenizer_of_the_checkpoint_can_be_replaced(begun: Path, tmp_path: Path, said: list[str]) -> None:
+    """As the refusal of changed files advises."""
+    run = Path(shutil.copytree(begun, tmp_path / "run"))
+    good = copied(begun, tmp_path / "good")
+    (run / "tokenizer" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="found other content; expected what was saved"):
+        start._prepare(dataclasses.replace(settings(run, good), data=DataConfig(task="jsonl")))
+    assert start._prepare(settings(run, good))[1].encode("word0") == [3]
+    [line] = said
+    assert f"data.tokenizer={good} is taken without a comparison" in line
