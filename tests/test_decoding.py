@@ -145,9 +145,14 @@ def test_the_random_models_run_into_every_case():
     assert rows > 500
 
 
-@pytest.mark.parametrize("delay, time_max, sub_max", [(2, 12, 6), (4, 24, 5), (8, 40, 4), (10, 50, 2), (25, 50, 2)])
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max", [(2, 12, 6), (4, 24, 5), (8, 40, 4), (10, 50, 2), (25, 50, 2), (3, 11, 9), (6, 4, 3)]
+)
 def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_max):
-    """Where an example has no open row it goes on to the next start: its calls are of other times than the others'."""
+    """Where an example has no open row it goes on to the next start: its calls are of other times than the others'.
+
+    The last two have fewer rows in time than they may have: all may end, and time goes on to its end.
+    """
     strategy = Scripted(delay=delay, time_max=time_max, sub_max=sub_max)
     batches = [[[[2] * 49, [3] * 39], *[[[2] * n, [3] * 3] for n in range(1, 8)]]]
     for seed in range(40):
@@ -162,6 +167,50 @@ def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_ma
             assert [row for row in rows_of(decoded, b) if row] == expected.rows
             assert decoded.steps[b] == expected.steps
             assert TRUNCATIONS[decoded.truncated[b]] == expected.truncated
+
+
+@pytest.mark.parametrize(
+    "delay, time_max, sub_max, literal",
+    [(1, 14, 9, False), (2, 18, 7, False), (3, 24, 8, False), (2, 14, 8, True), (0, 5, 4, False), (1, 9, 1, False)],
+)
+def test_rows_that_repeat_end_an_answer_as_in_plain_lists(delay, time_max, sub_max, literal):
+    """In batches whose examples run in circles at other times than their neighbours, and on a grid of one row."""
+    limits = {"delay": delay, "time_max": time_max, "sub_max": sub_max}
+    strategy, plain = (Scripted(**limits, literal=literal, unique=unique) for unique in (True, False))
+    earlier = later = 0
+    for seed in range(30):
+        rng = np.random.default_rng([seed, delay, time_max])
+        few = [[2], [3], [2, 3], [3, 3, 3], [2, 3, 2, 3, 2]][: rng.integers(1, 6)]
+        answers = [[few[i] for i in rng.integers(0, len(few), rng.integers(0, 12))] for _ in range(6)]
+        decoded, otherwise = (decode_scripted(one, answers) for one in (strategy, plain))
+        for b, rows in enumerate(answers):
+            says = oracle.scripted_next_tokens(rows)
+            stop = "literal" if literal else "empty_row"
+            expected = oracle.algorithm1(says, **limits, stop=stop, unique=True)
+            written = [row[1 : -1 if row[-1] == 1 else None] for row in expected.all_rows]
+            assert rows_of(decoded, b)[: len(written)] == written and not decoded.lengths[b, len(written) :].any()
+            assert decoded.steps[b] == expected.steps
+            assert strategy.calls(decoded)[b] == expected.calls
+            assert TRUNCATIONS[decoded.truncated[b]] == expected.truncated
+            earlier += decoded.steps[b] < otherwise.steps[b]
+            again = [row in written[:i] for i, row in enumerate(written)]
+            later += any(again[i] and not all(again[i:]) for i in range(len(again)))
+    assert earlier > 20 or literal or delay == 0 or sub_max == 1
+    assert later > 10 or sub_max == 1  # rows that repeat, and others after them
+
+
+def test_nothing_is_compared_unless_rows_are_to_be_unique():
+    """Neither by a strategy that is asked for nothing nor literally, where nothing would come of it."""
+
+    def program(strategy):
+        state = strategy.init(2)
+        return str(jax.make_jaxpr(strategy.advance)(state, jnp.zeros((2, strategy.rows), jnp.int32)))
+
+    plain = Pipelined(delay=1, time_max=9, sub_max=4)
+    assert "cond" in program(dataclasses.replace(plain, unique=True))
+    assert "cond" not in program(plain)
+    literal = dataclasses.replace(plain, literal=True)
+    assert program(literal) == program(dataclasses.replace(literal, unique=True))
 
 
 def test_a_cache_that_is_too_small_is_an_error():

@@ -166,6 +166,7 @@ def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> Non
         (["--set", "grid.delay=-1"], "grid.delay: found -1; expected at least 0"),
         (["--strategy", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),
         (["--set", "decode.temperature=0.5"], "decode.temperature: found 0.5; expected 0.0, all that an export knows"),
+        (["--set", "decode.unique_rows=true"], "decode.unique_rows: found True; expected False, all that"),
         (["--best"], "found no best/; expected a run that was evaluated at least once"),
     ],
 )

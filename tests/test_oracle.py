@@ -97,6 +97,25 @@ def test_a_row_that_starts_after_all_others_ended() -> None:
         ([[A, B, C], [], [D]], {"stop": "literal", "sub_max": 3}, [[A, B, C], [D]], 4, None),
         # The literal rule never ends while each step starts a row that does not end at once.
         ([[A]] * 9, {"stop": "literal", "time_max": 3}, [[A], [A], [A]], 3, "time_max"),
+        # Unique rows: one that repeats is left out, and the answer goes on.
+        ([[A], [A], [B], [A], [C]], {"unique": True}, [[A], [B], [C]], 6, None),
+        ([[A, B], [A], [A, B, C]], {"unique": True}, [[A, B], [A], [A, B, C]], 6, None),
+        # Two on end: the second of them ends at step 4, when four rows have started, and at step 8, when three have.
+        ([[A]] * 3 + [[B], [C]], {"unique": True}, [[A], [B]], 5, None),
+        ([[A]] * 9, {"unique": True}, [[A]], 5, None),
+        ([[A]] * 9, {"unique": True, "delay": 3}, [[A]], 8, None),
+        ([[A], [B]] * 9, {"unique": True, "delay": 2}, [[A], [B]], 8, None),
+        # The upper of the two ends last, at step 6: both C that have begun by then end at 6 and 7.
+        ([[A], [B, B, B], [B, B, B], [A], *[[C]] * 9], {"unique": True}, [[A], [B, B, B], [C]], 7, None),
+        # Which bound cuts off, and which ends: at sub_max two on end are the end, one is not.
+        ([[A]] * 3, {"unique": True, "sub_max": 3}, [[A]], 4, None),
+        ([[A]] * 3, {"unique": True, "sub_max": 2}, [[A]], 3, "sub_max"),
+        ([[A]] * 9, {"unique": True, "time_max": 4}, [[A]], 4, "time_max"),
+        ([[A, B]] * 9, {"unique": True, "time_max": 3}, [[A, B], [A]], 3, "time_max"),
+        ([[A]] * 9, {"unique": True, "delay": 3, "time_max": 7}, [[A]], 7, "time_max"),
+        # The literal rule goes on starting rows; at a delay of 0 all have begun.
+        ([[A]] * 9, {"unique": True, "stop": "literal", "sub_max": 9}, [[A]], 10, "sub_max"),
+        ([[A]] * 9, {"unique": True, "delay": 0, "sub_max": 4}, [[A]], 2, None),
         # bos is an ordinary id inside a row.
         ([[0], [A, 0, 0]], {}, [[0], [A, 0, 0]], 5, None),
     ],

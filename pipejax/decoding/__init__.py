@@ -92,6 +92,7 @@ def make(
             literal=grid.stop == "literal",
             bos=bos,
             eos=eos,
+            unique=decode.unique_rows,
         )
     else:
         raise AssertionError(f"no strategy is made for {name}")

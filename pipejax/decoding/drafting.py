@@ -54,6 +54,7 @@ class State:
     guesses: Array  # i32 [B, R, D], the model's answers beyond what was accepted
     guessed: Array  # i32 [B, R], how many
     drafter: object  # the drafter's own
+    circle: Any = None  # i32 [B], as `Pipelined.circle`, if rows are to be unique
     trace: Any = None  # a `Trace` of what became of drafts, if it is kept
 
 
@@ -121,6 +122,7 @@ class Drafted:
             guesses=jnp.zeros((batch, rows, width - 1), jnp.int32),
             guessed=none,
             drafter=self.drafter.init(source, rows),
+            circle=none[:, 0] + NEVER if self.grid.unique and not self.grid.literal else None,
             # There is a call a time-step at most: the open row that is furthest behind grows in each.
             trace=tracing.empty(batch, times, rows, width - 1) if self.trace else None,
         )
@@ -204,14 +206,18 @@ class Drafted:
         ends = ends_here.any(axis=1)
         gain = jnp.minimum(gain, _before(ends_here, axis=1) + 1)
 
-        ended, length = state.ended | ends, state.length + gain
-        begins = started | ((gain > 0) & self.grid.may_begin(ended, length))
+        ended, length, circle = state.ended | ends, state.length + gain, state.circle
+        place = jnp.arange(self.grid.time_max) - state.length[:, :, None]
+        found = jnp.take_along_axis(answers.swapaxes(1, 2), jnp.clip(place, 0, self.width - 1), axis=2)
+        if circle is not None:
+            # Of a row that does not begin after all, too: it is later than what keeps that row from it.
+            tokens = jnp.where(place >= 0, found, state.tokens)
+            circle = jnp.minimum(circle, self.grid.circle(tokens, length, ended, ends))
+        begins = started | ((gain > 0) & self.grid.may_begin(ended, length, circle))
         gain, ends = jnp.where(begins, gain, 0), ends & begins
         ended, length = state.ended | ends, state.length + gain
         counts = jnp.where(begins & asks, jnp.minimum(run, limit - newest), -1)  # the last column that does
         kept = live & ((columns[:, None] <= counts[:, None]) | state.ended[:, None])
-        place = jnp.arange(self.grid.time_max) - state.length[:, :, None]
-        found = jnp.take_along_axis(answers.swapaxes(1, 2), jnp.clip(place, 0, self.width - 1), axis=2)
         fresh = (place >= 0) & (place < gain[:, :, None])
         beyond = jnp.clip(gain[:, :, None] + jnp.arange(self.width - 1), 0, self.width - 1)
         state = dataclasses.replace(
@@ -226,6 +232,7 @@ class Drafted:
             used=state.used + taken(_flat(live), _flat(kept)).max(),
             guesses=jnp.take_along_axis(answers.swapaxes(1, 2), beyond, axis=2),
             guessed=jnp.where(asks, jnp.maximum(live.sum(axis=1) - gain, 0), 0),
+            circle=circle,
             **self._learned(state, live.sum(axis=1) - 1, run, counts),
         )
         finished = ended | (self._first + length >= self.grid.time_max)
@@ -255,11 +262,13 @@ class Drafted:
     def result(self, state: State) -> Decoded:
         """The rows, and the steps that Algorithm 1 would have taken for them."""
         started = jnp.arange(self.grid.rows) < state.started[:, None]
-        empty_seen = self._is_empty(state.ended, state.length).any(axis=1)
+        complete = self._is_empty(state.ended, state.length).any(axis=1)
+        if state.circle is not None:
+            complete |= state.circle < NEVER
         cut = (started & ~state.ended).any(axis=1)
-        over = ~cut & (self.grid.literal | empty_seen | (state.started == self.grid.sub_max))
+        over = ~cut & (self.grid.literal | complete | (state.started == self.grid.sub_max))
         last = jnp.where(started, self._first + state.length, 0).max(axis=1)
-        truncated = self.grid.truncated(cut, empty_seen, state.started)
+        truncated = self.grid.truncated(cut, complete, state.started)
         if isinstance(self.inner, Sequential):
             truncated = jnp.where(cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
         return Decoded(
@@ -287,7 +296,7 @@ class Drafted:
     def _closed(self, state: State) -> Array:
         """bool [B], no row starts any more."""
         rows = jnp.arange(self.grid.rows)
-        barred = (rows == state.started[:, None]) & ~self.grid.may_begin(state.ended, state.length)
+        barred = (rows == state.started[:, None]) & ~self.grid.may_begin(state.ended, state.length, state.circle)
         return (state.started == self.grid.rows) | barred.any(axis=1)
 
     def _has_room(self, state: State) -> Array:

@@ -25,7 +25,7 @@ class State:
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
     end: Array  # i32 [B, S], time at which a row's eos was generated, else NEVER
     retired: Array  # bool [B, S], that eos was fed
-    empty_seen: Array  # bool [B], some row ended at once
+    complete: Array  # bool [B], some row ended at once, or the answer runs in circles
     done: Array  # bool [B]
     steps: Array  # i32 [B], time-steps taken
 
@@ -37,6 +37,8 @@ class Pipelined:
     By default only an empty row, or the last of `sub_max` rows, ends spawning, and decoding stops once no row can start
     and all have ended. `literal` follows the paper's lines 5-13 to the letter: rows keep starting after an empty one,
     and decoding stops the first time that all started rows have ended.
+
+    Unless it is literal, `unique` ends spawning when the answer runs in circles, too: see `circle`.
     """
 
     delay: int
@@ -45,6 +47,7 @@ class Pipelined:
     literal: bool = False
     bos: int = 0
     eos: int = 1
+    unique: bool = False
 
     @property
     def rows(self) -> int:
@@ -73,7 +76,7 @@ class Pipelined:
             started=none[:, 0],
             end=none + NEVER,
             retired=none > 0,
-            empty_seen=none[:, 0] > 0,
+            complete=none[:, 0] > 0,
             done=none[:, 0] > 0,
             steps=none[:, 0],
         )
@@ -87,7 +90,7 @@ class Pipelined:
         rows = jnp.arange(self.rows)
         due = grid.is_start(state.time, self.delay) & (state.started < self.rows) & ~state.done
         if not self.literal:
-            due &= ~state.empty_seen
+            due &= ~state.complete
         started = state.started + due * grid.starting(self.delay, self.rows)
         born = (rows >= state.started[:, None]) & (rows < started[:, None])
         is_open = self._open(started, state.end, state.done)
@@ -112,22 +115,26 @@ class Pipelined:
         open_before = self._open(state.started, state.end, state.done)
         ends = open_before & (next_tokens == self.eos)
         end = jnp.where(ends, time[:, None], state.end)
-        empty_seen = state.empty_seen | (ends & (time[:, None] == grid.start(rows, self.delay) + 1)).any(axis=1)
+        complete = state.complete | (ends & (time[:, None] == grid.start(rows, self.delay) + 1)).any(axis=1)
+        fresh = open_before[:, :, None] & (jnp.arange(self.time_max + 1) == time[:, None, None])
+        tokens = jnp.where(fresh, next_tokens[:, :, None], state.tokens)
+        if self.unique and not self.literal:
+            length = end - grid.start(rows, self.delay)
+            complete |= self.circle(self._moved(tokens), length, end != NEVER, ends) < NEVER
         over = (~exists | (end != NEVER)).all(axis=1)
         if not self.literal:
-            over &= empty_seen | (state.started == self.sub_max)
+            over &= complete | (state.started == self.sub_max)
         done = state.done | over
         idle = ~self._open(state.started, end, done).any(axis=1) & ~done
         now = jnp.where(idle, jnp.minimum(grid.next_start(time, self.delay), self.time_max), time)
-        fresh = open_before[:, :, None] & (jnp.arange(self.time_max + 1) == time[:, None, None])
         return State(
             time=now,
-            tokens=jnp.where(fresh, next_tokens[:, :, None], state.tokens),
+            tokens=tokens,
             last=next_tokens,
             started=state.started,
             end=end,
             retired=state.retired,
-            empty_seen=empty_seen,
+            complete=complete,
             done=done | (now == self.time_max),
             steps=jnp.where(state.done, state.steps, jnp.where(over, time, now)),
         )
@@ -149,19 +156,23 @@ class Pipelined:
 
     def result(self, state: State) -> Decoded:
         """The rows, each moved to start at its first token (line 14)."""
-        rows, columns = jnp.arange(self.rows), jnp.arange(self.time_max)
+        rows = jnp.arange(self.rows)
         exists = rows < state.started[:, None]
-        first = grid.start(rows, self.delay) + 1
-        places = jnp.minimum(first[:, None] + columns, self.time_max)
-        tokens = jnp.take_along_axis(state.tokens, places[None], axis=2)
+        first, tokens = grid.start(rows, self.delay) + 1, self._moved(state.tokens)
         stop = jnp.minimum(state.end, state.steps[:, None] + 1)  # the eos, or just beyond the last token
         lengths = jnp.where(exists, jnp.maximum(stop - first, 0), 0)
         cut = (exists & (state.end == NEVER)).any(axis=1)
-        truncated = self.truncated(cut, state.empty_seen, state.started)
+        truncated = self.truncated(cut, state.complete, state.started)
         return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated)
 
-    def truncated(self, cut: Array, empty_seen: Array, started: Array) -> Array:
-        """Codes i32 [B], from whether a row was open at the end, whether one was empty, and how many had started.
+    def _moved(self, tokens: Array) -> Array:
+        """Of tokens [B, S, T + 1] by absolute time those [B, S, T] from each row's first on."""
+        first = grid.start(jnp.arange(self.rows), self.delay) + 1
+        places = jnp.minimum(first[:, None] + jnp.arange(self.time_max), self.time_max)
+        return jnp.take_along_axis(tokens, places[None], axis=2)
+
+    def truncated(self, cut: Array, complete: Array, started: Array) -> Array:
+        """Codes i32 [B], from whether a row was open at the end, whether rows ended it, and how many had started.
 
         Rows that start together are as many as there are to be: none is missing.
         """
@@ -169,7 +180,7 @@ class Pipelined:
         code = {name: i for i, name in enumerate(TRUNCATIONS)}
         otherwise = code["time_max"] if self.delay and not self.literal else code[None]
         found = jnp.where(
-            cut, code["time_max"], jnp.where(empty_seen, code[None], jnp.where(full, code["sub_max"], otherwise))
+            cut, code["time_max"], jnp.where(complete, code[None], jnp.where(full, code["sub_max"], otherwise))
         )
         return found.astype(jnp.int32)
 
@@ -178,17 +189,44 @@ class Pipelined:
         pairs = zip(np.asarray(decoded.lengths), np.asarray(decoded.steps), strict=True)
         return np.asarray([grid.pipelined_calls(lengths, delay=self.delay, steps=steps) for lengths, steps in pairs])
 
-    def may_begin(self, ended: Array, length: Array) -> Array:
+    def circle(self, tokens: Array, length: Array, ended: Array, ends: Array) -> Array:
+        """i32 [B], the time at which the answer is seen to run in circles, or NEVER.
+
+        It does once two rows, one right after the other, have ended and each has the tokens of a row before it. A row
+        cannot end before an equal one above it does, so what is equal by then is known by then.
+
+        Args:
+          tokens: i32 [B, R, T], of each row, eos included.
+          length: i32 [B, R], how many.
+          ended: bool [B, R], by eos.
+          ends: bool [B, R], only now; if none did, nothing is compared.
+        """
+        rows, columns = jnp.arange(self.rows), jnp.arange(self.time_max)
+
+        def found() -> Array:
+            same = (tokens[:, :, None] == tokens[:, None]) | (columns >= length[:, :, None, None])
+            same = same.all(axis=3) & (length[:, :, None] == length[:, None]) & ended[:, None]
+            repeats = ended & (same & (rows < rows[:, None])).any(axis=2)
+            until = grid.start(rows, self.delay) + length
+            both = jnp.where(repeats[:, 1:] & repeats[:, :-1], jnp.maximum(until[:, 1:], until[:, :-1]), NEVER)
+            return both.min(axis=1, initial=NEVER)
+
+        never = jnp.full(len(ended), NEVER, jnp.int32)
+        time: Array = jax.lax.cond(ends.any(), found, lambda: never)
+        return time
+
+    def may_begin(self, ended: Array, length: Array, circle: Array | None = None) -> Array:
         """bool [B, R], whether a row starts once those before it are written up to its start (lines 5-7, 12-13).
 
-        `ended`: bool [B, R], by eos; `length`: i32 [B, R], tokens of each row, eos included.
+        `ended`: bool [B, R], by eos; `length`: i32 [B, R], tokens of each row, eos included; `circle`: if one may be.
         """
         if self.delay == 0:
             return jnp.ones_like(ended)
-        if not self.literal:
-            return ~below(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
-        # It stops when all rows have ended: some row before it must be open when it starts.
         first = grid.start(jnp.arange(self.rows), self.delay)
+        if not self.literal:
+            none_empty = ~below(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
+            return none_empty if circle is None else none_empty & (first < circle[:, None])
+        # It stops when all rows have ended: some row before it must be open when it starts.
         latest = below(jax.lax.cummax, jnp.where(ended, first + length, NEVER), NEVER)
         return jax.lax.cummin((latest > first).astype(jnp.int32), axis=1).astype(bool)
 

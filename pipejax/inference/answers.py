@@ -24,6 +24,7 @@ class Record(TypedDict):
     steps: int  # of Algorithm 1
     calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
     truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
+    repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
     sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
     log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
     log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
@@ -65,12 +66,18 @@ def record_of(
     if told and strategy == "pipelined" and config.grid.delay == 0:  # unnamed rows end as they begin
         exist = wishes.rows_of(source, strategy, config.grid, tokenizer).most or 0
     kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
+    unique = config.decode.unique_rows
+    repeated = [i for k, (i, row) in enumerate(kept) if unique and row in (above for _, above in kept[:k])]
+    kept = [(i, row) for i, row in kept if i not in repeated]
     text: str | None = None
     said: list[str] | None = None
     if tokenizer is not None:
         said = [tokenizer.decode(row) for _, row in kept]
         text = separator.join(row for row in said if row.strip() or strategy == "sequential")
         said = split_rows(text, separator) if strategy == "sequential" else said
+        if unique and strategy == "sequential":
+            repeated = [k for k, row in enumerate(said) if row in said[:k]]
+            said = [*dict.fromkeys(said)]
     record: Record = {
         "id": source.id,
         "text": text,
@@ -80,6 +87,8 @@ def record_of(
         "calls": int(found.calls[place]),
         "truncated": TRUNCATIONS[int(found.truncated[place])],
     }
+    if unique:
+        record["repeated"] = repeated
     if config.decode.samples > 1:
         record["sample"] = source.sample
     if found.log_probs is not None:
@@ -92,8 +101,8 @@ def record_of(
         calls = decoding.listed(found.trace, place, record["calls"])
         # Rows are numbered as in `row_ids`: one without a token may stand before others (grid.stop=literal).
         last = kept[-1][0] if kept else -1
-        numbers = {row: k for k, (row, _) in enumerate(kept)}
-        numbers |= {row: len(kept) + row - last - 1 for row in range(last + 1, exist)}
+        later = [row for row in range(last + 1, exist) if row not in repeated]
+        numbers = {row: k for k, row in enumerate([*(row for row, _ in kept), *later])}
         record["trace"] = [[x._replace(row=numbers[x.row]) for x in call if x.row in numbers] for call in calls]
         if tokenizer is not None:
             seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
@@ -106,6 +115,7 @@ def count(record: Record, strategy: str, report: Report, *, config: Config, toke
     report.examples += 1
     report.steps += record["steps"]
     report.calls += record["calls"]
+    report.repeated += len(record.get("repeated", ()))
     if record["truncated"]:
         report.truncated[record["truncated"]] += 1
     if report.other_steps is None:

@@ -71,7 +71,8 @@ class Answer:
     def events(self) -> Iterator[Event | Record]:
         """Yields each token as it is written, and the record in the end, with `log_prob` and `log_probs`.
 
-        The tokens of a step come row by row. If the request was cancelled, what was not yet written does not come.
+        The tokens of a step come row by row, those of rows that the record leaves out as well (`decode.unique_rows`).
+        If the request was cancelled, what was not yet written does not come.
 
         Raises:
           Exception: whatever kept the engine from answering.

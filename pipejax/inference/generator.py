@@ -162,10 +162,10 @@ class Generator:
             forced = wishes.forced_of(self.rows_of(source, strategy), made)
             batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1, forced=forced)
             batches.append(batch)
-        seed = wishes.seed_of(source, config.seed)
+        seed, ids, unique = wishes.seed_of(source, config.seed), self.ids_of(source), config.unique_rows
         choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
         try:
-            for event in streaming.events(batch, self.ids_of(source), choice, self.tokenizer):
+            for event in streaming.events(batch, ids, choice, self.tokenizer, unique=unique):
                 if isinstance(event, RowEvent):
                     yield event
                 else:

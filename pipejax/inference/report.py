@@ -19,6 +19,7 @@ class Report:
     calls: int = 0  # of the decoder
     other_steps: int | None = 0  # ideal steps of the other strategy for the same rows, unbounded; None: unknown rows
     cut_sources: int = 0
+    repeated: int = 0  # rows that were left out, as they repeat one above them
     truncated: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @classmethod
@@ -34,6 +35,7 @@ class Report:
             calls=sum(part.calls for part in parts),
             other_steps=None if None in others else sum(n for n in others if n),
             cut_sources=sum(part.cut_sources for part in parts),
+            repeated=sum(part.repeated for part in parts),
             truncated=sum((Counter(part.truncated) for part in parts), Counter()),
         )
 
@@ -67,8 +69,9 @@ class Report:
             compiled = "included"
         calls = f", {s['calls']:.1f} decoder calls" if self.calls != self.steps else ""
         cuts = ", ".join(f"{n} by {name}" for name, n in s["truncated"].items()) or "none"
+        repeated = f"; rows left out, as they repeat one above: {self.repeated}" if self.repeated else ""
         return [
             f"{self.examples} examples, {s['examples_per_second'] or 0:.2f} examples/s (compilation {compiled})",
             f"{s['steps']:.1f} steps on average{ratio or ''}{calls}",
-            f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}",
+            f"truncated: {cuts}; sources cut at data.max_source: {self.cut_sources}{repeated}",
         ]

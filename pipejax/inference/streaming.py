@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import jax
@@ -26,16 +26,24 @@ class RowEvent(NamedTuple):
 
 
 def events(
-    batch: RunningBatch, ids: Sequence[int], choice: Choice, tokenizer: Tokenizer | None
+    batch: RunningBatch, ids: Sequence[int], choice: Choice, tokenizer: Tokenizer | None, *, unique: bool = False
 ) -> Iterator[RowEvent | Decoded]:
-    """Yields what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
+    """Gives what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
 
     Args:
       batch: with a free place.
       ids: of the source.
       choice: how tokens are chosen.
       tokenizer: of the model, if it has one.
+      unique: without the rows that repeat one above them.
     """
+    found = _all_events(batch, ids, choice, tokenizer)
+    return _of_unique_rows(found) if unique else found
+
+
+def _all_events(
+    batch: RunningBatch, ids: Sequence[int], choice: Choice, tokenizer: Tokenizer | None
+) -> Iterator[RowEvent | Decoded]:
     strategy: Any = batch.strategy
     place = batch.add(ids, choice)
     known, ended, over = np.zeros(strategy.rows, np.int64), np.zeros(strategy.rows, bool), False
@@ -60,6 +68,41 @@ def events(
         batch.drop(place)
     only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)
     yield only
+
+
+class Repeats:
+    """Which rows of an answer, as far as it is written, may turn out to repeat one above them."""
+
+    def __init__(self) -> None:
+        """No row is written."""
+        self._rows: dict[int, list[int]] = {}
+
+    def add(self, row: int, token: int) -> None:
+        """A token was written; those of the same step come row by row."""
+        self._rows.setdefault(row, []).append(token)
+
+    def may_repeat(self, row: int, *, over: bool) -> bool:
+        """Whether the row is the beginning of one above it; if it is `over`, whether it is all of one."""
+        written = self._rows.get(row, [])
+        above = (self._rows.get(i, []) for i in range(row))
+        return any(other[: None if over else len(written)] == written for other in above)
+
+
+def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Iterator[RowEvent | Decoded]:
+    """Events without those of rows that repeat one above them: while a row may yet do so, its events wait."""
+    repeats, waiting = Repeats(), defaultdict[int, list[RowEvent]](list)
+    for event in found:
+        if isinstance(event, RowEvent):
+            waiting[event.row].append(event)
+            if not event.done:
+                repeats.add(event.row, event.token)
+            if not repeats.may_repeat(event.row, over=event.done):
+                yield from waiting.pop(event.row)
+            continue
+        for row in sorted(waiting):  # of an answer that was cut off
+            if not repeats.may_repeat(row, over=True):
+                yield from waiting[row]
+        yield event
 
 
 class Screen:

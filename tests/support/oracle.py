@@ -305,6 +305,7 @@ def algorithm1(
     bos: int = 0,
     eos: int = 1,
     prefixes: Sequence[Sequence[int]] = (),
+    unique: bool = False,
 ) -> GridResult:
     """Algorithm 1 of the paper.
 
@@ -319,6 +320,8 @@ def algorithm1(
         row none starts, and decoding stops when none can start and all have ended. Only an empty row or
         `sub_max` ends the starting of rows: a start beyond `time_max` does not, so time then runs out.
       prefixes: what the first rows begin with, whatever the model says.
+      unique: of equal rows only the first is in the result. With "empty_row" two neighbours that ended and each
+        equal a row before them end the starting of rows as well.
     """
     if stop not in ("literal", "empty_row"):
         raise ValueError(f"stop: found {stop!r}; expected 'literal' or 'empty_row'")
@@ -326,12 +329,15 @@ def algorithm1(
     def ended(row: list[int]) -> bool:
         return row[-1] == eos
 
+    def repeats(i: int) -> bool:
+        return ended(rows[i]) and any(rows[i] == rows[j] for j in range(i))
+
     rows: list[list[int]] = []
-    empty_row_seen = False
+    empty_row_seen = in_circles = False
     steps = calls = 0
     for t in range(1, time_max + 1):
         steps = t
-        may_start = len(rows) < sub_max and not (stop == "empty_row" and empty_row_seen)
+        may_start = len(rows) < sub_max and not (stop == "empty_row" and (empty_row_seen or in_circles))
         if delay == 0 and t == 1:
             rows = [[bos] for _ in range(sub_max)]
         elif delay > 0 and (t - 1) % delay == 0 and may_start:
@@ -347,14 +353,16 @@ def algorithm1(
                 if not ended(row):
                     row.append(token)
         empty_row_seen = [bos, eos] in rows
-        no_more_rows = delay == 0 or stop == "literal" or empty_row_seen or len(rows) == sub_max
+        if unique and stop == "empty_row":
+            in_circles = any(repeats(i) and repeats(i + 1) for i in range(len(rows) - 1))
+        no_more_rows = delay == 0 or stop == "literal" or empty_row_seen or in_circles or len(rows) == sub_max
         if no_more_rows and all(ended(row) for row in rows):
             break
 
     truncated: str | None
     if not all(ended(row) for row in rows):
         truncated = "time_max"
-    elif empty_row_seen or delay == 0:
+    elif empty_row_seen or in_circles or delay == 0:
         truncated = None
     elif len(rows) == sub_max:
         truncated = "sub_max"
@@ -362,6 +370,8 @@ def algorithm1(
         truncated = "time_max" if stop == "empty_row" else None
     # Only the first bos and the last eos are markers; a model may generate the id of bos, which stays.
     contents = [row[1:-1] if ended(row) else row[1:] for row in rows]
+    if unique:
+        contents = [row for i, row in enumerate(contents) if row not in contents[:i]]
     return GridResult([row for row in contents if row], rows, steps, calls, truncated)
 
 

@@ -17,10 +17,11 @@ def calls(
     delay: int,
     time_max: int,
     literal: bool = False,
+    unique: bool = False,
     eos: int = 1,
 ) -> int:
     """Decoder calls until all is written; arguments as of `trace`."""
-    return len(trace(rows, drafts, delay=delay, time_max=time_max, literal=literal, eos=eos))
+    return len(trace(rows, drafts, delay=delay, time_max=time_max, literal=literal, unique=unique, eos=eos))
 
 
 def trace(
@@ -31,6 +32,7 @@ def trace(
     time_max: int,
     sub_max: int = 0,
     literal: bool = False,
+    unique: bool = False,
     eos: int = 1,
 ) -> list[list[Asked]]:
     """Of each decoder call until all is written the rows that are asked, and what comes of it.
@@ -42,6 +44,7 @@ def trace(
       time_max: time-steps at the most.
       sub_max: rows at the most, those included that are asked and then do not begin; 0: none of these.
       literal: as in Algorithm 1, rows start until all have ended; else until one is empty.
+      unique: neither do any once two neighbours have ended that each equal a row before them, unless `literal`.
       eos: ends a row.
     """
     cells = {(i, i * delay + j): token for i, row in enumerate(rows) for j, token in enumerate(row)}
@@ -65,7 +68,11 @@ def trace(
         begun = [i for i in range(most) if newest(i) > i * delay]
         if literal:
             return bool(begun) and all(ended(i) and newest(i) <= len(begun) * delay for i in begun)
-        return any(ended(i) and newest(i) == i * delay + 1 for i in begun)
+        ends = {i: newest(i) for i in begun if ended(i)}
+        said = {i: [cells[i, t] for t in range(i * delay + 1, end)] for i, end in ends.items()}
+        again = [i for i in said if any(said[i] == said[j] for j in said if j < i)]
+        circles = unique and any(i + 1 in again and max(ends[i], ends[i + 1]) <= len(begun) * delay for i in again)
+        return circles or any(said[i] == [] for i in said)
 
     found = []
     while not written >= cells.keys():

@@ -65,6 +65,11 @@ def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str)
             f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
             "as in a record of the pipelined strategy"
         )
+    if (left_out := record.get("repeated")) not in (None, []):
+        raise UserError(
+            f"{place}: repeated: found {reprlib.repr(left_out)}, rows that decode.unique_rows left out; expected none, "
+            "as a picture shows where each row stood: decode without it"
+        )
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise UserError(f"{place}: steps: found {found!r}; expected a whole number")
     ends = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1)

@@ -70,6 +70,7 @@ class Completion:
                     separator=generator.config.data.separator,
                     stop=asked.stop,
                     as_written=asked.rows and asked.stream,
+                    unique=generator.config.decode.unique_rows,
                 ),
             )
             for i in range(count)
@@ -114,8 +115,7 @@ class Completion:
                     continue
                 choice.record = item
                 pieces += choice.writing.end()
-                if not each:
-                    choice.tokens = sum(map(len, item["row_ids"]))
+                choice.tokens = sum(map(len, item["row_ids"]))  # without those of rows that were left out
                 self._end(choice, "length" if item["truncated"] else "stop")
             for i, pieces in added.items():
                 self.choices[i].pieces += pieces

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from pipejax import grid
 from pipejax.data.growing import Growing
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference.streaming import Repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Writing:
     """The text of one answer while it is written, as pieces to be sent.
 
     Rows are written side by side. Clients put the pieces one after the other, so the first unfinished row comes at once
-    and later ones wait for it; `as_written` gives all pieces as they come.
+    and later ones wait for it; `as_written` gives all pieces as they come. With `unique`, a row that repeats one above
+    has no pieces, so those of a row wait while it may yet do so.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Writing:
         separator: str,
         stop: tuple[str, ...] = (),
         as_written: bool = False,
+        unique: bool = False,
     ) -> None:
         """An answer of no rows yet.
 
@@ -42,6 +45,7 @@ class Writing:
           separator: what is put between two rows.
           stop: texts, at the first of which the answer is cut off.
           as_written: for clients that put rows together themselves. Without separators, and not for `stop`.
+          unique: whether the record leaves out rows that repeat one above them.
         """
         self._delay, self._separator, self._as_written = delay, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
@@ -50,6 +54,7 @@ class Writing:
         self._row = self._latest = 0  # the first that is not finished, and the last that has begun
         self._last: int | None = None  # the row of the last text
         self._cut = _Cut(stop)
+        self._repeats = Repeats() if unique else None
 
     @property
     def stopped(self) -> bool:
@@ -67,6 +72,8 @@ class Writing:
         self._due[row] = time + 1
         self._latest = max(self._latest, row)
         self._waiting[row].append(Piece(row, token, self._rows[row].add(token), log_prob))
+        if self._repeats:
+            self._repeats.add(row, token)
         return self._release()
 
     def end(self) -> list[Piece]:
@@ -77,24 +84,30 @@ class Writing:
 
     def _finish(self, row: int) -> None:
         del self._due[row]
-        if rest := self._rows[row].rest():
+        if self._repeats and self._repeats.may_repeat(row, over=True):
+            self._waiting[row].clear()
+        elif rest := self._rows[row].rest():
             self._waiting[row].append(Piece(row, None, rest))
 
     def _release(self) -> list[Piece]:
         pieces: list[Piece] = []
         if self._as_written:
-            for waiting in self._waiting.values():
-                pieces += waiting
-                waiting.clear()
+            for row, waiting in self._waiting.items():
+                if not self._held(row):
+                    pieces += waiting
+                    waiting.clear()
             return pieces
         while True:
             waiting = self._waiting[self._row]
-            while waiting:
+            while waiting and not self._held(self._row):
                 pieces.append(self._parted(waiting.popleft()))
             if self._row in self._due or self._row >= self._latest:
                 return self._cut.take(pieces)
             del self._waiting[self._row]
             self._row += 1
+
+    def _held(self, row: int) -> bool:
+        return row in self._due and self._repeats is not None and self._repeats.may_repeat(row, over=False)
 
     def _parted(self, piece: Piece) -> Piece:
         """With the separator before it, if it is the first text of a later row. Rows without text are no rows."""

@@ -1,0 +1,322 @@
+"""Rows that repeat one above them: left out of records, streams and chunks, and the end of an answer in circles."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
+from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Pipelined, Trace
+from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
+from pipejax.inference import streaming
+from pipejax.inference.engine import Engine, Event, Request
+from pipejax.inference.generator import Generator
+from pipejax.inference.picture import record as picture
+from pipejax.inference.records import settings_of
+from pipejax.inference.report import Report
+from pipejax.inference.serving.written import Writing
+from pipejax.inference.sources import Source
+from pipejax.inference.streaming import RowEvent
+from pipejax.inference.wishes import seed_of
+from pipejax.system.errors import UserError
+from support import oracle
+from support.batches import padded, rows_of, sources
+from support.one_program import compiled
+from support.tiny import FEW_WORDS, MODEL, MORE_WORDS
+
+A, B, C = 2, 3, 4
+
+
+def generator(tokenizer=None, model=MODEL, **decode):
+    config = Config(
+        model=model,
+        grid=GridConfig(delay=2, time_max=24, sub_max=9),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(unique_rows=True, max_length=24, scores=True, **decode),
+    )
+    return Generator(config, oracle.random_params(model, np.random.default_rng(4)), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def made(tokenizer):
+    return generator(tokenizer)
+
+
+def decoded(rows, *, truncated=None, **more) -> Decoded:
+    """A batch of one with these rows; each token's log-probability is minus its time."""
+    width = 24
+    tokens = np.zeros((1, len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[0, i, : len(row)] = row
+    return Decoded(
+        tokens=tokens,
+        lengths=np.asarray([list(map(len, rows))]),
+        steps=np.asarray([17]),
+        truncated=np.asarray([TRUNCATIONS.index(truncated)]),
+        calls=np.asarray([2]),
+        log_probs=np.broadcast_to(-np.arange(width, dtype=np.float32), (1, len(rows), width)),
+        **more,
+    )
+
+
+def test_a_record_has_no_two_equal_rows(made):
+    """What is left out is told by its number on the grid, and all that is told of rows is of those that stay."""
+    written = [[A, B], [C], [A, B], [], [A], [C], [C, C], []]
+    found = made.record(Source("x", [1]), "pipelined", decoded(written), 0)
+    assert found["row_ids"] == [[A, B], [C], [A], [C, C]]
+    assert found["repeated"] == [2, 5]
+    assert found["rows"] == [made.tokenizer.decode(row) for row in found["row_ids"]]
+    assert found["text"] == " ; ".join(row for row in found["rows"] if row.strip())
+    assert found["log_probs"] == [[0, -1], [-2], [-8], [-12, -13]]  # row i begins at time 2 i
+    # Of all that was written, with each row's eos, as that of the empty rows is counted: the model wrote it.
+    ends = [2 * i + len(row) for i, row in enumerate(written)]
+    assert found["log_prob"] == -sum(t for i, end in enumerate(ends) for t in range(2 * i, end + 1))
+    assert (found["steps"], found["truncated"]) == (17, None)
+    report = Report()
+    made.count(found, "pipelined", report)
+    made.count(made.record(Source("y", [1]), "pipelined", decoded([[A], [A], []]), 0), "pipelined", report)
+    assert Report.of_all([report, report]).repeated == 6
+    assert report.lines("pipelined")[-1].endswith("; rows left out, as they repeat one above: 3")
+
+
+def test_without_the_setting_all_rows_stay_and_nothing_is_told(made):
+    plain = dataclasses.replace(made.config, decode=dataclasses.replace(made.config.decode, unique_rows=False))
+    other = Generator.__new__(Generator)
+    vars(other).update(vars(made), config=plain)
+    found = other.record(Source("x", [1]), "pipelined", decoded([[A], [A]]), 0)
+    assert found["row_ids"] == [[A], [A]] and "repeated" not in found
+    report = Report()
+    other.count(found, "pipelined", report)
+    assert "repeat" not in "".join(report.lines("pipelined"))
+
+
+def test_an_unfinished_row_that_is_equal_so_far_is_left_out(made):
+    """Whether an answer is cut off by time or by a request: no two rows of a record are equal."""
+    found = made.record(Source("x", [1]), "pipelined", decoded([[A, B], [A], [A, B]], truncated="time_max"), 0)
+    assert (found["row_ids"], found["repeated"], found["truncated"]) == ([[A, B], [A]], [2], "time_max")
+
+
+def test_a_sequential_answer_keeps_its_text(made, monkeypatch):
+    """Its rows are found in the text, and those that repeat are dropped from the list; text and ids are as written."""
+    text = "lamps ; ropes ; lamps ; tents ; ropes"
+    monkeypatch.setattr(made.tokenizer, "decode", lambda ids: text)
+    found = made.record(Source("x", [1]), "sequential", decoded([[A, B, C]]), 0)
+    assert found["rows"] == ["lamps", "ropes", "tents"] and found["repeated"] == [2, 4]
+    assert found["text"] == text and found["row_ids"] == [[A, B, C]]
+    assert found["log_probs"] == [[0, -1, -2]]
+
+
+def test_a_trace_is_of_the_rows_that_stay(made):
+    """Numbered as in the record; the empty row after them is the next, as without the setting."""
+    written = [[A, B], [A, B], [C], [C], []]
+    calls = np.asarray(
+        [[[1, 0, -1, -1, -1], [0, 1, 0, 0, 0]]]
+    )  # drafted tokens of each row in two calls; -1: not asked
+    trace = Trace(np.full((1, 2, 5, 1), B), calls, np.maximum(calls, 0), np.maximum(calls, 0) + (calls >= 0))
+    found = made.record(Source("x", [1]), "pipelined", decoded(written, trace=trace), 0)
+    assert found["row_ids"] == [[A, B], [C]] and found["repeated"] == [1, 3]
+    assert [[(one.row, one.written) for one in call] for call in found["trace"]] == [[(0, 2)], [(0, 1), (1, 1), (2, 1)]]
+    with pytest.raises(UserError, match=r"^r:1: repeated: found \[1, 3\], rows that decode.unique_rows left out"):
+        picture.steps(found, [["a", "b"], ["c"]], 2, "r:1")
+
+
+def test_a_resumed_decode_asks_for_the_same(made):
+    assert settings_of(made, "pipelined", [])["decode"]["unique_rows"] is True
+
+
+def told(rows, *, delay, ended, order=None):
+    """Row events of what is written, in slices of steps as a stream gives them: tokens, then the rows that ended."""
+    letters = sorted((i * delay + j, i, token) for i, row in enumerate(rows) for j, token in enumerate(row))
+    last = max((time for time, _, _ in letters), default=0) + 2
+    waiting = [i for i, row in enumerate(rows) if row and ended[i]]
+    for until in [*(order or range(1, last)), last]:
+        while letters and letters[0][0] < until:
+            _, row, token = letters.pop(0)
+            yield RowEvent(row, token, None, False)
+        for i in [i for i in waiting if i * delay + len(rows[i]) < until]:
+            waiting.remove(i)
+            yield RowEvent(i, 1, None, True)
+    yield decoded(rows or [[]])
+
+
+def answers(seed, *, end=True):
+    rng = np.random.default_rng(seed)
+    few = [[A], [A, B], [A, B, C], [C], [B, B, B, B]][: rng.integers(1, 6)]
+    rows = [few[i] if i < len(few) else [] for i in rng.integers(0, len(few) + rng.integers(0, 2), rng.integers(0, 9))]
+    cut = int(rng.integers(0, 12)) if not end else 99
+    delay = int(rng.integers(1, 4))
+    ended = [i * delay + len(row) < cut for i, row in enumerate(rows)]
+    return [row[: max(cut - i * delay, 0)] for i, row in enumerate(rows)], delay, ended
+
+
+@pytest.mark.parametrize("end", [True, False], ids=["whole", "cut"])
+def test_events_are_of_the_rows_that_stay(end):
+    """However the steps are cut into slices; those of a row come at once when it differs from all above it."""
+    waited = 0
+    for seed in range(200):
+        rows, delay, ended = answers([seed, end], end=end)
+        slices = sorted(np.random.default_rng(seed).integers(0, 20, 3).tolist()) if seed % 2 else None
+        *events, last = streaming._of_unique_rows(told(rows, delay=delay, ended=ended, order=slices))
+        assert isinstance(last, Decoded)
+        stays = [i for i, row in enumerate(rows) if row and row not in rows[:i]]
+        for i, row in enumerate(rows):
+            own = [event for event in events if event.row == i]
+            assert [event.token for event in own if not event.done] == (row if i in stays else [])
+            assert [event.done for event in own] == ([False] * len(row) + [True] * ended[i] if i in stays else [])
+        every = list(told(rows, delay=delay, ended=ended, order=slices))[:-1]
+        waited += events != [event for event in every if event.row in stays]
+    assert waited > 10  # some came later than they were written, all others in the order of steps
+
+
+def test_a_row_is_told_as_soon_as_it_differs():
+    given = [RowEvent(0, A, None, False), RowEvent(0, B, None, False), RowEvent(1, A, None, False)]
+    found = streaming._of_unique_rows([*given, RowEvent(1, C, None, False), RowEvent(2, C, None, False)])
+    assert list(found) == [*given, RowEvent(1, C, None, False), RowEvent(2, C, None, False)]
+    held = streaming._of_unique_rows([*given, RowEvent(1, B, None, False)])
+    assert list(held) == given[:2]
+
+
+class Letters:
+    """A tokenizer in which each id is a letter."""
+
+    size = 99
+
+    def decode_known(self, ids: list[int]) -> str:
+        return "".join("  abc"[i] for i in ids)
+
+
+@pytest.mark.parametrize("as_written", [False, True], ids=["in order", "as written"])
+@pytest.mark.parametrize("end", [True, False], ids=["whole", "cut"])
+def test_chunks_add_up_to_the_record(made, end, as_written):
+    """Those of a server: their texts are the text of the record, and a row that is left out has none."""
+    some_waited = 0
+    for seed in range(200):
+        rows, delay, _ = answers([seed, end, 7], end=end)
+        tokenizer: Any = Letters()
+        writing = Writing(tokenizer, delay=delay, separator=" ; ", as_written=as_written, unique=True)
+        letters = sorted((i * delay + j, i, token) for i, row in enumerate(rows) for j, token in enumerate(row))
+        pieces = [piece for _, row, token in letters for piece in writing.add(row, token, 0.0)]
+        some_waited += len(pieces) < len(letters)
+        pieces += writing.end()
+        stays = [row for i, row in enumerate(rows) if row and row not in rows[:i]]
+        found = [[piece.token for piece in pieces if piece.row == i] for i in range(len(rows))]
+        assert [row for row in found if row] == stays
+        if not as_written:
+            assert "".join(piece.text for piece in pieces) == " ; ".join(map(tokenizer.decode_known, stays))
+    assert some_waited > 50
+
+
+# Random models.
+
+# delay, time_max, sub_max, literal, batch
+SETTINGS = [(1, 16, 9, False, 5), (2, 24, 8, False, 4), (3, 24, 7, False, 3), (2, 16, 6, True, 3)]
+DRAFTERS = [None, FromSource(), Jacobi(), FromModel(least=0.2)]
+
+
+@pytest.mark.parametrize(
+    "setting, drafter",
+    [
+        pytest.param(setting, drafter, marks=pytest.mark.slow if i == j else pytest.mark.long)
+        for i, setting in enumerate(SETTINGS)
+        for j, drafter in enumerate(DRAFTERS)
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else type(x).__name__,
+)
+def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, drafter):
+    """With drafts that are often wrong, too: what is written is the same, and so are steps and what cut it off."""
+    delay, time_max, sub_max, literal, batch = setting
+    strategy: Any = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal, unique=True)
+    strategy = strategy if drafter is None else Drafted(strategy, drafter, 4)
+    small = FEW_WORDS if isinstance(drafter, FromModel) else None
+    program = compiled(FEW_WORDS, strategy, small=small)
+    in_circles = 0
+    for seed in range(16):
+        rng = np.random.default_rng([seed, *setting])
+        params, texts = oracle.random_params(FEW_WORDS, rng), sources(rng, batch, FEW_WORDS.vocab_size)
+        other = (oracle.random_params(FEW_WORDS, rng),) if small else ()
+        found = jax.device_get(program(params, *padded(texts), *other))
+        for b, text in enumerate(texts):
+            expected = oracle.algorithm1(
+                oracle.grid_next_tokens(params, FEW_WORDS, oracle.encode(params, FEW_WORDS, text), delay),
+                delay=delay,
+                time_max=time_max,
+                sub_max=sub_max,
+                stop="literal" if literal else "empty_row",
+                unique=True,
+            )
+            written = [row[1 : -1 if row[-1] == 1 else None] for row in expected.all_rows]
+            assert rows_of(found, b)[: len(written)] == written
+            assert found.steps[b] == expected.steps
+            assert TRUNCATIONS[found.truncated[b]] == expected.truncated
+            in_circles += expected.truncated is None and [0, 1] not in expected.all_rows
+    assert in_circles > 3 or literal
+
+
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.0, marks=pytest.mark.long)]
+)
+def test_streams_and_running_batches_give_the_records_of_decode(temperature):
+    """With places that are used again, and answers of so many tokens: the same rows stay, whoever is beside them."""
+    made = generator(model=MORE_WORDS, temperature=temperature)
+    rng = np.random.default_rng(3)
+    given = [Source(i, [*rng.integers(2, 12, rng.integers(1, 40)).tolist(), 1]) for i in range(16)]
+    expected = made.decode([{"source_ids": one.content, "id": one.id} for one in given], batch_size=8)
+    assert sum(len(record["repeated"]) for record in expected) > 10
+
+    def same(found, wanted):
+        scores = "log_prob", "log_probs"
+        assert {k: v for k, v in found.items() if k not in scores} == {
+            k: v for k, v in wanted.items() if k not in scores
+        }
+        assert found["log_prob"] == pytest.approx(wanted["log_prob"], abs=1e-3)
+        assert list(map(len, found["log_probs"])) == list(map(len, wanted["row_ids"]))
+
+    for source, wanted in zip(given, expected, strict=True):
+        *events, record = made.stream_source(source, "pipelined")
+        same(record, wanted)
+        by_row = [[e.token for e in events if e.row == row and not e.done] for row in range(9)]
+        assert [row for row in by_row if row] == wanted["row_ids"]
+    engine = Engine(made, places=3, queue=99)
+    requests = [
+        Request(source, "pipelined", temperature=temperature, seed=seed_of(source, 0), max_tokens=most)
+        for most in (None, 4)
+        for source in given
+    ]
+    answers = [list(answer.events()) for answer in [engine.submit(request) for request in requests]]
+    engine.close(drain=True, seconds=60)
+    for wanted, (*_, record) in zip(expected, answers, strict=False):
+        same(record, wanted)
+    for wanted, (*events, record) in zip(expected, answers[len(given) :], strict=True):
+        assert all(isinstance(event, Event) for event in events) and len(events) <= 4
+        rows = [[event.token for event in events if event.row == i] for i in range(9)]
+        assert record["row_ids"] == [row for i, row in enumerate(rows) if row and row not in rows[:i]]
+        assert record["truncated"] in ("max_tokens", wanted["truncated"])
+
+
+@pytest.mark.slow
+def test_rows_that_begin_as_told_may_repeat_as_well():
+    """Forced tokens count as written: beginnings that are alike lead to rows that repeat, named rows too."""
+    config = Config(
+        model=FEW_WORDS,
+        grid=GridConfig(delay=1, time_max=16, sub_max=9),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(unique_rows=True),
+    )
+    params, left_out, in_circles = oracle.random_params(FEW_WORDS, np.random.default_rng(39)), 0, 0
+    made, rng = Generator(config, params, None), np.random.default_rng(9)
+    for i in range(8):
+        ids, prefixes = rng.integers(2, 9, 9).tolist(), [rng.integers(2, 4, 1 + i % 2).tolist() for _ in range(6)]
+        given = {"source_ids": ids, "row_prefixes": prefixes, "max_rows": 7}
+        (found,) = made.decode([given])
+        chooses = oracle.grid_next_tokens(params, FEW_WORDS, oracle.encode(params, FEW_WORDS, ids), 1)
+        told = [*prefixes, [], [1], [1]]
+        expected = oracle.algorithm1(
+            chooses, delay=1, time_max=16, sub_max=9, stop="empty_row", prefixes=told, unique=True
+        )
+        assert found["row_ids"] == expected.rows
+        assert (found["steps"], found["truncated"]) == (expected.steps, expected.truncated)
+        left_out += len(found["repeated"])
+        in_circles += expected.truncated is None and [0, 1] not in expected.all_rows
+    assert left_out > 8 and in_circles > 1
