@@ -20,8 +20,9 @@ from pipejax.data import make_task
 from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import picture
+from pipejax.inference.answers import Record, texts
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import Generator, Record, texts
+from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load as open_run
 from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.precision import compute_dtype

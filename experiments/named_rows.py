@@ -22,7 +22,8 @@ from pipejax import grid
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example
-from pipejax.inference.generator import Generator, Record, texts
+from pipejax.inference.answers import Record, texts
+from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load as open_run
 from pipejax.system import cli
 from pipejax.training.loop import fit

@@ -21,8 +21,8 @@ from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example
+from pipejax.inference.answers import Record, texts
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import Record, texts
 from pipejax.inference.loading import load as open_run
 from pipejax.system import cli
 from pipejax.system.errors import UserError

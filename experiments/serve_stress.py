@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.serve import server
 from pipejax.data import demo
-from pipejax.inference.generator import Record
+from pipejax.inference.answers import Record
 from pipejax.inference.loading import load
 from pipejax.system import cli
 

@@ -1,8 +1,8 @@
 """T5 encoder-decoders in JAX with a pipelined decoder: `pipejax.load(path).decode([...])`."""
 
+import importlib
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,42 +10,89 @@ if sys.version_info < (3, 11):  # noqa: UP036  # a clone is run without pip, whi
     raise ImportError(f"pipejax: found Python {sys.version.split()[0]} ({sys.executable}); expected 3.11 or newer")
 
 from pipejax.system import environment  # before anything imports JAX: it pins settings
+from pipejax.system.errors import UserError
 
 if TYPE_CHECKING:
-    from pipejax.config import Config
-    from pipejax.inference.generator import Generator, Record
+    from pipejax.config import Config, Overrides
+    from pipejax.inference.answers import Record
+    from pipejax.inference.generator import Generator
+    from pipejax.inference.streaming import RowEvent
 
-__all__ = ["Config", "Generator", "Record", "load"]
+__all__ = ["Config", "Generator", "Record", "RowEvent", "UserError", "fit", "load"]
 __version__ = "0.1.0"
 __path__.append(f"{__path__[0]}/system/formerly")  # `python -m pipejax.plan` and two others run as they did
 
+# Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
+_PLACES = {
+    "Config": "pipejax.config",
+    "Generator": "pipejax.inference.generator",
+    "Record": "pipejax.inference.answers",
+    "RowEvent": "pipejax.inference.streaming",
+}
 
-def load(path: str | Path, *, best: bool = False, overrides: Sequence[str] = ()) -> "Generator":
+
+def load(path: str | Path, *, best: bool = False, overrides: "Overrides" = ()) -> "Generator":
     """Opens the newest good step of a checkpoint or run directory for decoding.
 
     Args:
       path: what `pipejax convert from-hf` or `pipejax train` wrote.
       best: take the best evaluated step.
-      overrides: `key=value` settings of the sections grid and decode, data.max_source and data.separator.
+      overrides: settings of the sections grid and decode, and some of data: a dict such as {"grid.delay": 2,
+        "decode.temperature": 0.7}, or a list of "key=value" texts.
 
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
     """
-    from pipejax.inference.loading import load as open_checkpoint  # importing pipejax alone must not start JAX
+    _begin()
+    from pipejax.inference.loading import load as open_checkpoint
 
+    return open_checkpoint(path, best=best, overrides=overrides, where="overrides")
+
+
+def fit(
+    config: "Config | str | Path | dict[str, Any]",
+    workdir: str | Path,
+    *,
+    train: Any = None,
+    dev: Any = None,
+    overrides: "Overrides" = (),
+) -> Path:
+    """Trains until `train.steps`, as `pipejax train` does. The same call again goes on where the run stopped.
+
+    Args:
+      config: a Config, the file of one, or a dict of the settings that differ from the defaults.
+      workdir: where checkpoints and the log go.
+      train: the examples to train on, in the place of `data.train`: a path, or records in memory as a list of dicts, a
+        data frame (pandas, Polars), an Arrow table or a data set of the library datasets. Fields and template are those
+        of the section data.
+      dev: the examples of evaluations, in the place of `data.dev`; as `train`.
+      overrides: settings, as of `load`; of any section.
+
+    Returns:
+      the run's directory, which `load` opens.
+
+    Raises:
+      UserError: something given cannot be used, or the last checkpoint could not be written.
+      KeyboardInterrupt: after Ctrl-C, once a checkpoint is written. After SIGTERM that is a SystemExit.
+    """
+    _begin()
+    from pipejax.training.fitting import fit as train_run
+
+    return train_run(config, workdir, train=train, dev=dev, overrides=overrides)
+
+
+def _begin() -> None:
+    """Looks whether JAX can run here, and warns of settings of JAX that are not followed."""
+    environment.check_platform()
     for setting in environment.IGNORED:
-        warnings.warn(f"{setting}: not followed since `import pipejax`, in the whole program", stacklevel=2)
-    return open_checkpoint(path, best=best, overrides=overrides)
+        warnings.warn(f"{setting}: not followed since `import pipejax`, in the whole program", stacklevel=3)
 
 
 def __getattr__(name: str) -> Any:
-    """The other public names, imported when they are first asked for."""
-    if name == "Config":
-        from pipejax.config import Config
-
-        return Config
-    if name in ("Generator", "Record"):
-        from pipejax.inference import generator
-
-        return getattr(generator, name)
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'pipejax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

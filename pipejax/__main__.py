@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from pipejax.system import cli
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.extras import extra
 
 # What each does, and the module whose `main` it is; that is imported only when it is asked for.
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"pipejax {__version__}")
         return 0
     if name not in COMMANDS:
-        raise UserError(f"pipejax: found {name!r}; expected one of {', '.join(COMMANDS)}")
+        raise UserError(f"pipejax: found {name!r}; expected one of {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
     code: int = importlib.import_module(COMMANDS[name][1]).main(argv[1:])
     return code
 

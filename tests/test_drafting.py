@@ -23,7 +23,7 @@ from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
-from pipejax.inference import kernels, programs
+from pipejax.inference import answers, kernels, programs
 from pipejax.inference.backends import XLA, OwnKernel, call_costs
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import command as picture
@@ -488,13 +488,13 @@ def test_a_trace_numbers_rows_as_the_record_does(monkeypatch):
     generator = Generator(config, oracle.random_params(TINY, np.random.default_rng(3)), None)
     rng = np.random.default_rng(3)
     given = [rng.integers(2, 9, rng.integers(2, 9)).tolist() for _ in range(16)]
-    of_grid, record_of = [], generator.record
+    of_grid, record_of = [], answers.record_of
 
-    def noted(source, strategy, found, place):
+    def noted(source, strategy, found, place, **settings):
         of_grid.append(np.trim_zeros(found.lengths[place], "b"))
-        return record_of(source, strategy, found, place)
+        return record_of(source, strategy, found, place, **settings)
 
-    monkeypatch.setattr(generator, "record", noted)
+    monkeypatch.setattr("pipejax.inference.generator.record_of", noted)
     for record in generator.decode(given, batch_size=1):
         written = [0] * 7
         for one in itertools.chain(*record["trace"]):

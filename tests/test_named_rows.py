@@ -226,13 +226,13 @@ def test_an_export_writes_them(named, tokenizer_files, tmp_path, monkeypatch):
         rows = [row[:n].tolist() for row, n in zip(found["tokens"][b], found["lengths"][b], strict=True)]
         assert rows[:3] == record["row_ids"] and not any(rows[3:])
         assert found["steps"][b] == record["steps"]
-    with pytest.raises(UserError, match=r"source any: found grid\.delay = 0, 0 row_prefixes"):
+    with pytest.raises(UserError, match=r"^grid\.delay: found 0 without grid\.row_names; expected the names"):
         export(tmp_path / "run", tmp_path / "no", platforms=["cpu"], overrides=["grid.row_names=[]"])
 
 
 def test_too_little_or_too_much_is_refused():
     made, _ = generator()
-    nothing = r"^source 0: found grid\.delay = 0, 0 row_prefixes and no max_rows; expected a prefix for each row"
+    nothing = r"^grid\.delay: found 0 without grid\.row_names; expected the names of the rows, or row_prefixes in each"
     with pytest.raises(UserError, match=nothing):
         made.decode([[3, 1]])
     with pytest.raises(UserError, match=nothing):

@@ -113,7 +113,10 @@ def test_former_commands(name: str) -> None:
 def test_an_unknown_command_is_one_line() -> None:
     ended = python("-m", "pipejax", "decodes")
     assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr == f"error: pipejax: found 'decodes'; expected one of {', '.join(COMMANDS)}\n"
+    assert (
+        ended.stderr
+        == f"error: pipejax: found 'decodes'; expected one of {', '.join(COMMANDS)} (did you mean decode?)\n"
+    )
 
 
 @pytest.mark.parametrize(

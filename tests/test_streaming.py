@@ -78,10 +78,11 @@ def test_what_a_failed_stream_held_is_not_used_again(monkeypatch):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(made._streams["pipelined"][0], "_advanced", fail)
+        ((batch,),) = made._streams.values()
+        patch.setattr(batch, "_advanced", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             list(made.stream_rows(ids))
-    assert made._streams["pipelined"] == []
+    assert list(made._streams.values()) == [[]]
     assert list(made.stream_rows(ids))[-1] == expected
 
 

@@ -1,6 +1,6 @@
 """An experiment's configuration: what it may say (`schema`), and how it is read and written (`files`)."""
 
-from pipejax.config.files import flat, from_json, load, override, to_json
+from pipejax.config.files import Overrides, assignments, flat, from_json, load, override, to_json
 from pipejax.config.schema import (
     DRAFTS,
     DTYPES,
@@ -48,8 +48,10 @@ __all__ = [
     "DecodeConfig",
     "GridConfig",
     "MeshConfig",
+    "Overrides",
     "T5Config",
     "TrainConfig",
+    "assignments",
     "check",
     "flat",
     "from_json",

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipejax.config.schema import Config, T5Config, check
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.fields import TEXTS, alternatives, parse, types_of
+from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
 from pipejax.system.files import look
 
 # Files were once named TASK_SIZE_OBJECTIVE.py; what stands for the parts that differ from TASK.py.
@@ -27,8 +27,20 @@ FORMERLY = {
 SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")  # spaces at the ends count
 
 
-def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
-    """Runs a config file, or reads one that `to_json` wrote, and applies `key=value` overrides.
+# `section.key=value` texts, as of --set, or values by "section.key"; those of a section may be a dict of their own.
+Overrides = typing.Sequence[str] | typing.Mapping[str, Any]
+
+
+class Assignment(typing.NamedTuple):
+    """A setting and its value."""
+
+    key: str
+    value: Any
+    written: bool  # as text, which is to be parsed
+
+
+def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set") -> Config:
+    """Runs a config file, or reads one that `to_json` wrote, and applies overrides; `where` names these in errors.
 
     Raises:
       UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
@@ -54,23 +66,47 @@ def load(path: str | Path, overrides: typing.Iterable[str] = ()) -> Config:
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
     check(config, where=str(path))
-    return override(config, overrides)
+    return override(config, overrides, where=where)
 
 
-def override(config: Config, assignments: typing.Iterable[str], *, flag: str = "--set") -> Config:
-    """Applies assignments of the form `section.key=value`, left to right, and checks the result."""
-    for assignment in assignments:
+def override(config: Config, overrides: Overrides, *, where: str = "--set") -> Config:
+    """Applies overrides, left to right, and checks the result; `where` names them in errors."""
+    for key, value, written in assignments(overrides, where):
+        config = _assign(config, key.split("."), value, key, written=written)
+    check(config, where=where)
+    return config
+
+
+def assignments(overrides: Overrides, where: str) -> list[Assignment]:
+    """The settings that overrides change; raises a UserError, which begins with `where`, if they are no overrides."""
+    if isinstance(overrides, typing.Mapping):
+        return list(_values(overrides, "", where))
+    if isinstance(overrides, str | bytes) or not isinstance(overrides, typing.Sequence):
+        raise UserError(f'{where}: found {shown(overrides)}; expected a dict of values, or a list of "key=value"')
+    found = []
+    for assignment in overrides:
+        if not isinstance(assignment, str):
+            raise UserError(f'{where}: found {shown(assignment)} in the list; expected a text "key=value"')
         key, equals, text = assignment.partition("=")
         key = key.strip()
         if key not in SPACED:
             text = text.strip()
         elif key.endswith("delimiter") and text in (r"\n", r"\t"):
-            raise UserError(f"{flag} {assignment}: found two characters; expected one: $'\\t' is a tab in bash")
+            raise UserError(f"{where} {assignment}: found two characters; expected one: $'\\t' is a tab in bash")
         if not (key and equals):
-            raise UserError(f"{flag} {assignment}: found no {'key' if equals else repr('=')}; expected key=value")
-        config = _assign(config, key.split("."), text, key)
-    check(config, where=flag)
-    return config
+            raise UserError(f"{where} {assignment}: found no {'key' if equals else repr('=')}; expected key=value")
+        found.append(Assignment(key, text, written=True))
+    return found
+
+
+def _values(values: typing.Mapping[Any, Any], prefix: str, where: str) -> typing.Iterator[Assignment]:
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise UserError(f'{where}: found the key {shown(name)}; expected a text such as "grid.delay"')
+        if isinstance(value, typing.Mapping):
+            yield from _values(value, f"{prefix}{name}.", where)
+        else:
+            yield Assignment(prefix + name, value, written=False)
 
 
 def to_json(config: Config) -> str:
@@ -100,22 +136,22 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _assign(node: Any, keys: list[str], text: str, full: str) -> Any:
+def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool) -> Any:
     names = [field.name for field in dataclasses.fields(node)]
     if keys[0] not in names:
         raise UserError(f"{full}: unknown key{_suggestion(full)}")
-    value = getattr(node, keys[0])
+    old = getattr(node, keys[0])
     kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:
-        if value is None:
+        if old is None:
             raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
-        if not dataclasses.is_dataclass(value):
+        if not dataclasses.is_dataclass(old):
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
-        return dataclasses.replace(node, **{keys[0]: _assign(value, keys[1:], text, full)})
-    if dataclasses.is_dataclass(value) or kind not in (int, float, bool, str, TEXTS):
-        raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, value)}")
-    return dataclasses.replace(node, **{keys[0]: parse(text, kind, full)})
+        return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
+    if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
+        raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, old)}")
+    return dataclasses.replace(node, **{keys[0]: parse(value, kind, full) if written else plain(value, kind)})
 
 
 def _build(cls: type, values: Any, prefix: str, where: str) -> Any:

@@ -88,7 +88,7 @@ class DataConfig:
 class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
-    objective: str = setting("pipelined", choices=OBJECTIVES)  # "none": a converted checkpoint, never trained here
+    objective: str = setting("pipelined", choices=OBJECTIVES, untold=("none",))  # "none": weights never trained here
     steps: int = setting(1000, least=1)  # updates
     batch_size: int = setting(24, least=1, most=2**20)  # examples of an update
     accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
@@ -112,6 +112,7 @@ class TrainConfig:
     seed: int = setting(0, least=0, most=2**31 - 1)  # of initial weights, order of the data and dropout
     max_bad_steps: int = setting(10, least=1)  # in a row whose loss or gradient is not finite; then training ends
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
+    init_best: bool = setting(False)  # the best evaluated step of `init_from` instead of the newest
     log_every: int = setting(50, least=1)  # updates between two lines of the log
     evaluate_every: int = setting(500, least=1)  # updates between two evaluations
     evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
@@ -213,6 +214,8 @@ def check(config: Config, *, where: str) -> None:
             f"{where}: decode.draft_checkpoint: found nothing with decode.draft = model; expected the checkpoint of a "
             "small T5"
         )
+    if config.train.init_best and not config.train.init_from:
+        raise UserError(f"{where}: train.init_best: found true without train.init_from; expected a run to start from")
     if config.mesh.data == 0:
         raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
     if config.data.rows == "delimiter" and not config.data.delimiter:

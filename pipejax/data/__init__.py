@@ -6,7 +6,7 @@ from pipejax.data.demo import DemoTask
 from pipejax.data.examples import Task
 from pipejax.data.own_files import FilesTask
 from pipejax.data.published import PublishedTask
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 
 # In the order of the paper's Table 1, which has no SumPubMed and no wikiHow.
 PUBLISHED = {
@@ -29,4 +29,6 @@ def make_task(config: DataConfig) -> Task:
         return DemoTask(long=config.task == "demo_long")
     if config.task in PUBLISHED:
         return PublishedTask(PUBLISHED[config.task], config)
-    raise UserError(f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}")
+    raise UserError(
+        f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}{did_you_mean(config.task, TASKS)}"
+    )

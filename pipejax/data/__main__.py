@@ -21,7 +21,7 @@ from pipejax.data.own_files import SPLITS
 from pipejax.data.statistics import measure, table
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.progress import Progress
 
 
@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _prepare(flags: argparse.Namespace) -> int:
     if flags.task not in PUBLISHED:
-        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(PUBLISHED)}")
+        hint = did_you_mean(flags.task, PUBLISHED)
+        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(PUBLISHED)}{hint}")
     from pipejax.data import builders  # imported late: TFDS takes seconds
 
     published = PUBLISHED[flags.task]
@@ -57,7 +58,8 @@ def _prepare(flags: argparse.Namespace) -> int:
 def _stats(flags: argparse.Namespace) -> int:
     """Measures the splits that have examples, with the task's own bounds unless --set changes them."""
     if flags.task not in TASKS:
-        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(TASKS)}")
+        hint = did_you_mean(flags.task, TASKS)
+        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(TASKS)}{hint}")
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))
     if published := PUBLISHED.get(flags.task):
         data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)

@@ -40,8 +40,8 @@ class Task(Protocol):
         """The task's own tokenizer; None if it has none."""
 
 
-def fingerprint(examples: Sequence[Example], most: int = 1000) -> str:
-    """SHA-256 of the number of examples and of at most `most` evenly spaced ones: reading all would take long."""
-    sampled = range(0, len(examples), -(-len(examples) // most) or 1)
+def fingerprint(examples: Sequence[Example], most: int | None = 1000) -> str:
+    """SHA-256 of the number of examples and of at most `most` evenly spaced ones; None: of all, which may take long."""
+    sampled = range(0, len(examples), 1 if most is None else -(-len(examples) // most) or 1)
     text = repr((len(examples), *(examples[i] for i in sampled)))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()

@@ -3,7 +3,8 @@
 import contextlib
 import importlib
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipejax.data.packed import open_file, unpacked
 from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
+from pipejax.system.fields import shown
 
 PARQUET = (".parquet", ".pq")
 BATCH = 1024  # rows of Parquet that are in memory as objects
@@ -104,6 +106,38 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
             yield f"{path}:{number}", value
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
         raise UserError(f"{path}: not a data set, or damaged ({first_line(error)})") from error
+
+
+def rows_in(given: Any, name: str) -> Iterator[Any]:
+    """Yields the rows of a table that is in memory as objects, and the items of any other iterable as they are.
+
+    Args:
+      given: a data frame of pandas or Polars, a table of Arrow, a data set of the library datasets, or an iterable.
+      name: in errors.
+
+    Raises:
+      UserError: it is none of them.
+    """
+    rows: Iterable[Any]
+    if hasattr(given, "to_pylist"):  # Arrow
+        rows = given.to_pylist()
+    elif hasattr(given, "iter_rows"):  # Polars
+        rows = given.iter_rows(named=True)
+    elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # pandas
+        rows = given.to_dict("records")
+    elif hasattr(given, "columns") or not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise UserError(f"{name}: found {shown(given)}; expected a list, a data frame or another table of records")
+    else:  # of datasets a format that was set would give arrays instead of lists
+        rows = given.with_format(None) if hasattr(given, "with_format") else given
+    return ({str(key): _cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    """A cell as JSON would have it: None for what is missing, which pandas writes as NaN, and lists for arrays."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
+        return None
+    return [_cell(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def _library(module: str, extra_name: str, path: Path) -> Any:

@@ -26,7 +26,7 @@ from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.decoding.trace import Asked, Trace, listed
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 
 __all__ = [
     "GREEDILY",
@@ -104,7 +104,9 @@ def make(
 def check(name: str, decode: DecodeConfig, *, drafts: bool = False) -> None:
     """Raises a UserError if no strategy has that name, or it has no use for what else is asked for."""
     if name not in STRATEGIES:
-        raise UserError(f"strategy: found {name!r}; expected one of {', '.join(STRATEGIES)}")
+        raise UserError(
+            f"strategy: found {name!r}; expected one of {', '.join(STRATEGIES)}{did_you_mean(name, STRATEGIES)}"
+        )
     if decode.beams > 1 and name != "sequential":
         raise UserError(f"decode.beams: found {decode.beams}; expected 1, since beam search is sequential, not {name}")
     if decode.samples > 1 and decode.temperature == 0:

@@ -17,7 +17,8 @@ import numpy as np
 
 from pipejax.decoding import Decoded, Drafted, Pipelined, Sequential
 from pipejax.inference import wishes
-from pipejax.inference.generator import Generator, Record
+from pipejax.inference.answers import Record, record_of
+from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, Choice, RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
@@ -341,7 +342,10 @@ class Engine:
         only = dataclasses.replace(only, lengths=kept, calls=self._batches[lane].strategy.calls(only))
         if not one.answer.request.log_probs:
             only = dataclasses.replace(only, log_probs=None)
-        record = self.generator.record(one.answer.request.source, lane.strategy, only, 0, ends=not cut)
+        config, tokenizer = self.generator.config, self.generator.tokenizer
+        record = record_of(
+            one.answer.request.source, lane.strategy, only, 0, config=config, tokenizer=tokenizer, ends=not cut
+        )
         if cut:
             record["truncated"] = "max_tokens"
         return record

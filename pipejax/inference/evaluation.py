@@ -8,7 +8,7 @@ out), peak memory, and score, steps and seconds by the number of rows in the dat
 """
 
 import json
-import resource
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from pipejax.data import OWN_FILES, make_task
 from pipejax.data.examples import Example
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import sentences, tells_rows_apart
-from pipejax.inference.generator import Generator, Record, texts
+from pipejax.inference.answers import Record, texts
+from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -135,7 +136,10 @@ def peak_memory() -> dict[str, int]:
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     if known := [peak for peak in peaks if peak]:
         return {"peak_device_bytes": max(known)}
-    return {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    import resource  # absent on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,57 +1,33 @@
 """The Python API for decoding: from texts and records to records."""
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, islice
-from typing import Any, NotRequired, TypedDict
+from itertools import islice
+from typing import Any
 
 import jax
 
-from pipejax import config as config_lib
-from pipejax import decoding, grid
-from pipejax.config import Config
+from pipejax import decoding
+from pipejax.config import Config, GridConfig
 from pipejax.data.encoding import cut_source
-from pipejax.data.text import split_rows, tells_rows_apart
+from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Drafter, Pipelined, Sequential, Strategy
+from pipejax.decoding import Drafted, Drafter, Pipelined, Sequential, Strategy, Wishes
 from pipejax.inference import programs, small, sources, streaming, wishes
+from pipejax.inference import settings as settings_lib
+from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.opened import Opened, dtype_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.running_batch import Choice, RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.inference.wishes import Rows
-from pipejax.model.precision import compute_dtype
 from pipejax.system.errors import UserError
-
-
-class Record(TypedDict):
-    """What a source was decoded to; a line of what `pipejax decode` writes."""
-
-    id: str | int  # as given; else the position
-    text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
-    rows: list[str] | None
-    row_ids: list[list[int]]  # token ids
-    steps: int  # of Algorithm 1
-    calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
-    truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
-    repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
-    sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
-    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
-    log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
-    trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: of each call, what was drafted and accepted
-    pieces: NotRequired[dict[str, str]]  # with `decode.trace` and a tokenizer: by id, as texts, the tokens of both
-    seconds: NotRequired[float]  # by `evaluation`, at batch size 1
-
-
-def texts(record: Record) -> list[str]:
-    """The texts of its rows, but those of tokens that are no text; it must have been decoded with a tokenizer."""
-    assert record["rows"] is not None, "decoded without a tokenizer"
-    return [row for row in record["rows"] if row.strip()]
-
 
 WINDOW = 16  # batches that are read ahead and sorted by length
 
@@ -60,6 +36,7 @@ class Generator:
     """Parameters, tokenizer and settings, ready to decode.
 
     For everybody: `decode`, `stream_rows`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
+    The weights are laid out for the devices when the first source is decoded; what is given is checked before.
     """
 
     def __init__(
@@ -69,18 +46,42 @@ class Generator:
         tokenizer: Tokenizer | None,
         *,
         devices: Sequence[jax.Device] | None = None,
-        backend: Backend = XLA,
+        backend: Backend | None = XLA,
     ) -> None:
-        """`config.model` must be set; `devices`: None is `programs.devices`; `backend`: computes decoder steps."""
+        """Nothing runs on a device yet.
+
+        Args:
+          config: with `model`.
+          params: of the model.
+          tokenizer: None: sources and answers are ids.
+          devices: None: `programs.devices`.
+          backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
+        """
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
-        dtype = dtype_of(config)
-        self.programs = Programs(config.model, dtype, devices=devices or programs.devices(), backend=backend)
-        self.programs.set_params(params)
-        self._small = small.load(config, self.programs)
-        self._streams: dict[str, list[RunningBatch]] = {}  # of `stream_rows`, by strategy; each has one place
-        self.origin: dict[str, Any] = {}  # the step and params_fp of the checkpoint that the weights are from
+        self._devices = list(devices or programs.devices())
+        self._opened = Opened(config, params, self._devices, backend)
+        # Of `stream_rows`, by strategy and the names of its rows; each has one place.
+        self._streams: dict[tuple[Strategy, tuple[str, ...]], list[RunningBatch]] = {}
+        self.checkpoint = ""  # the directory that the weights are from
+        self.origin: dict[str, Any] = {}  # its step, and params_fp
+        self.trained: GridConfig | None = None  # that they were trained with; None: unknown
+        self._told: set[str] = set()  # settings that were warned of
+
+    def __repr__(self) -> str:
+        model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
+        held = self.config.decode.weights if self.config.decode.weights != "auto" else dtype_of(self.config).name
+        return (
+            f"<Generator{of}: T5 of {self._opened.size / 1e6:.1f} M parameters, {model.num_layers} + "
+            f"{model.num_decoder_layers} layers, d_model {model.d_model}, vocabulary {model.vocab_size}; "
+            f"{self.default_strategy}; {held} on {len(self._devices)} x {self._devices[0].device_kind}>"
+        )
+
+    @property
+    def programs(self) -> Programs:
+        """The weights on the devices, and what is compiled for them; made when they are first asked for."""
+        return self._opened.programs
 
     @property
     def default_strategy(self) -> str:
@@ -95,6 +96,7 @@ class Generator:
         strategy: str | None = None,
         batch_size: int | None = None,
         drafter: Drafter | None = None,
+        **settings: Any,
     ) -> list[Record]:
         """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
 
@@ -102,26 +104,30 @@ class Generator:
         one is given. docs/decoding.md says what each field holds.
 
         Args:
-          given: the sources.
+          given: the sources: a list, a data frame or another table whose rows are records.
           strategy: None: `default_strategy`.
           batch_size: on each device; None: `decode.batch_size`.
           drafter: one of your own instead of `decode.draft` (docs/drafting.md).
+          settings: values of this call alone for keys of the sections decode and grid, such as temperature=0.7. The
+            weights stay as they are; a program is compiled only if none has the same strategy and sizes.
 
         Raises:
-          UserError: an unknown strategy, an empty source, an id outside the vocabulary, text without a tokenizer.
+          UserError: an unknown strategy or setting, a value out of its range, an empty source, an id outside the
+            vocabulary, text without a tokenizer.
         """
-        if isinstance(given, str | bytes | Mapping) or hasattr(given, "columns"):
+        if isinstance(given, str | bytes | Mapping):
             raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
-        given = list(given)
+        own = self._with("decode", settings if batch_size is None else {**settings, "batch_size": batch_size})
+        given = list(rows_in(given, "sources"))
         sources.check_fields(sources.fields_of(self.config), given, "sources")
-        read = (self.source(value, f"source {i}", i) for i, value in enumerate(given))
-        checked = list(self.samples_of(read, strategy))
-        size = min(batch_size or self.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
+        read = (own.source(value, f"source {i}", i) for i, value in enumerate(given))
+        checked = list(own.samples_of(read, strategy))
+        size = min(own.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
         report = Report(other_steps=None)  # nobody reads this report, and to count those steps it would tokenise again
-        return list(self.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
+        return list(own.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
 
     def stream_rows(
-        self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None
+        self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None, **settings: Any
     ) -> Iterator[RowEvent | Record]:
         """Yields each token of one source's answer as its step ends, and the record in the end.
 
@@ -131,11 +137,13 @@ class Generator:
         Args:
           given: the source.
           strategy: None: `default_strategy`.
+          settings: as of `decode`.
 
         Raises:
           UserError: as `decode`; and for beams, drafts, limits and prefixes, which a stream does not have.
         """
-        yield from self.stream_source(self.source(given, "the source", 0), strategy or self.default_strategy)
+        own = self._with("stream_rows", settings, batch_size="none: one source", samples="none: one answer")
+        return own.stream_source(own.source(given, "the source", 0), strategy or self.default_strategy)
 
     def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
         """As `stream_rows`, of a checked source; what a stream does not have is refused at once."""
@@ -148,7 +156,7 @@ class Generator:
         return self._streamed(source, strategy, made)
 
     def _streamed(self, source: Source, strategy: str, made: Pipelined | Sequential) -> Iterator[RowEvent | Record]:
-        config, batches = self.config.decode, self._streams.setdefault(strategy, [])
+        config, batches = self.config.decode, self._streams.setdefault((made, self.config.grid.row_names), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
             forced = wishes.forced_of(self.rows_of(source, strategy), made)
@@ -163,26 +171,51 @@ class Generator:
                 else:
                     scores = event.log_probs if config.scores else None
                     found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
-                    yield self.record(source, strategy, found, 0)
+                    yield record_of(source, strategy, found, 0, config=self.config, tokenizer=self.tokenizer)
         except Exception:  # of the device, of memory: what the batch holds is lost
             batches.remove(batch)
             batch.clear()  # its twins share its programs, which know it
             raise
 
     def warm_up(
-        self, lengths: Sequence[int], *, batch_sizes: Sequence[int] = (1, 2, 4, 8), strategy: str | None = None
+        self,
+        lengths: Sequence[int],
+        *,
+        batch_sizes: Sequence[int] = (1, 2, 4, 8),
+        strategy: str | None = None,
+        **settings: Any,
     ) -> Report:
-        """Compiles ahead what greedy decoding needs on one device for sources of so many tokens, in lists of so many.
+        """Compiles ahead what decoding with these settings needs on one device.
 
-        Sampling, scores, limits and named rows have programs of their own, which the first `decode` compiles.
-        Programs of other lengths are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48,
-        64, 96, ... Returns what it took.
+        A temperature, scores, a limit and rows that begin as told have programs of their own. Programs of other lengths
+        are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48, 64, 96, ...
+
+        Args:
+          lengths: of sources, in tokens.
+          batch_sizes: of lists.
+          strategy: None: `default_strategy`.
+          settings: as of `decode`.
+
+        Returns:
+          what it took.
         """
-        chosen, report = self.make_strategy(strategy or self.default_strategy), Report()
-        for size in map(self.batch_size_for, batch_sizes):
-            for length in (min(length, self.config.data.max_source) for length in lengths):
-                self.programs.warm_up(chosen, batch_size=size, length=length, report=report)
+        own, report = self._with("warm_up", settings, batch_size="batch_sizes, a list"), Report()
+        name = strategy or own.default_strategy
+        chosen = own.make_strategy(name)
+        for size in map(own.batch_size_for, batch_sizes):
+            for length in (min(length, own.config.data.max_source) for length in lengths):
+                ids = [own.architecture.eos_token_id] * length
+                wished = own.wishes_of([Source("", ids)] * size, [ids] * size, name, chosen)
+                own.programs.warm_up(chosen, batch_size=size, length=length, report=report, wishes=wished)
         return report
+
+    def _with(self, call: str, settings: Mapping[str, Any], **without: str) -> "Generator":
+        """The same weights and programs with other settings, for a call of that method; see `settings.of_call`."""
+        if not settings:
+            return self
+        other, drafts = copy.copy(self), self._opened.small is not None
+        other.config = settings_lib.of_call(self.config, call, settings, drafts=drafts, without=without)
+        return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:
         """What is given, if it can be decoded; `name`: its id, if it has none.
@@ -230,50 +263,55 @@ class Generator:
         """
         name = strategy or self.default_strategy
         chosen = self.make_strategy(name, drafter)
-        separator = self._separator if name == "sequential" else []
-        devices, wanted = self.programs.devices, batch_size
+        wanted = batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
         waiting, across = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
-            across = across or min(len(devices), -(-len(chunk) // batch_size))
+            across = across or min(len(self._devices), -(-len(chunk) // batch_size))
             encoded = [self.ids_of(source, report) for source in chunk]
             order = sorted(range(len(chunk)), key=lambda i: len(encoded[i]))
             records: dict[int, Record] = {}
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                wished = wishes.of_batch(
-                    [chunk[i] for i in part],
-                    ids,
-                    self.config.decode,
-                    chosen,
-                    rows=[self.rows_of(chunk[i], name) for i in part],
-                    separator=separator,
-                    vocabulary=self.architecture.vocab_size,
-                )
+                wished = self.wishes_of([chunk[i] for i in part], ids, name, chosen)
                 found = self.programs.decode(
                     ids, chosen, batch_size=batch_size, across=across, report=report, wishes=wished
                 )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
-                    records[i] = self.record(chunk[i], name, found, b)
+                    records[i] = record_of(chunk[i], name, found, b, config=self.config, tokenizer=self.tokenizer)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
-                    self.count(records[i], name, report)
+                    count(records[i], name, report, config=self.config, tokenizer=self.tokenizer)
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
 
+    def wishes_of(self, batch: Sequence[Source], ids: Sequence[Sequence[int]], strategy: str, made: Strategy) -> Wishes:
+        """What is wished for in the answers to a batch of sources, of these token ids, by the strategy of that name."""
+        return wishes.of_batch(
+            batch,
+            ids,
+            self.config.decode,
+            made,
+            rows=[self.rows_of(source, strategy) for source in batch],
+            separator=self._separator if strategy == "sequential" else [],
+            vocabulary=self.architecture.vocab_size,
+        )
+
     def batch_size_for(self, wanted: int) -> int:
         """How many sources a device decodes at a time when so many are wanted: on a CPU a few at most."""
-        on_cpu = self.programs.devices[0].platform == "cpu"
+        on_cpu = self._devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
     def make_strategy(self, name: str, drafter: Drafter | None = None) -> Strategy:
         """The strategy of that name with this config's settings; `drafter`: instead of the config's."""
+        if name == "pipelined" and self.trained:
+            settings_lib.warn_of_grid(self.trained, self.config.grid, self._told)
         bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
         made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
-        small.check(self._small, made, name, self.config.grid)
+        small.check(self._opened.small, made, name, self.config.grid)
         return self.programs.for_drafts(made) if isinstance(made, Drafted) else made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
@@ -307,95 +345,6 @@ class Generator:
         joined = whole[: len(begun)] != begun  # its end becomes one token with what follows
         return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts
 
-    def record(self, source: Source, strategy: str, found: Decoded, place: int, *, ends: bool = True) -> Record:
-        """What an example was decoded to.
-
-        Args:
-          source: of the example.
-          strategy: that decoded it.
-          found: in NumPy, calls included.
-          place: of the example in the batch.
-          ends: whether `log_prob` counts what follows the last token of each row, its eos.
-        """
-        separator = self.config.data.separator
-        rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
-        exist, told = len(rows), found.log_probs is not None or found.trace is not None
-        if told and strategy == "pipelined" and self.config.grid.delay == 0:  # unnamed rows end as they begin
-            exist = self.rows_of(source, strategy).most or 0
-        kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
-        unique = self.config.decode.unique_rows
-        repeated = [i for k, (i, row) in enumerate(kept) if unique and row in (above for _, above in kept[:k])]
-        kept = [(i, row) for i, row in kept if i not in repeated]
-        text: str | None = None
-        said: list[str] | None = None
-        if self.tokenizer is not None:
-            said = [self.tokenizer.decode(row) for _, row in kept]
-            text = separator.join(row for row in said if row.strip() or strategy == "sequential")
-            said = split_rows(text, separator) if strategy == "sequential" else said
-            if unique and strategy == "sequential":
-                repeated = [k for k, row in enumerate(said) if row in said[:k]]
-                said = [*dict.fromkeys(said)]
-        record: Record = {
-            "id": source.id,
-            "text": text,
-            "rows": said,
-            "row_ids": [row for _, row in kept],
-            "steps": int(found.steps[place]),
-            "calls": int(found.calls[place]),
-            "truncated": TRUNCATIONS[int(found.truncated[place])],
-        }
-        if unique:
-            record["repeated"] = repeated
-        if self.config.decode.samples > 1:
-            record["sample"] = source.sample
-        if found.log_probs is not None:
-            delay = self.config.grid.delay if strategy == "pipelined" else 1
-            by_time, first = found.log_probs[place], [int(grid.start(i, delay)) for i in range(len(rows))]
-            record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
-            spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows[:exist])]
-            record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
-        if found.trace is not None:
-            calls = decoding.listed(found.trace, place, record["calls"])
-            # Rows are numbered as in `row_ids`: one without a token may stand before others (grid.stop=literal).
-            last = kept[-1][0] if kept else -1
-            later = [row for row in range(last + 1, exist) if row not in repeated]
-            numbers = {row: k for k, row in enumerate([*(row for row, _ in kept), *later])}
-            record["trace"] = [[x._replace(row=numbers[x.row]) for x in call if x.row in numbers] for call in calls]
-            if self.tokenizer is not None:
-                seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
-                record["pieces"] = {str(i): self.tokenizer.piece(i) for i in sorted(seen)}
-        return record
-
-    def count(self, record: Record, strategy: str, report: Report) -> None:
-        """Adds a record to the report."""
-        report.examples += 1
-        report.steps += record["steps"]
-        report.calls += record["calls"]
-        report.repeated += len(record.get("repeated", ()))
-        if record["truncated"]:
-            report.truncated[record["truncated"]] += 1
-        if report.other_steps is None:
-            return
-        parted = tells_rows_apart(self.config.data.separator)
-        if strategy != "sequential":
-            lengths = [len(row) for row in record["row_ids"]]
-            report.other_steps += grid.sequential_steps(lengths, separator=parted)
-        elif self.tokenizer is None or not parted:  # where a row ends cannot be seen
-            report.other_steps = None
-        else:
-            lengths = [len(self.tokenizer.encode(row)) for row in texts(record)]
-            delay = self.config.grid.delay
-            report.other_steps += grid.pipelined_steps(
-                lengths, delay=delay, sub_max=config_lib.GRID, time_max=config_lib.GRID**2
-            )  # no bounds
-
-
-def dtype_of(config: Config) -> Any:
-    """The dtype that decoding computes in."""
-    return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)
-
 
 def _kind(given: Any) -> str:
-    if isinstance(given, str | bytes):
-        return "a text"
-    return f"one record ({type(given).__name__})" if isinstance(given, Mapping) else f"a table ({type(given).__name__})"
+    return "a text" if isinstance(given, str | bytes) else f"one record ({type(given).__name__})"

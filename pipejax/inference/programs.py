@@ -290,8 +290,10 @@ class Programs:
         decoded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
         return decoded if decoded.calls is not None else dataclasses.replace(decoded, calls=strategy.calls(decoded))
 
-    def warm_up(self, strategy: Strategy, *, batch_size: int, length: int, report: Report) -> None:
-        """Compiles all that batches of that size may need with sources that pad to that length."""
+    def warm_up(
+        self, strategy: Strategy, *, batch_size: int, length: int, report: Report, wishes: Wishes = GREEDILY
+    ) -> None:
+        """Compiles all that batches of that size and with such wishes may need with sources that pad to that length."""
         shape = 1, batch_size, bucket(length)
         ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
@@ -306,7 +308,7 @@ class Programs:
                 found = small._program("encoder", 0, (own.encoding, source, lengths), shape, report).out_info
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         for slots in schedule(strategy, batch_size).slots:
-            arguments = weights, memory, carry, read, GREEDILY
+            arguments = weights, memory, carry, read, jax.tree.map(lambda x: x[None], wishes)
             carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
 
     def _small(self, strategy: Strategy) -> "Programs | None":

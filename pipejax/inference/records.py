@@ -16,7 +16,8 @@ from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import Placed, read_objects
 from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.inference import record_tables
-from pipejax.inference.generator import WINDOW, Generator, Record
+from pipejax.inference.answers import Record, count
+from pipejax.inference.generator import WINDOW, Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.inference.streaming import RowEvent, Screen
@@ -185,6 +186,8 @@ def read_sources(
             source = generator.source(value, place, place.rpartition(":")[2])
             found = list(generator.samples_of([source], strategy))
         except UserError as error:  # of what the strategy cannot do, it names the id
+            if str(error).startswith("grid."):  # no line is at fault
+                raise
             bad(error if str(error).startswith(place) else UserError(f"{place}: {error}"))
             continue
         at_once = False
@@ -208,7 +211,7 @@ def _shown(generator: Generator, sources: Iterable[Source], strategy: str, repor
                 screen.show(event)
             else:
                 report.seconds += time.perf_counter() - begun
-                generator.count(event, strategy, report)
+                count(event, strategy, report, config=generator.config, tokenizer=generator.tokenizer)
                 yield event
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -23,10 +24,11 @@ class Small:
 
     directory: str
     config: Config
+    params: Any = dataclasses.field(repr=False, compare=False)
 
 
-def load(config: Config, large: Programs) -> Small | None:
-    """Opens the newest good step of `decode.draft_checkpoint` for the programs of the large T5; None: none drafts.
+def load(config: Config) -> Small | None:
+    """Opens the newest good step of `decode.draft_checkpoint`; None: no T5 drafts.
 
     Raises:
       UserError: there is no such checkpoint, or its vocabulary is another one.
@@ -40,21 +42,25 @@ def load(config: Config, large: Programs) -> Small | None:
         restored = checkpoint.open_run(directory, packed=True)
     except UserError as error:
         raise UserError(f"decode.draft_checkpoint: {error}") from error
-    model = restored.config.model
-    assert model is not None, "checked by open_run"
     for key in ("vocab_size", "eos_token_id", "decoder_start_token_id"):
-        found, expected = getattr(model, key), getattr(large.config, key)
+        found, expected = getattr(restored.config.model, key), getattr(config.model, key)
         if found != expected:
             raise UserError(
                 f"decode.draft_checkpoint: {directory}: found a T5 with {key} = {found}; expected {expected}, that of "
                 "the T5 for which it drafts"
             )
+    return Small(directory, restored.config, restored.items["params"])
+
+
+def lend(small: Small, large: Programs, weights: str) -> None:
+    """Gives the programs of the large T5 those of the small one, which holds its weights as `decode.weights` says."""
+    model = small.config.model
+    assert model is not None, "checked by open_run"
     dtype, backend = jnp.dtype(large.model.dtype), large.backend
     if type(backend) is not Xla:  # whoever asked for XLA's products alone gets them
-        backend = backends.fastest(model, dtype, config.decode.weights)
+        backend = backends.fastest(model, dtype, weights)
     large.small = Programs(model, dtype, devices=large.devices, backend=backend)
-    large.small.set_params(restored.items["params"])
-    return Small(directory, restored.config)
+    large.small.set_params(small.params)
 
 
 def check(small: Small | None, made: Strategy, name: str, grid: GridConfig) -> None:

@@ -57,6 +57,11 @@ def rows_of(source: Source, strategy: str, config: GridConfig, tokenizer: Tokeni
             prefixes, count, where = config.row_names, len(config.row_names), "grid.row_names"
         if config.delay == 0:
             # T5 has no positions: rows that see nothing but bos would all write the same token first.
+            if not prefixes and count is None and not config.row_names:  # the setting is at fault, not a source
+                raise UserError(
+                    "grid.delay: found 0 without grid.row_names; expected the names of the rows, or row_prefixes in "
+                    "each source, since nothing else tells rows apart that start at once"
+                )
             if not prefixes or (count or 0) > len(prefixes):
                 otherwise = "no max_rows, for those of grid.row_names" if config.row_names else "grid.row_names"
                 raise UserError(

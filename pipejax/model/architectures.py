@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from pipejax.config import T5Config
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 
 _BASE = T5Config(vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12)
 _SMALL = dataclasses.replace(_BASE, d_model=512, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)
@@ -28,6 +28,6 @@ def architecture(name: str) -> T5Config:
       UserError: there is none of that name.
     """
     if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UserError(f"model: found {name!r}; expected one of {known} (Flan-T5 has the sizes of v1_1)")
+        known, hint = ", ".join(ARCHITECTURES), did_you_mean(name, ARCHITECTURES)
+        raise UserError(f"model: found {name!r}; expected one of {known} (Flan-T5 has the sizes of v1_1){hint}")
     return ARCHITECTURES[name]

@@ -6,6 +6,7 @@ import difflib
 import errno
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipejax.system import environment, streams
-from pipejax.system.errors import UserError, out_of_memory
-from pipejax.system.extras import absent, extra
+from pipejax.system.errors import UserError, did_you_mean, out_of_memory
+from pipejax.system.extras import absent, extra, requirements_of
 from pipejax.system.fields import WHOLE
 from pipejax.system.files import look, write_text
 from pipejax.system.progress import say
@@ -71,13 +72,26 @@ class Parser(argparse.ArgumentParser):
         self._given = [*(sys.argv[1:] if args is None else args)]
         return super().parse_known_args(args, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuses a value that is none of an argument's choices; argparse calls this for each value."""
+        if action.choices is not None and value not in action.choices:
+            is_command = isinstance(action, argparse._SubParsersAction)
+            name = self.prog if is_command else "/".join(action.option_strings) or action.metavar or action.dest
+            told = [str(choice) for choice in action.choices]
+            raise UserError(
+                f"{name}: found {str(value)!r}; expected one of {', '.join(told)}{did_you_mean(value, told)}"
+            )
+
     def error(self, message: str) -> NoReturn:
         """Raises a UserError; argparse calls this for anything that it cannot parse."""
-        known = self._option_string_actions
-        flags = () if self._subparsers else (word.partition("=")[0] for word in self._given)
-        for flag in flags:  # else argparse would say first what is missing
-            if flag.startswith("--") and flag != "--" and flag not in known:
-                guess = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+        known = dict(self._option_string_actions)
+        for action in self._actions:  # a command below this one has flags of its own
+            if isinstance(action, argparse._SubParsersAction):
+                for name in {*action.choices} & {*self._given}:
+                    known |= action.choices[name]._option_string_actions
+        for flag in (word.partition("=")[0] for word in self._given):  # else argparse would say first what is missing
+            if re.match(r"--?[A-Za-z]", flag) and flag not in known:
+                guess = difflib.get_close_matches("--" + flag.lstrip("-").casefold(), known, n=1, cutoff=0.8)
                 setting = "; a setting is given as --set SECTION.KEY=VALUE" if "--set" in known else ""
                 raise UserError(f"{flag}: no such option" + (f" (did you mean {guess[0]}?)" if guess else setting))
         raise UserError(message)
@@ -147,8 +161,10 @@ def check_output(flag: str, target: str | None) -> None:
     directory = Path(os.path.realpath(wanted)).parent  # of a link's target
     if look(directory, flag) != "directory":
         raise UserError(f"{flag} {target}: found no directory {directory}; expected one that exists")
-    if not os.access(wanted if found else directory, os.W_OK):
-        raise UserError(f"{flag} {target}: cannot be written (permission denied)")
+    place = wanted if found else directory
+    if not os.access(place, os.W_OK):
+        number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+        raise UserError(f"{flag} {target}: cannot be written ({os.strerror(number)})")
 
 
 def write_output(flag: str, target: str, text: str) -> None:
@@ -178,6 +194,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # absl adds a handler to the root logger, which would write each line again
     try:
+        environment.check_platform()
         environment.allow_files()
         environment.check_flags()
         for setting in environment.IGNORED:
@@ -214,17 +231,34 @@ def unneeded() -> Iterator[None]:
         _unneeded.remove(threading.get_ident())
 
 
+def explain_imports() -> None:
+    """Lets a module of this package of commands that is run with -m end in one line if it imports an absent library.
+
+    A package calls this where it begins: the module itself imports its libraries before it can call `run`.
+    """
+    if sys.argv[0] == "-m":  # so it is while Python looks for the module
+        sys.excepthook = _ended
+
+
+def _ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Ends the program with the exit code of an error."""
+    if (code := explain(error, debug=False)) == EXIT_OUR_MISTAKE:
+        traceback.print_exception(error)
+    raise SystemExit(code)
+
+
 def explain(error: BaseException, *, debug: bool) -> int:
     """Writes one line about an error that the user can mend; returns its exit code, or EXIT_OUR_MISTAKE."""
     if isinstance(error, KeyboardInterrupt):
-        note("interrupted")
+        note(f"interrupted{f' {error}' if str(error) else ''}")
         return EXIT_INTERRUPTED
     if isinstance(error, streams.ReaderGone):
         return 1
     if isinstance(error, ModuleNotFoundError) and (library := absent(error)):
+        file = requirements_of(library)
         error = UserError(
-            f"found no {library} for {sys.executable}; expected what requirements.txt installs (activate the "
-            "environment that has it, or pip install -r requirements.txt)"
+            f"found no {library} for {sys.executable}; expected what {file} installs (activate the environment that "
+            f"has it, or pip install -r {file})"
         )
     exhausted = out_of_memory(error)
     refused = isinstance(error, OSError) and error.errno in REFUSALS

@@ -5,7 +5,9 @@ It imports the standard library only, so that it can act before JAX is imported.
 
 import contextlib
 import functools
+import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from typing import Any
@@ -51,9 +53,24 @@ def pin() -> list[str]:
 IGNORED = pin()  # at import, before JAX is imported
 
 
+def check_platform() -> None:
+    """Raises a UserError where the system lacks what pipejax needs, or JAX has no package for the machine."""
+    expected = "expected Linux (also in WSL2, on Intel, AMD or Arm), or macOS on Apple silicon"
+    if lacking := [name for name in ("fcntl", "resource") if importlib.util.find_spec(name) is None]:
+        found = "native Windows" if sys.platform == "win32" else f"the system {sys.platform!r}"
+        wsl = "; wsl --install sets up WSL2" if sys.platform == "win32" else ""
+        raise UserError(f"found {found}, whose Python lacks {' and '.join(lacking)}; {expected}{wsl}")
+    if importlib.util.find_spec("jax") is not None and importlib.util.find_spec("jaxlib") is not None:
+        return  # whoever built them can use them
+    if sys.platform == "darwin" and platform.machine() == "x86_64":  # also under Rosetta
+        raise UserError(f"found Python for a Mac with an Intel processor, for which JAX has no package; {expected}")
+    if sys.maxsize < 2**32:
+        raise UserError(f"found Python of 32 bits, for which JAX has no package; {expected}, with Python of 64 bits")
+
+
 def allow_files() -> None:
     """Raises the limit of open files to FILES if it is lower; raises a UserError if that is forbidden."""
-    import resource  # absent on Windows
+    import resource  # absent on Windows, as `check_platform` has said by now
 
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or allowed >= FILES:

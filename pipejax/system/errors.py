@@ -1,6 +1,8 @@
 """The exception for bad input, and functions that classify and shorten other exceptions."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|bad_alloc|failed to allocate", re.IGNORECASE)
 
@@ -14,6 +16,14 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     )
+
+
+def did_you_mean(found: object, known: Iterable[str]) -> str:
+    """A hint, " (did you mean X?)", at the known word that is most like the one found or begins so; "" if none is."""
+    word, folded = str(found).casefold(), {name.casefold(): name for name in known if name}
+    begun = [name for name in folded if word and name.startswith(word)]
+    close = begun if len(begun) == 1 else difflib.get_close_matches(word, folded, n=1)
+    return f" (did you mean {folded[close[0]]}?)" if close else ""
 
 
 def first_line(error: BaseException) -> str:

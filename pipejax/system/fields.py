@@ -5,15 +5,15 @@ It imports the standard library only.
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import math
 import operator
+import os
 import types
 import typing
 from typing import Any
 
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.files import UTF_8, is_misread
 
 TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
@@ -28,6 +28,7 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] = (),
+    untold: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with its legal values; an error is better than an allocation that ends the process.
 
@@ -38,8 +39,9 @@ def setting(
       above: legal numbers are larger than this.
       below: legal numbers are smaller than this.
       choices: the legal texts; empty: all.
+      untold: those of them that nobody is advised to choose.
     """
-    bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices}
+    bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices, "untold": untold}
     return dataclasses.field(default=default, metadata=bounds)
 
 
@@ -63,16 +65,15 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
         if type(value) is int and abs(value) > 10**30:  # neither a float nor, if longer still, text can represent it
             raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
         if not fits or (kind is float and not math.isfinite(value)):
-            raise UserError(f"{where}: {key}: found {value!r}; expected {noun(kind)}")
+            raise UserError(f"{where}: {key}: found {shown(value)}; expected {noun(kind)}")
         if any("\ud800" <= character <= "\udfff" for text in texts if isinstance(text, str) for character in text):
             misread = any(map(is_misread, texts))
             raise UserError(f"{where}: {key}: found {value!r}; expected {UTF_8 if misread else 'valid Unicode'}")
         rule = field.metadata
         if rule.get("choices") and value not in rule["choices"]:
-            guess = difflib.get_close_matches(str(value), rule["choices"], n=1)
+            told = [choice for choice in rule["choices"] if choice and choice not in rule["untold"]]
             raise UserError(
-                f"{where}: {key}: found {value!r}; expected one of {', '.join(filter(None, rule['choices']))}"
-                + (f" (did you mean {guess[0]}?)" if guess else "")
+                f"{where}: {key}: found {value!r}; expected one of {', '.join(told)}{did_you_mean(value, told)}"
             )
         for name, words, broken in (
             ("least", "at least", operator.lt),
@@ -85,6 +86,12 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
                 bound = WHOLE
             if bound is not None and broken(value, bound):
                 raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
+
+
+def shown(value: Any) -> str:
+    """A value of any type in at most 100 characters of one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def types_of(cls: type) -> dict[str, Any]:
@@ -104,9 +111,16 @@ def noun(kind: Any) -> str:
         float: "a number",
         bool: "true or false",
         str: "text",
-        TEXTS: 'a list of texts, such as ["date:", "party:"] (in Python a tuple)',
+        TEXTS: 'a list of texts, such as ["date:", "party:"] (in a config file a tuple)',
     }
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
+
+
+def plain(value: Any, kind: Any) -> Any:
+    """A value from Python as settings of that kind hold it: numbers of NumPy, paths and lists are made plain."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
+    return tuple(value) if kind == TEXTS and isinstance(value, list) else value
 
 
 def parse(text: str, kind: Any, key: str) -> Any:

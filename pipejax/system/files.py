@@ -7,7 +7,6 @@ names; those that a killed process leaves are removed by the next writer.
 
 import contextlib
 import errno
-import fcntl
 import glob
 import itertools
 import os
@@ -231,6 +230,8 @@ def _held(directory: Path) -> Iterator[bool]:
 
 def lock(handle: int) -> bool:
     """Locks an open file or directory; gives whether that worked. The lock ends with the handle or the process."""
+    import fcntl  # absent on Windows, where `environment.check_platform` ends every command
+
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another process holds the lock, or the file system has none

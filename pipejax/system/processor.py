@@ -1,7 +1,13 @@
-"""What this machine's processor can do."""
+"""What this machine's processor is, and what it can do."""
 
 import functools
+import platform
 from pathlib import Path
+
+
+def is_arm() -> bool:
+    """Whether it is an Arm of 64 bits, also Apple's."""
+    return platform.machine().lower() in ("aarch64", "arm64")
 
 
 @functools.cache

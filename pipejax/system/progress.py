@@ -1,6 +1,7 @@
 """Shows the progress of long work on standard error: a bar on a terminal, else a line from time to time."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ class Progress:
             from tqdm import tqdm
 
             options = {"desc": what, "unit": unit, "file": sys.stderr, "leave": False, "dynamic_ncols": True}
+            if not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal that does not know its size
+                options |= {"dynamic_ncols": False, "ncols": 80}
             self.bar = tqdm(total=total, initial=start, **options)
             _bars.append(self.bar)
 

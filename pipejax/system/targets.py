@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,8 @@ def find(name: str, flag: str) -> Gpu | Tpu:
         return TARGETS[name]
     if re.fullmatch(r"v\d[a-z]?:\d+(x\d+)+", name):
         return Tpu(name)
-    raise UserError(f"{flag}: found {name!r}; expected {', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4")
+    hint = did_you_mean(name, TARGETS)
+    raise UserError(f"{flag}: found {name!r}; expected {', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4{hint}")
 
 
 _added: set[str] = set()

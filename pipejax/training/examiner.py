@@ -16,8 +16,9 @@ from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference.answers import texts
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import Generator, texts
+from pipejax.inference.generator import Generator
 from pipejax.metrics import HEADLINES
 from pipejax.system import distributed
 from pipejax.system.progress import Progress

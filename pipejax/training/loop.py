@@ -44,7 +44,7 @@ def fit(
     Args:
       config: the experiment.
       workdir: the run's directory.
-      given: the splits "train" and "dev"; None: those of the config's task.
+      given: the splits "train" and "dev"; one that is absent is that of the config's task.
       profile: traces that many steps, from the third of this call on, into WORKDIR/profile.
 
     Returns:
@@ -109,7 +109,7 @@ class Examples:
 
     train: Any
     dev: Any
-    fingerprints: dict[str, str]  # of "data", those trained on, and of "dev"
+    fingerprints: dict[str, str]  # of "data", those trained on, of "data_whole" if it is in memory, and of "dev"
 
     @classmethod
     def of(cls, config: Config, given: Mapping[str, Sequence[Example]] | None = None) -> "Examples":
@@ -120,17 +120,21 @@ class Examples:
         """
         with distributed.together(UserError):
             task = make_task(config.data)
-            train, dev = (given[split] if given else task.examples(split) for split in ("train", "dev"))
+            train, dev = (
+                given[split] if given and split in given else task.examples(split) for split in ("train", "dev")
+            )
             if len(dev):
                 require(config.data.metric or task.metric)
             if not len(train):
                 raise UserError("data.train: found nothing; expected the examples to train on")
-            data, most = fingerprint(train), config.train.evaluate_examples
-            dev_data = fingerprint(dev[:most] if most else dev)
+            most = config.train.evaluate_examples
+            prints = {"data": fingerprint(train), "dev": fingerprint(dev[:most] if most else dev)}
+            if isinstance(train, list):
+                prints["data_whole"] = fingerprint(train, None)
         distributed.check_same(config_lib.to_json(config), "the config")
-        distributed.check_same(data, "data.train")
-        distributed.check_same(dev_data, "data.dev")
-        return cls(train, dev, {"data": data, "dev": dev_data})
+        distributed.check_same(prints.get("data_whole", prints["data"]), "data.train")
+        distributed.check_same(prints["dev"], "data.dev")
+        return cls(train, dev, prints)
 
 
 class Run:
@@ -171,7 +175,7 @@ class Run:
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, len(examples.train), self.write, self.progress, devices, self.clock)
         self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
-        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json()}
+        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init}
         self.note = ""
 
     def is_over(self) -> bool:

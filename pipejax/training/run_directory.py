@@ -10,15 +10,17 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from pipejax import config as config_lib
-from pipejax.checkpoint import Damaged, Store, check_place
+from pipejax.checkpoint import Damaged, Restored, Store, check_place
+from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer, digests
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.files import (
@@ -39,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 # Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
 # says where a run is computed: neither the data order nor the saved state depends on it. A name is a label, and
-# copies of the log are copies.
+# copies of the log are copies. Nobody trains on `data.test`, and drafts change no token of an evaluation.
 CHANGEABLE = (
     "name",
+    "data.test",
     "train.steps",
     "train.shapes",  # those that a run began with are in its checkpoints
     "train.log_every",
@@ -56,7 +59,20 @@ CHANGEABLE = (
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
+    "decode.draft",
+    "decode.draft_tokens",
+    "decode.draft_checkpoint",
 )
+# Of a place, and of how its files are read, the content counts, by these fingerprints in a checkpoint's metadata. Where
+# a former version left them out, another spelling of the same path is all that is known to be the same.
+EXAMPLES = {
+    "data.train": ("data",),
+    "data.dev": ("dev",),
+    **dict.fromkeys(
+        ("data.data_dir", "data.split", "data.split_seed", "data.csv_delimiter", "data.skip_bad"), ("data", "dev")
+    ),
+}
+PLACES = (*EXAMPLES, "data.tokenizer", "train.init_from", "train.init_best")
 
 
 class RunDirectory:
@@ -245,6 +261,7 @@ def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
         for step in store.steps():
             found = store.describe(step)
             check_resume(found.config, config, best)
+            check_places(found, config, data, best)
             found.tokenizer_files()
             if any(found.metadata.get(name, known) != known for name, known in data.items()):
                 return False
@@ -254,15 +271,57 @@ def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
 
 
 def check_resume(old: Config, new: Config, where: Path) -> None:
-    """Raises a UserError with `old -> new` for the first key that must not change when a run is resumed."""
+    """Raises a UserError with `old -> new` for the first key that must not change on resume, but for PLACES."""
     before, after = config_lib.flat(old), config_lib.flat(new)
     for key in [*before, *(k for k in after if k not in before)]:
         was, now = before.get(key), after.get(key)
-        if was != now and key not in CHANGEABLE:
+        if was != now and key not in (*CHANGEABLE, *PLACES):
             raise UserError(
                 f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume "
-                f"(to go on from its weights, take another --workdir and --set train.init_from={where})"
+                f"(to go on from its weights, begin another run, with train.init_from={where})"
             )
+
+
+def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: Path) -> None:
+    """Raises a UserError for the first of PLACES with other content than the run began with.
+
+    Args:
+      saved: a step of the run.
+      new: the config to go on with.
+      data: fingerprints of its examples.
+      where: the run.
+    """
+    before, after = config_lib.flat(saved.config), config_lib.flat(new)
+    for key in PLACES:
+        was, now = before.get(key), after[key]
+        if was != now and not _same_content(key, was, now, saved, new, data):
+            raise UserError(
+                f"{where}: {key}: {was!r} -> {now!r}; expected the same on resume, or a place with the same content "
+                f"(to go on from its weights, begin another run, with train.init_from={where})"
+            )
+
+
+def _same_content(key: str, was: Any, now: Any, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
+    if key in EXAMPLES and all(saved.metadata.get(name) == data[name] for name in EXAMPLES[key]):
+        return True
+    if key.startswith("train.init") and (init := saved.metadata.get("init")):
+        return init == _params_fp(new.train.init_from, best=new.train.init_best)
+    if not (isinstance(was, str) and isinstance(now, str) and was and now):
+        return False
+    if key == "data.tokenizer" and (files := saved.metadata.get("tokenizer")):
+        with tempfile.TemporaryDirectory() as scratch:
+            Tokenizer.load(now).save(scratch)
+            return digests(Path(scratch)) == files
+    return os.path.realpath(was) == os.path.realpath(now)
+
+
+def _params_fp(directory: str, *, best: bool) -> str:
+    """The fingerprint of the newest parameters in a run directory; "" if there are none."""
+    store = Store(Path(directory) / ("best" if best else "checkpoints"))
+    for step in sorted(store.steps(), reverse=True) if directory else ():
+        with contextlib.suppress(Damaged):
+            return digest(store.describe(step).arrays["params"])
+    return ""
 
 
 def resolve_model(config: Config, other: Config) -> Config:

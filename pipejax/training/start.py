@@ -7,6 +7,7 @@ from typing import Any
 
 from pipejax import checkpoint
 from pipejax.checkpoint import Restored, Store
+from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
@@ -14,7 +15,7 @@ from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
-from pipejax.training.run_directory import RunDirectory, check_resume, resolve_model
+from pipejax.training.run_directory import RunDirectory, check_places, check_resume, resolve_model
 from pipejax.training.step import Trainer, TrainState
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Start:
     tokenizer: Tokenizer
     before: Config | None = None  # of the run so far; its steps and intervals may have been others
     shapes: Shapes | None = None  # that its batches had so far
+    init: str = ""  # fingerprint of the weights that the run began with; "": random ones, or a former version's run
 
 
 def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
@@ -39,7 +41,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
       config: of the run to come.
       directory: the run's.
       store: of its checkpoints.
-      data: fingerprints of the training examples ("data"), which may not change, and of the dev examples ("dev").
+      data: fingerprints of the training examples ("data", "data_whole"), which may not change, and of "dev".
 
     Raises:
       UserError: something else than before is asked for, or there is nothing to begin with.
@@ -66,11 +68,12 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
         logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
         with distributed.together(UserError):
-            if own.metadata.get("data", data["data"]) != data["data"]:
+            if any(own.metadata.get(name, known) != known for name, known in data.items() if name != "dev"):
                 raise UserError(
                     f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
-                    "the same on resume; take another --workdir for another experiment"
+                    "the same on resume; another experiment takes another directory"
                 )
+            check_places(own, trainer.config, data, directory.path)
         as_many = own.config.train.evaluate_examples == trainer.config.train.evaluate_examples
         if as_many and own.metadata.get("dev", data["dev"]) != data["dev"]:
             logger.warning("data.dev: found other examples than before; best/ goes by the scores of both alike")
@@ -79,22 +82,22 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
         with distributed.together(UserError):
             tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
         shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
-        return Start(trainer, state, own.step, tokenizer, own.config, shapes)
+        return Start(trainer, state, own.step, tokenizer, own.config, shapes, own.metadata.get("init", ""))
     with distributed.together(UserError):
         trainer, tokenizer, origin = _prepare(config)
     state = trainer.fresh(origin.items["params"] if origin else None)
-    logger.info(
-        f"starting from {config.train.init_from} (its step {origin.step})"
-        if origin
-        else f"starting from random weights (seed {config.train.seed})"
-    )
-    return Start(trainer, state, 0, tokenizer)
+    if origin is None:
+        logger.info(f"starting from random weights (seed {config.train.seed})")
+        return Start(trainer, state, 0, tokenizer)
+    step = f"{'best ' if config.train.init_best else ''}step {origin.step}"
+    logger.info(f"starting from {config.train.init_from} (its {step})")
+    return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]))
 
 
 def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
     origin: Restored | None = None
     if config.train.init_from:
-        origin = checkpoint.open_run(config.train.init_from)
+        origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
         config = resolve_model(config, origin.config)
     elif config.train.lora_rank:
         raise UserError(

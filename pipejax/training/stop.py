@@ -1,10 +1,13 @@
 """Ending a run in good order when a signal asks for it."""
 
+import logging
 import signal
 import threading
 from types import FrameType
 
 from pipejax.system import distributed
+
+logger = logging.getLogger(__name__)
 
 
 class Stop:
@@ -24,12 +27,16 @@ class Stop:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             self.restore()
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt("again: ended without a checkpoint; the same command goes on from the last one")
             signal.raise_signal(number)
         self.signal = number
 
     def asked(self) -> bool:
         """Whether to stop here. All processes must call it alike: at each step, and in evaluations at each batch."""
-        self.agreed = self.agreed or self._vote(self.signal or 0)
+        if not self.agreed and (found := self._vote(self.signal or 0)):
+            self.agreed = found
+            logger.info(f"{signal.Signals(found).name}: stopping here, with a checkpoint; a second one ends it at once")
         return self.agreed > 0
 
     def restore(self) -> None:

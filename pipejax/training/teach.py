@@ -16,8 +16,8 @@ from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
 from pipejax.data.text import sentences, tells_rows_apart
 from pipejax.inference import wishes
+from pipejax.inference.answers import texts
 from pipejax.inference.evaluation import evaluate
-from pipejax.inference.generator import texts
 from pipejax.inference.loading import DECODING_KEYS, load
 from pipejax.model import sharding
 from pipejax.system.errors import UserError
@@ -47,11 +47,17 @@ FREE = (
     "data.csv_delimiter",
     "data.metric",
 )
-SET_HERE = ("train.objective", "train.init_from")
+SET_HERE = ("train.objective", "train.init_from", "train.init_best")
 
 
 def teach(
-    checkpoint: str, source: str, workdir: str | Path, *, held_out: int | None = None, overrides: Sequence[str] = ()
+    checkpoint: str,
+    source: str,
+    workdir: str | Path,
+    *,
+    best: bool = False,
+    held_out: int | None = None,
+    overrides: Sequence[str] = (),
 ) -> int:
     """Labels, trains and measures, from wherever the run in `workdir` stands.
 
@@ -59,6 +65,7 @@ def teach(
       checkpoint: a sequential run, or a converted checkpoint.
       source: a file of sources.
       workdir: the new run's directory.
+      best: the best evaluated step of the checkpoint instead of the newest.
       held_out: how many sources are only measured on; None: as `labels.choose_held_out` says.
       overrides: `key=value` settings.
 
@@ -75,16 +82,17 @@ def teach(
                 f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
             )
         own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & {*DECODING_KEYS}]
-        generator = load(checkpoint, overrides=["decode.beams=1", *own])
-        config = lesson(generator.config, checkpoint, overrides)
+        generator = load(checkpoint, best=best, overrides=["decode.beams=1", *own])
+        config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
             raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read and write text")
+        logger.info(f"learning from {checkpoint}, {'best ' if best else ''}step {generator.origin['step']}")
         sources = labels.read(generator, source)
         chosen = labels.choose_held_out(sources, held_out, config.train.seed)
         labels.begin(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
         records = labels.answer(place, generator, source, sources)
         made = labels.part(sources, records, chosen, config)
-        generator.programs.forget_params()  # training needs the room
+        del generator  # training needs the room
     for line in made.lines():
         logger.info(line)
     if code := fit(config, workdir, given={"train": made.train, "dev": made.held_out}):
@@ -101,7 +109,7 @@ def teach(
     return 0
 
 
-def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
+def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bool = False) -> Config:
     """The config of the run: the checkpoint's own, with the pipelined objective and a quarter of the updates.
 
     Each has four times the examples, computed in as many parts, each as large and packed as before. The rate of AdamW
@@ -118,6 +126,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str]) -> Config:
         full,
         objective="pipelined",
         init_from=os.path.abspath(checkpoint),
+        init_best=best,
         batch_size=PART * full.batch_size,
         accumulate=PART * full.accumulate,
         learning_rate=math.sqrt(PART if full.optimizer == "adamw" else 1) * full.learning_rate,

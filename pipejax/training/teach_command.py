@@ -19,6 +19,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a sequential WORKDIR of pipejax train, or a converted T5"
     )
+    parser.add_argument("--best", action="store_true", help="its best evaluated step instead of the newest")
     parser.add_argument("--input", required=True, metavar="FILE", help="sources, as pipejax decode reads them")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where labels, checkpoints and the log go")
     parser.add_argument(
@@ -45,4 +46,11 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax.training.teach import teach
 
-    return teach(flags.checkpoint, flags.input, flags.workdir, held_out=flags.held_out, overrides=flags.overrides)
+    return teach(
+        flags.checkpoint,
+        flags.input,
+        flags.workdir,
+        best=flags.best,
+        held_out=flags.held_out,
+        overrides=flags.overrides,
+    )

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from pipejax.inference.answers import Record
 from pipejax.inference.engine import Closed, Event, Full, Request
-from pipejax.inference.generator import Generator, Record
+from pipejax.inference.generator import Generator
 
 
 class ScriptedEngine:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 
 from pipejax.system import compile_cache, processor
-from pipejax.system.errors import UserError, first_line
+from pipejax.system.errors import UserError, did_you_mean, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
+NATIVE = "-march=native"
 LEVELS = (  # the best first
     Level(
         "amx",
@@ -57,7 +58,7 @@ LEVELS = (  # the best first
     Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni", Reading(20.0, 15.0, 15.0, 8.0)),
     Level("avx512", frozenset(_V4), "-march=x86-64-v4", Reading(20.0, 15.0, 5.0, 8.0)),
     Level("avx2", frozenset(_V3), "-march=x86-64-v3", Reading(7.0, 5.0, 3.0, 4.0)),
-    Level("native", frozenset(), "-march=native", Reading(7.0, 5.0, 3.0, 4.0)),
+    Level("native", frozenset(), NATIVE, Reading(7.0, 5.0, 3.0, 4.0)),  # also of an Arm
 )
 TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_left")
 PANEL = 16  # outputs of a panel, as in digits.h
@@ -75,7 +76,8 @@ def use() -> Level | None:
     """
     wanted, names = os.environ.get(VARIABLE, ""), [level.name for level in LEVELS]
     if wanted not in ("", "off", *names):
-        raise UserError(f"{VARIABLE}: found {wanted!r}; expected off, {', '.join(names)}")
+        hint = did_you_mean(wanted, ["off", *names])
+        raise UserError(f"{VARIABLE}: found {wanted!r}; expected off, {', '.join(names)}{hint}")
     if wanted == "off" or jax.default_backend() != "cpu":
         return None
     levels = [level for level in LEVELS[names.index(wanted) if wanted else 0 :] if level.needs <= processor.features()]
@@ -156,7 +158,7 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
     if library.exists() and compile_cache.ours_alone(library):
         return library, ""
     if not quiet:
-        logger.info(f"compiling a kernel for this processor (once; kept in {directory})")
+        logger.info(f"compiling a kernel for this processor: once, 20 to 60 s; it is kept in {directory}")
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / library.name
         if failed := build(level, compiler, made):
@@ -168,7 +170,9 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
 
 def _flags(level: Level) -> list[str]:
     always = "-O3 -ffp-contract=off -std=c++17 -shared -fPIC -w"
-    return [*always.split(), *level.options.split(), f"-I{jax.ffi.include_dir()}"]
+    # Every Arm of 64 bits has NEON, which its compilers use without being told; some of them refuse -march=native.
+    options = "" if processor.is_arm() and level.options == NATIVE else level.options
+    return [*always.split(), *options.split(), f"-I{jax.ffi.include_dir()}"]
 
 
 def _digest(*facts: object) -> str:

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pipejax.inference import wishes
+from pipejax.inference.answers import Record
 from pipejax.inference.engine import Answer, Closed, Engine, Event, Found, Full, Request
-from pipejax.inference.generator import Generator, Record
+from pipejax.inference.generator import Generator
 from pipejax.inference.serving.asked import Asked
 from pipejax.inference.serving.counters import Counters
 from pipejax.inference.serving.refusals import Refused, mistake

@@ -1,0 +1,134 @@
+"""From decoded ids to records, which Python is given and `pipejax decode` writes."""
+
+from itertools import chain
+from typing import NotRequired, TypedDict
+
+from pipejax import config as config_lib
+from pipejax import decoding, grid
+from pipejax.config import Config
+from pipejax.data.text import split_rows, tells_rows_apart
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.decoding import TRUNCATIONS, Decoded
+from pipejax.inference import wishes
+from pipejax.inference.report import Report
+from pipejax.inference.sources import Source
+
+
+class Record(TypedDict):
+    """What a source was decoded to; a line of what `pipejax decode` writes."""
+
+    id: str | int  # as given; else the position
+    text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
+    rows: list[str] | None
+    row_ids: list[list[int]]  # token ids
+    steps: int  # of Algorithm 1
+    calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
+    truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
+    repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
+    sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
+    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
+    log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
+    trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: of each call, what was drafted and accepted
+    pieces: NotRequired[dict[str, str]]  # with `decode.trace` and a tokenizer: by id, as texts, the tokens of both
+    seconds: NotRequired[float]  # by `evaluation`, at batch size 1
+
+
+def texts(record: Record) -> list[str]:
+    """The texts of its rows, but those of tokens that are no text; it must have been decoded with a tokenizer."""
+    assert record["rows"] is not None, "decoded without a tokenizer"
+    return [row for row in record["rows"] if row.strip()]
+
+
+def record_of(
+    source: Source,
+    strategy: str,
+    found: Decoded,
+    place: int,
+    *,
+    config: Config,
+    tokenizer: Tokenizer | None,
+    ends: bool = True,
+) -> Record:
+    """What an example was decoded to.
+
+    Args:
+      source: of the example.
+      strategy: that decoded it.
+      found: in NumPy, calls included.
+      place: of the example in the batch.
+      config: that it was decoded with.
+      tokenizer: for texts.
+      ends: whether `log_prob` counts what follows the last token of each row, its eos.
+    """
+    separator = config.data.separator
+    rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
+    exist, told = len(rows), found.log_probs is not None or found.trace is not None
+    if told and strategy == "pipelined" and config.grid.delay == 0:  # unnamed rows end as they begin
+        exist = wishes.rows_of(source, strategy, config.grid, tokenizer).most or 0
+    kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
+    unique = config.decode.unique_rows
+    repeated = [i for k, (i, row) in enumerate(kept) if unique and row in (above for _, above in kept[:k])]
+    kept = [(i, row) for i, row in kept if i not in repeated]
+    text: str | None = None
+    said: list[str] | None = None
+    if tokenizer is not None:
+        said = [tokenizer.decode(row) for _, row in kept]
+        text = separator.join(row for row in said if row.strip() or strategy == "sequential")
+        said = split_rows(text, separator) if strategy == "sequential" else said
+        if unique and strategy == "sequential":
+            repeated = [k for k, row in enumerate(said) if row in said[:k]]
+            said = [*dict.fromkeys(said)]
+    record: Record = {
+        "id": source.id,
+        "text": text,
+        "rows": said,
+        "row_ids": [row for _, row in kept],
+        "steps": int(found.steps[place]),
+        "calls": int(found.calls[place]),
+        "truncated": TRUNCATIONS[int(found.truncated[place])],
+    }
+    if unique:
+        record["repeated"] = repeated
+    if config.decode.samples > 1:
+        record["sample"] = source.sample
+    if found.log_probs is not None:
+        delay = config.grid.delay if strategy == "pipelined" else 1
+        by_time, first = found.log_probs[place], [int(grid.start(i, delay)) for i in range(len(rows))]
+        record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
+        spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows[:exist])]
+        record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
+    if found.trace is not None:
+        calls = decoding.listed(found.trace, place, record["calls"])
+        # Rows are numbered as in `row_ids`: one without a token may stand before others (grid.stop=literal).
+        last = kept[-1][0] if kept else -1
+        later = [row for row in range(last + 1, exist) if row not in repeated]
+        numbers = {row: k for k, row in enumerate([*(row for row, _ in kept), *later])}
+        record["trace"] = [[x._replace(row=numbers[x.row]) for x in call if x.row in numbers] for call in calls]
+        if tokenizer is not None:
+            seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
+            record["pieces"] = {str(i): tokenizer.piece(i) for i in sorted(seen)}
+    return record
+
+
+def count(record: Record, strategy: str, report: Report, *, config: Config, tokenizer: Tokenizer | None) -> None:
+    """Adds a record to the report."""
+    report.examples += 1
+    report.steps += record["steps"]
+    report.calls += record["calls"]
+    report.repeated += len(record.get("repeated", ()))
+    if record["truncated"]:
+        report.truncated[record["truncated"]] += 1
+    if report.other_steps is None:
+        return
+    parted = tells_rows_apart(config.data.separator)
+    if strategy != "sequential":
+        lengths = [len(row) for row in record["row_ids"]]
+        report.other_steps += grid.sequential_steps(lengths, separator=parted)
+    elif tokenizer is None or not parted:  # where a row ends cannot be seen
+        report.other_steps = None
+    else:
+        lengths = [len(tokenizer.encode(row)) for row in texts(record)]
+        delay = config.grid.delay
+        report.other_steps += grid.pipelined_steps(
+            lengths, delay=delay, sub_max=config_lib.GRID, time_max=config_lib.GRID**2
+        )  # no bounds

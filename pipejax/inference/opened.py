@@ -1,0 +1,61 @@
+"""A T5 as it was read, and as it runs on devices once somebody decodes."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pipejax.config import Config
+from pipejax.inference import backends, small
+from pipejax.inference.backends import Backend
+from pipejax.inference.programs import Programs
+from pipejax.model.precision import compute_dtype
+
+
+class Opened:
+    """Parameters until they are asked for as programs; then these alone. Threads may share it.
+
+    To lay weights out takes seconds and may compile a kernel, so all that is given to decode is checked before.
+    """
+
+    def __init__(self, config: Config, params: Any, devices: Sequence[jax.Device], backend: Backend | None) -> None:
+        """Opens the small T5 that drafts, if one does; nothing runs on a device yet.
+
+        Args:
+          config: with `model`.
+          params: of the model.
+          devices: that decode.
+          backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
+        """
+        self.size = sum(x.size for x in jax.tree.leaves(params))
+        self.small = small.load(config)
+        self._config, self._devices, self._backend = config, devices, backend
+        self._params = params
+        self._made: Programs | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def programs(self) -> Programs:
+        """The weights on the devices, and what is compiled for them; made when they are first asked for."""
+        with self._lock:
+            self._made = self._made or self._prepared()
+            return self._made
+
+    def _prepared(self) -> Programs:
+        config, dtype = self._config, dtype_of(self._config)
+        assert config.model is not None
+        backend = self._backend or backends.fastest(config.model, dtype, config.decode.weights)
+        made = Programs(config.model, dtype, devices=self._devices, backend=backend)
+        made.set_params(self._params)
+        if self.small:
+            small.lend(self.small, made, config.decode.weights)
+            self.small = dataclasses.replace(self.small, params=None)
+        self._params = None
+        return made
+
+
+def dtype_of(config: Config) -> Any:
+    """The dtype that decoding computes in."""
+    return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)

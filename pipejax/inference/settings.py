@@ -1,0 +1,64 @@
+"""Settings of a decode: those that a call from Python may change, and those that go against a model's training."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pipejax import config as config_lib
+from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.fields import shown
+
+logger = logging.getLogger(__name__)
+
+# The settings of a call, by their plain names; and those of them that only a checkpoint that is opened anew can have.
+NAMES = {
+    field.name: f"{section}.{field.name}"
+    for section, settings in (("decode", DecodeConfig), ("grid", GridConfig))
+    for field in dataclasses.fields(settings)
+}
+LOADED = ("weights", "dtype", "draft_checkpoint")
+
+
+def of_call(
+    config: Config, call: str, settings: Mapping[str, Any], *, drafts: bool, without: Mapping[str, str]
+) -> Config:
+    """The config with settings of one call, which are checked as those of --set are.
+
+    Args:
+      config: of the generator.
+      call: the method's name.
+      settings: values by plain names.
+      drafts: whether a T5 is loaded that drafts.
+      without: settings that this method has no use for, and what it expects instead.
+
+    Raises:
+      UserError: there is no such setting, it needs other weights, or its value is out of range.
+    """
+    for name, value in settings.items():
+        if name not in NAMES:
+            hint = did_you_mean(name, NAMES) or f": {', '.join(NAMES)}"
+            raise UserError(f"{call}(): found the setting {name!r}; expected a key of decode or grid{hint}")
+        if name in without:
+            raise UserError(f"{call}(): {name}: found {shown(value)}; expected {without[name]}")
+        if name in LOADED or (name == "draft" and value == "model" and not drafts):
+            more = ', "decode.draft_checkpoint": DIRECTORY' if name == "draft" else ""
+            raise UserError(
+                f"{call}(): {name}: found {shown(value)}, which no call can change; expected "
+                f'pipejax.load(path, overrides={{"{NAMES[name]}": {shown(value)}{more}}})'
+            )
+    return config_lib.override(config, {NAMES[name]: value for name, value in settings.items()}, where=f"{call}()")
+
+
+def warn_of_grid(trained: GridConfig, wanted: GridConfig, told: set[str]) -> None:
+    """Warns of settings of the grid that are others than the weights were trained with; `told`: lines said before."""
+    for key in ("delay", "row_names"):
+        then, now = getattr(trained, key), getattr(wanted, key)
+        line = (
+            f"grid.{key}: found {now!r}, but these weights were trained with {then!r}; "
+            "what pipelined decoding writes means little"
+        )
+        if then != now and line not in told:
+            told.add(line)
+            logger.warning(line)

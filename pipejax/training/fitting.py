@@ -1,0 +1,81 @@
+"""Training from Python: what `pipejax.fit` does."""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipejax import config as config_lib
+from pipejax.config import Config, DataConfig, Overrides
+from pipejax.data import OWN_FILES
+from pipejax.data.bad_lines import BadLines
+from pipejax.data.examples import Example
+from pipejax.data.formats import rows_in
+from pipejax.data.own_files import FilesTask
+from pipejax.system import compile_cache
+from pipejax.system.errors import UserError
+from pipejax.system.fields import shown
+from pipejax.training.command import require_libraries
+
+
+def fit(config: Any, workdir: str | Path, *, train: Any, dev: Any, overrides: Overrides) -> Path:
+    """See `pipejax.fit`."""
+    if isinstance(config, Mapping):
+        config = config_lib.override(Config(), config, where="config")
+    elif isinstance(config, str | os.PathLike):
+        config = config_lib.load(Path(config))
+    elif not isinstance(config, Config):
+        raise UserError(f"config: found {shown(config)}; expected a Config, the path of one, or a dict of settings")
+    config_lib.check(config, where="config")
+    config = config_lib.override(config, overrides, where="overrides")
+    given: dict[str, list[Example]] = {}
+    for split, source in (("train", train), ("dev", dev)):
+        if isinstance(source, str | os.PathLike):
+            config = config_lib.override(config, {f"data.{split}": source}, where=split)
+        elif source is not None:
+            given[split] = examples_of(source, split, config.data)
+            # A cell in memory may hold a list; one of CSV, which `jsonl` reads by its name as well, does not.
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, task="jsonl", **{split: ""}))
+    require_libraries()
+    from pipejax.training import loop
+
+    compile_cache.use()
+    code = loop.fit(config, workdir, given=given)
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt(f"{workdir}: the same call goes on from the checkpoint that is written")
+    if code >= 128:
+        raise SystemExit(code)
+    if code:
+        raise UserError(f"{workdir}: the last or the best step is not on disk, as a line says; the same call goes on")
+    return Path(workdir)
+
+
+def examples_of(source: Any, split: str, data: DataConfig) -> list[Example]:
+    """The examples of records in memory; one without an id has its number, from 1 on, as lines of files have.
+
+    Args:
+      source: the records, or examples.
+      split: in errors, and the name of their places.
+      data: the fields and the template.
+
+    Raises:
+      UserError: a record is no example, there is none, or the settings are of another kind of data.
+    """
+    if data.task not in OWN_FILES:
+        raise UserError(f"{split}: found records in memory with data.task = {data.task}; expected jsonl")
+    if data.split:
+        raise UserError(f"data.split: found {data.split!r} with records in memory; expected none: give train and dev")
+    rows = list(rows_in(source, split))
+    if not rows:
+        raise UserError(f"{split}: found no records; expected at least one")
+    if all(isinstance(row, Example) for row in rows):
+        return rows
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise UserError(f"{split}:{number}: found {shown(row)}; expected a record, such as a dict")
+    bad, placed = BadLines(split, skip=data.skip_bad), ((f"{split}:{i}", row) for i, row in enumerate(rows, start=1))
+    examples = FilesTask(dataclasses.replace(data, task="jsonl")).examples_of(placed, split, bad)
+    bad.end(len(examples))
+    return examples
