@@ -256,10 +256,26 @@ def test_what_else_a_tokenizer_puts_around_a_text_is_said(tmp_path: Path, capsys
     inner.save(str(files / "tokenizer.json"))
     model = dataclasses.replace(MODEL, eos_token_id=2)
     huggingface.from_hf(hugging_face(tmp_path / "hf", files, model), tmp_path / "out")
-    assert "puts ids [1] before and [2] after a text in transformers; pipejax puts [2]" in capsys.readouterr().err
+    assert "adds ids [1, 2] to a text in transformers; pipejax adds [2], at the end" in capsys.readouterr().err
     demo.build_tokenizer(tmp_path / "demo")
     huggingface.from_hf(hugging_face(tmp_path / "hf2", tmp_path / "demo", MODEL), tmp_path / "out2")
-    assert "puts ids" not in capsys.readouterr().err
+    assert "adds ids" not in capsys.readouterr().err
+
+
+def test_a_run_that_was_trained_with_two_ends_still_opens(
+    directories: dict[str, Path], tmp_path: Path, said: list[str]
+) -> None:
+    """Its model's eos, `<s>`, ended all that it learned. It does not leave: transformers would end sources with 2."""
+    files = directories["sentencepiece as it is by itself"]
+    run, converted = run_of(tmp_path / "run", files), run_of(tmp_path / "converted", files, objective="none")
+    assert pipejax.load(run).architecture.eos_token_id == 1
+    begun = Config(data=DataConfig(task="jsonl"), train=TrainConfig(init_from=str(run)))
+    copied = dataclasses.replace(begun, data=DataConfig(task="jsonl", tokenizer=str(files)))
+    assert start._prepare(begun)[1].eos == start._prepare(copied)[1].eos == 2
+    for door in (lambda: huggingface.to_hf(run, tmp_path / "hf"), lambda: pipejax.load(converted)):
+        with pytest.raises(UserError, match=r"model\.eos_token_id: found 1, which is '<s>' in .* = 2 ends a text"):
+            door()
+    assert [line for line in said if "eos" in line] == []
 
 
 # The tokenizer of a checkpoint to start from, and another one.

@@ -61,14 +61,15 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
     """The tokenizer of an opened run; None if it has none.
 
     Raises:
-      UserError: its files are not those that the step was saved with, or it ends texts with another id than the model.
+      UserError: its files are not those that the step was saved with, or `check_special_ids` refuses them.
     """
     if (files := restored.tokenizer_files()) is None:
         return None
     tokenizer = Tokenizer.load(files)
     if restored.config.model is not None:
         place = f"{restored.path.parents[1]}: model.eos_token_id"
-        check_special_ids(tokenizer, restored.config.model, place, str(files))
+        trained = restored.config.train.objective != "none"
+        check_special_ids(tokenizer, restored.config.model, place, str(files), trained=trained)
     return tokenizer
 
 
