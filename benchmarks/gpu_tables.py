@@ -49,9 +49,9 @@ def page(summary: dict[str, Any] | None) -> list[str]:
     for part in summary["parts"]:
         results = part.get("results")
         if part["status"] != "done":
-            why = last_line(part.get("said", ""))
-            partly = "; what it found before is here" if results else ""
-            lines += ["", f"**{part['about']}: {part['status']}**{partly}{f' (`{why}`)' if why else ''}."]
+            why = "" if results else last_line(part.get("said", ""))
+            more = "; what it found is here" if results else f": `{why}`" if why else ""
+            lines += ["", f"**{part['about']}: {part['status']}**{more}."]
         if results:
             lines += ["", *TABLES[part["name"]](results)]
     return lines

@@ -66,15 +66,15 @@ def install(directory: Path, site: Path, *, names: Sequence[str] = NAMES, anyway
         return found
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     pip += [f"--find-links={directory}"]
-    options = ["--ignore-installed", "--no-deps"] if anyway else []
     wanted: dict[str, str] = {}
     for name in names:
-        done = _run([*pip, *options, "--dry-run", "--report=-", name])
-        if done.returncode:
-            found["failures"].append(f"{name}: {_last(done.stderr)}")
-            continue
-        for each in json.loads(done.stdout)["install"]:
-            wanted[each["metadata"]["name"]] = each["download_info"]["url"]
+        for options in ([], ["--ignore-installed", "--no-deps"])[: 1 + anyway]:
+            done = _run([*pip, *options, "--dry-run", "--report=-", name])
+            if done.returncode:
+                found["failures"].append(f"{name}: {_last(done.stderr)}")
+                break
+            for each in json.loads(done.stdout)["install"]:
+                wanted[each["metadata"]["name"]] = each["download_info"]["url"]
     if wanted:
         done = _run([*pip, "--no-deps", "--no-compile", f"--target={site}", *wanted.values()])
         found["installed" if not done.returncode else "failures"] += sorted(wanted)

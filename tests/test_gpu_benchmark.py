@@ -307,7 +307,7 @@ SUMMARY = {
             "name": "kernels",
             "about": "own kernels",
             "status": "failed",
-            "said": "x\nsome `reason`\n",
+            "said": "some reason",
             "results": {
                 "agrees": False,
                 "results": [
@@ -361,7 +361,8 @@ SUMMARY = {
             "status": "done",
             "results": {"results": [{"name": "a", "outcome": "passed"}, {"name": "b", "outcome": "failed"}]},
         },
-        {"name": "large", "about": "T5-Large", "status": "cut off"},
+        {"name": "large", "about": "T5-Large", "status": "failed", "said": "x\nsome `reason`\n", "results": None},
+        {"name": "compiled", "about": "compiled", "status": "cut off"},
     ],
 }
 
@@ -370,11 +371,11 @@ SUMMARY = {
     "line",
     [
         "NVIDIA H200 with 105 GiB for JAX; jax 0.11.2; 1970-01-01.",
-        "**own kernels: failed**; what it found before is here (`some 'reason'`).",
+        "**own kernels: failed**; what it found is here.",
         "Own kernels **do not agree** with XLA:",
         "| random numbers | yes | apart 0.0123 |",
         "| outputs | **no** | Error: a/b |",
-        "**T5-Base: timed out**; what it found before is here.",
+        "**T5-Base: timed out**; what it found is here.",
         "| 1 | 8x14 | pipelined | 22 | 0.500 | 1.00 | 11.00 | 1.00 | 1.00 |",
         "|  |  | sequential, XLA's kernels | 120 | 0.400 | 1.00 | 48.00 | 4.36 | 4.08 |",
         "| 8 | 8x14 | transformers | 120 | 9.167 | 1.00 | 1100.00 | 1.00 | 1.00 |",
@@ -385,7 +386,8 @@ SUMMARY = {
         "| 0.500 | 31.4% | 20.00 | 2.00 | 1.00 |",
         "Tests of the suite on this device: 1 passed, 1 failed.",
         "- `b` failed",
-        "**T5-Large: cut off**.",
+        "**T5-Large: failed**: `some 'reason'`.",
+        "**compiled: cut off**.",
     ],
 )
 def test_the_page_says_what_was_found(line):
