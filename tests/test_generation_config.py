@@ -14,7 +14,7 @@ import transformers
 import pipejax
 from pipejax import checkpoint
 from pipejax.config import DecodeConfig, T5Config
-from pipejax.convert import huggingface
+from pipejax.convert import generation, huggingface
 from support import oracle
 
 MODEL = T5Config(
@@ -170,7 +170,7 @@ NOT_FOLLOWED = {
     "guidance_scale": 2.0,
     "stop_strings": ["x"],
 }
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "repetition_penalty": 1.0,
@@ -211,7 +211,7 @@ def test_every_setting_alone_is_told_from_its_neutral_value(tmp_path: Path, caps
     source = directory(tmp_path / "hf", IDS)
     for key, value in NOT_FOLLOWED.items():
         (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL | {key: value}))
-        generate = huggingface.generation.read(source, {})
+        generate = generation.read(source, {})
         assert [*generate.lost()] == [key]
     (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL))
     assert lines(source, tmp_path / "out", capsys) == []

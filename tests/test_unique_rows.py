@@ -14,11 +14,11 @@ from pipejax.inference import streaming
 from pipejax.inference.engine import Engine, Event, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import record as picture
-from pipejax.inference.records import settings_of
 from pipejax.inference.report import Report
 from pipejax.inference.serving.written import Writing
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.inference.unfinished import settings_of
 from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError
 from support import oracle
@@ -44,7 +44,7 @@ def made(tokenizer):
     return generator(tokenizer)
 
 
-def decoded(rows, *, truncated=None, **more) -> Decoded:
+def decoded(rows, *, truncated=None, **more):
     """A batch of one with these rows; each token's log-probability is minus its time."""
     width = 24
     tokens = np.zeros((1, len(rows), width), np.int32)
