@@ -13,7 +13,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo test test-all test-long check docs docs-run package gpu-wheels venv venv-bench venv-docs venv-programs \
+.PHONY: help demo job test test-all test-long check docs docs-run package gpu-wheels venv venv-bench venv-docs venv-programs \
 	venv-run clean
 
 help:  ## this list
@@ -31,11 +31,14 @@ test-all: venv  ## the whole suite, on two cores
 test-long: venv  ## what the suite tests, in more settings
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
+job: venv  ## a practitioner's whole job: from a messy CSV to served tags and back, in minutes
+	@tests/job/run.sh $(ARGS)
+
 check: venv  ## lint, format and types: ruff, mypy and shellcheck
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
-	@.venv/bin/shellcheck .ci/run tools/*.sh benchmarks/*.sh
+	@.venv/bin/shellcheck .ci/run tools/*.sh tests/job/*.sh benchmarks/*.sh
 
 package:  ## build the wheels, install each alone, and decode with it; make package OUT=DIR keeps them
 	@tools/package.sh "$(PYTHON)" "$(OUT)"
