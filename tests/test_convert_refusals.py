@@ -162,7 +162,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("model.safetensors: loss: found a tensor without a place",),
     ),
     "encoder alone, wrapped": (
-        lambda directory: (drop("decoder")(directory), prefixed(directory, "module.")),
+        both(drop("decoder"), lambda directory: prefixed(directory, "module.")),
         ("T5EncoderModel",),
     ),
     "truncated": (truncate, ("model.safetensors", "damaged")),
