@@ -163,7 +163,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("model.safetensors: loss: found a tensor without a place",),
     ),
     "encoder alone, wrapped": (
+<<<<<<< HEAD
         lambda directory: prefixed(directory, "module.", without="decoder"),
+=======
+        both(drop("decoder"), lambda directory: prefixed(directory, "module.")),
+>>>>>>> w-facts
         ("T5EncoderModel",),
     ),
     "truncated": (truncate, ("model.safetensors", "damaged")),

@@ -51,7 +51,7 @@ def bytes_of_gpt(directory: Path, *, eos: int) -> Path:
     return directory
 
 
-def spiece(directory: Path, **ids: Any) -> Path:
+def spiece(directory: Path, **settings: Any) -> Path:
     """A bare spiece.model with special ids of one's own, as sentencepiece trains it."""
     directory.mkdir(exist_ok=True)
     text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
@@ -60,7 +60,7 @@ def spiece(directory: Path, **ids: Any) -> Path:
         model_prefix=str(directory / "spiece"),
         vocab_size=44,
         minloglevel=2,
-        **ids,
+        **settings,
     )
     (directory / "spiece.vocab").unlink()
     return directory
@@ -213,8 +213,7 @@ def test_the_real_tokenizer_of_t5_passes(real_data: Path, tmp_path: Path, said: 
     params = oracle.random_params(model, np.random.default_rng(0))
     huggingface.write_hf(model, params, tmp_path / "hf", files)
     huggingface.from_hf(tmp_path / "hf", tmp_path / "out")
-    opened = pipejax.load(tmp_path / "out").tokenizer
-    assert opened and opened.eos == 1 and not said
+    assert pipejax.load(tmp_path / "out").tokenizer and not said
     shutil.copytree(tmp_path / "hf", tmp_path / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (tmp_path / "bare" / name).unlink()

@@ -98,8 +98,11 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
             if not saved:
                 raise UserError(f"{directory}: cannot be written ({store.why_not})")
             write_text(partial / "config.json", config_lib.to_json(config))
-    except (OSError, shutil.Error) as error:
-        raise UserError(f"{directory}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if isinstance(error, shutil.Error):  # source, target and reason of each file; the source may be a passing copy
+            reason = str(error.args[0][0][2]).partition(": ")[0]
+        raise UserError(f"{directory}: cannot be written ({reason})") from error
 
 
 def require_free(directory: Path) -> None:
