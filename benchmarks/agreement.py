@@ -104,8 +104,9 @@ class Four:
 
     def decode(self, dtype: str, backend: Backend, source: list[list[int]], strategy: Any, wishes: Wishes) -> Decoded:
         """What one of the four decodes."""
-        programs, options = self.programs[dtype, backend], {"across": 1, "report": Report(), "wishes": wishes}
-        return programs.decode(source, strategy, batch_size=len(source), **options)
+        return self.programs[dtype, backend].decode(
+            source, strategy, batch_size=len(source), across=1, report=Report(), wishes=wishes
+        )
 
     def outputs(self, dtype: str, source: list[list[int]], strategy: Any, tolerance: float) -> dict[str, Any]:
         """How far the log-probabilities of forced tokens are from those of XLA in float32."""

@@ -176,7 +176,7 @@ def test_every_wheel_has_a_version() -> None:
 # What is measured.
 
 
-def test_a_system_that_fails_is_left_out() -> None:
+def test_a_system_that_fails_is_left_out():
     class Fake:
         def __init__(self, name, lasts):
             self.name, self.lasts = name, lasts
