@@ -7,8 +7,9 @@ times, in float32 and bfloat16, by XLA and by our kernels. Outputs of steps are 
 tokens, compared with those of XLA in float32: in float32 ours must lie within --tolerance, in bfloat16 on average no
 further away than `WORSE` times as far as XLA's own. Of the tokens of greedy decodes a share of `EQUAL` must be XLA's in
 float32: between two tokens that are equally likely either may decide otherwise, and what follows then differs. In
-bfloat16, where that is frequent, the share is reported. Without a GPU the kernels run as ordinary computations. Exits
-with 1 if they disagree.
+bfloat16, where that is frequent, the share is reported. Decoding uses the kernels in bfloat16 alone, so in float32 they
+need not fit every card: an error is reported then, and is no disagreement. Without a GPU the kernels run as ordinary
+computations. Exits with 1 if they disagree.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from pipejax.system import cli, compile_cache
 
 WORSE = 2.0  # the mean of a few outputs varies by a quarter
 EQUAL = 0.9  # of the tokens
-DTYPES = ("bfloat16", "float32")  # decoding uses the kernels in the first alone
+DTYPES = ("bfloat16", "float32")
 QUERIES = (1, 20, 40)  # of an example, in `gpu.trial`
 
 
@@ -59,10 +60,11 @@ def main(argv: Sequence[str]) -> int:
         try:
             result = {"name": name, **compute()}
         except Exception as error:  # a kernel that does not compile, say: the others are compared all the same
-            result = {"name": name, "agrees": False, "error": error_line(error)}
+            agrees = None if name.endswith("float32") else False
+            result = {"name": name, "agrees": agrees, "error": error_line(error)}
         found["results"].append(result)
         print(", ".join(f"{key} {said(value)}" for key, value in result.items()), flush=True)
-        found["agrees"] = all(r["agrees"] for r in found["results"])
+        found["agrees"] = all(r["agrees"] is not False for r in found["results"])
         if flags.json:
             save(flags.json, found)
 
@@ -71,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
     params = random_params(config)
     every = Four(config, params, Gpu(interpret=interpret))
     strategies = Pipelined(1, flags.times, flags.rows), Sequential(flags.times)
-    for batch, strategy, dtype in itertools.product(whole_numbers("--batch", flags.batch), strategies, DTYPES):
+    for dtype, batch, strategy in itertools.product(DTYPES, whole_numbers("--batch", flags.batch), strategies):
         source = np.random.default_rng(1).integers(3, config.vocab_size, (batch, flags.source)).tolist()
-        name = f"{dtype}, {type(strategy).__name__.lower()}, batch {batch}"
+        name = f"{type(strategy).__name__.lower()}, batch {batch}, {dtype}"
         add(f"outputs, {name}", lambda: every.outputs(dtype, source, strategy, flags.tolerance))  # noqa: B023
         add(f"tokens, {name}", lambda: every.tokens(dtype, source, strategy))  # noqa: B023
     return int(not found["agrees"])
@@ -104,8 +106,9 @@ class Four:
 
     def decode(self, dtype: str, backend: Backend, source: list[list[int]], strategy: Any, wishes: Wishes) -> Decoded:
         """What one of the four decodes."""
-        programs, size = self.programs[dtype, backend], len(source)
-        return programs.decode(source, strategy, batch_size=size, across=1, report=Report(), wishes=wishes)
+        return self.programs[dtype, backend].decode(
+            source, strategy, batch_size=len(source), across=1, report=Report(), wishes=wishes
+        )
 
     def outputs(self, dtype: str, source: list[list[int]], strategy: Any, tolerance: float) -> dict[str, Any]:
         """How far the log-probabilities of forced tokens are from those of XLA in float32."""

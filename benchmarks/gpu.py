@@ -72,8 +72,8 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
     every, batches = "8x14,7x40,5x4", "1,2" if rehearse else "1,8"
     both = ("--batch", batches, "--kernels", "own,xla", "--peers", "hf", "--rounds", rounds)
     found = [
-        Part("kernels", 50, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
-        Part("decode", 140, "T5-Base", module("decode", *decode(*both, patterns=every), *out)),
+        Part("kernels", 60, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
+        Part("decode", 130, "T5-Base", module("decode", *decode(*both, patterns=every), *out)),
         Part(
             "compiled",
             50,

@@ -84,7 +84,8 @@ def kernels(found: dict[str, Any]) -> list[str]:
     for result in found["results"]:
         figures = [f"{key.replace('_', ' ')} {value:.3g}" for key, value in result.items() if isinstance(value, float)]
         said = result.get("error") or ", ".join(figures)
-        rows.append((result["name"], "yes" if result["agrees"] else "**no**", said.replace("|", "/")))
+        agrees = {True: "yes", False: "**no**", None: "not compared"}[result["agrees"]]
+        rows.append((result["name"], agrees, said.replace("|", "/")))
     return lines + table(("compared", "agrees", "found"), rows, words=3)
 
 

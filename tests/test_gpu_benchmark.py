@@ -240,6 +240,25 @@ def test_wrong_kernels_are_found(backend, agrees):
     assert four.tokens("float32", source, strategy)["equal"] <= 1
 
 
+@pytest.mark.parametrize("broken, code", [("float32", 0), ("bfloat16", 1)])
+def test_kernels_that_decoding_does_not_use_need_not_fit(broken, code, tmp_path, monkeypatch):
+    def compared(self, dtype, *given):
+        if dtype == broken:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return {"agrees": True}
+
+    monkeypatch.setattr(agreement.compile_cache, "use", lambda: None)
+    monkeypatch.setattr(agreement, "trial", lambda queries, interpret: {"agrees": True, "apart": 0.0})
+    monkeypatch.setattr(agreement.Four, "__init__", lambda self, *given: None)
+    monkeypatch.setattr(agreement.Four, "outputs", compared)
+    monkeypatch.setattr(agreement.Four, "tokens", compared)
+    assert agreement.main(["--model", "tiny", "--json", str(tmp_path / "out.json")]) == code
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["agrees"] == (not code)
+    assert {r["agrees"] for r in found["results"] if "error" in r} == {False if code else None}
+    assert len(found["results"]) == 3 + 2 * 2 * 2 * 2
+
+
 @pytest.mark.slow
 def test_a_training_step_is_measured_beside_its_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(steps.costs, "peak", lambda device: 1e12)
@@ -313,6 +332,7 @@ SUMMARY = {
                 "results": [
                     {"name": "random numbers", "agrees": True, "apart": 0.0123},
                     {"name": "outputs", "agrees": False, "error": "Error: a|b"},
+                    {"name": "float32", "agrees": None, "error": "no room"},
                 ],
             },
         },
@@ -375,6 +395,7 @@ SUMMARY = {
         "Own kernels **do not agree** with XLA:",
         "| random numbers | yes | apart 0.0123 |",
         "| outputs | **no** | Error: a/b |",
+        "| float32 | not compared | no room |",
         "**T5-Base: timed out**; what it found is here.",
         "| 1 | 8x14 | pipelined | 22 | 0.500 | 1.00 | 11.00 | 1.00 | 1.00 |",
         "|  |  | sequential, XLA's kernels | 120 | 0.400 | 1.00 | 48.00 | 4.36 | 4.08 |",
