@@ -79,10 +79,9 @@ def drop(start: str) -> Callable[[Path], None]:
     return change
 
 
-def prefixed(directory: Path, prefix: str, without: str = "-", **more: Any) -> None:
+def prefixed(directory: Path, prefix: str, **more: Any) -> None:
     tensors = load_file(directory / "model.safetensors")
-    kept = {prefix + name: array for name, array in tensors.items() if not name.startswith(without)}
-    save_file(kept | more, directory / "model.safetensors")
+    save_file({prefix + name: array for name, array in tensors.items()} | more, directory / "model.safetensors")
 
 
 def content(name: str, data: bytes) -> Callable[[Path], Any]:
@@ -163,11 +162,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("model.safetensors: loss: found a tensor without a place",),
     ),
     "encoder alone, wrapped": (
-<<<<<<< HEAD
-        lambda directory: prefixed(directory, "module.", without="decoder"),
-=======
         both(drop("decoder"), lambda directory: prefixed(directory, "module.")),
->>>>>>> w-facts
         ("T5EncoderModel",),
     ),
     "truncated": (truncate, ("model.safetensors", "damaged")),

@@ -211,12 +211,7 @@ def test_every_setting_alone_is_told_from_its_neutral_value(tmp_path: Path, caps
     source = directory(tmp_path / "hf", IDS)
     for key, value in NOT_FOLLOWED.items():
         (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL | {key: value}))
-<<<<<<< HEAD
-        generate = generation.read(source, {})
-        assert [*generate.lost()] == [key]
-=======
         assert [*generation.read(source, {}).lost()] == [key]
->>>>>>> w-facts
     (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL))
     assert lines(source, tmp_path / "out", capsys) == []
 

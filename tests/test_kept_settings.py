@@ -141,11 +141,7 @@ def test_transformers_writes_the_first_row(in_rows: Path) -> None:
     ids = names["model"].generate(**names["ids"])[0, 1:].tolist()
     ids = ids[: ids.index(1)] if 1 in ids else ids
     assert ids == record["row_ids"][0] and len(record["row_ids"]) > 1
-<<<<<<< HEAD
-    assert record["rows"] and names["rows"] == record["rows"][:1]
-=======
     assert names["rows"] == (record["rows"] or [])[:1]
->>>>>>> w-facts
     card = (directory / "README.md").read_text()
     assert "the first row of an answer alone" in card
     assert f"'notes : {{note}} things : {{my-thing}}'.format_map({dict.fromkeys(('note', 'my-thing'), '...')})" in card
@@ -164,14 +160,9 @@ def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, cap
     assert generation["max_new_tokens"] == 11 and generation.get("num_beams", 1) == beams
     record = pipejax.load(run).decode(["deliver small apples and the baker"])[0]
     names = by_the_card(tmp_path / "hf", "deliver small apples and the baker")
-<<<<<<< HEAD
-    assert record["text"] and names["text"].split() == record["text"].split()
-    assert names["rows"] == [row.strip() for row in record["text"].split("the")]
-=======
     text = record["text"]
     assert text and names["text"].split() == text.split()
     assert names["rows"] == [row.strip() for row in text.split("the")]
->>>>>>> w-facts
     config, _ = followed(tmp_path / "hf", tmp_path / "back", capsys)
     assert config.train.objective == "sequential" and config.decode.beams == beams
     assert pipejax.load(tmp_path / "back").decode(["deliver small apples and the baker"]) == [record]
