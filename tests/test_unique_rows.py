@@ -44,7 +44,7 @@ def made(tokenizer):
     return generator(tokenizer)
 
 
-def decoded(rows, *, truncated=None, **more) -> Decoded:
+def decoded(rows, *, truncated=None, **more):
     """A batch of one with these rows; each token's log-probability is minus its time."""
     width = 24
     tokens = np.zeros((1, len(rows), width), np.int32)
