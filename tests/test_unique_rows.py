@@ -11,6 +11,7 @@ from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Pipelined, Trace
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.inference import streaming
+from pipejax.inference.answers import count, record_of
 from pipejax.inference.engine import Engine, Event, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import record as picture
@@ -61,10 +62,18 @@ def decoded(rows, *, truncated=None, **more):
     )
 
 
+def record(of: Generator, source: Source, strategy: str, found: Any, place: int) -> Any:
+    return record_of(source, strategy, found, place, config=of.config, tokenizer=of.tokenizer)
+
+
+def counted(of: Generator, one: Any, strategy: str, report: Report) -> None:
+    count(one, strategy, report, config=of.config, tokenizer=of.tokenizer)
+
+
 def test_a_record_has_no_two_equal_rows(made):
     """What is left out is told by its number on the grid, and all that is told of rows is of those that stay."""
     written = [[A, B], [C], [A, B], [], [A], [C], [C, C], []]
-    found = made.record(Source("x", [1]), "pipelined", decoded(written), 0)
+    found = record(made, Source("x", [1]), "pipelined", decoded(written), 0)
     assert found["row_ids"] == [[A, B], [C], [A], [C, C]]
     assert found["repeated"] == [2, 5]
     assert found["rows"] == [made.tokenizer.decode(row) for row in found["row_ids"]]
@@ -75,8 +84,8 @@ def test_a_record_has_no_two_equal_rows(made):
     assert found["log_prob"] == -sum(t for i, end in enumerate(ends) for t in range(2 * i, end + 1))
     assert (found["steps"], found["truncated"]) == (17, None)
     report = Report()
-    made.count(found, "pipelined", report)
-    made.count(made.record(Source("y", [1]), "pipelined", decoded([[A], [A], []]), 0), "pipelined", report)
+    counted(made, found, "pipelined", report)
+    counted(made, record(made, Source("y", [1]), "pipelined", decoded([[A], [A], []]), 0), "pipelined", report)
     assert Report.of_all([report, report]).repeated == 6
     assert report.lines("pipelined")[-1].endswith("; rows left out, as they repeat one above: 3")
 
@@ -85,16 +94,16 @@ def test_without_the_setting_all_rows_stay_and_nothing_is_told(made):
     plain = dataclasses.replace(made.config, decode=dataclasses.replace(made.config.decode, unique_rows=False))
     other = Generator.__new__(Generator)
     vars(other).update(vars(made), config=plain)
-    found = other.record(Source("x", [1]), "pipelined", decoded([[A], [A]]), 0)
+    found = record(other, Source("x", [1]), "pipelined", decoded([[A], [A]]), 0)
     assert found["row_ids"] == [[A], [A]] and "repeated" not in found
     report = Report()
-    other.count(found, "pipelined", report)
+    counted(other, found, "pipelined", report)
     assert "repeat" not in "".join(report.lines("pipelined"))
 
 
 def test_an_unfinished_row_that_is_equal_so_far_is_left_out(made):
     """Whether an answer is cut off by time or by a request: no two rows of a record are equal."""
-    found = made.record(Source("x", [1]), "pipelined", decoded([[A, B], [A], [A, B]], truncated="time_max"), 0)
+    found = record(made, Source("x", [1]), "pipelined", decoded([[A, B], [A], [A, B]], truncated="time_max"), 0)
     assert (found["row_ids"], found["repeated"], found["truncated"]) == ([[A, B], [A]], [2], "time_max")
 
 
@@ -102,7 +111,7 @@ def test_a_sequential_answer_keeps_its_text(made, monkeypatch):
     """Its rows are found in the text, and those that repeat are dropped from the list; text and ids are as written."""
     text = "lamps ; ropes ; lamps ; tents ; ropes"
     monkeypatch.setattr(made.tokenizer, "decode", lambda ids: text)
-    found = made.record(Source("x", [1]), "sequential", decoded([[A, B, C]]), 0)
+    found = record(made, Source("x", [1]), "sequential", decoded([[A, B, C]]), 0)
     assert found["rows"] == ["lamps", "ropes", "tents"] and found["repeated"] == [2, 4]
     assert found["text"] == text and found["row_ids"] == [[A, B, C]]
     assert found["log_probs"] == [[0, -1, -2]]
@@ -115,7 +124,7 @@ def test_a_trace_is_of_the_rows_that_stay(made):
         [[[1, 0, -1, -1, -1], [0, 1, 0, 0, 0]]]
     )  # drafted tokens of each row in two calls; -1: not asked
     trace = Trace(np.full((1, 2, 5, 1), B), calls, np.maximum(calls, 0), np.maximum(calls, 0) + (calls >= 0))
-    found = made.record(Source("x", [1]), "pipelined", decoded(written, trace=trace), 0)
+    found = record(made, Source("x", [1]), "pipelined", decoded(written, trace=trace), 0)
     assert found["row_ids"] == [[A, B], [C]] and found["repeated"] == [1, 3]
     assert [[(one.row, one.written) for one in call] for call in found["trace"]] == [[(0, 2)], [(0, 1), (1, 1), (2, 1)]]
     with pytest.raises(UserError, match=r"^r:1: repeated: found \[1, 3\], rows that decode.unique_rows left out"):
