@@ -261,7 +261,7 @@ def test_streams_and_running_batches_give_the_records_of_decode(temperature):
     """With places that are used again, and answers of so many tokens: the same rows stay, whoever is beside them."""
     made = generator(model=MORE_WORDS, temperature=temperature)
     rng = np.random.default_rng(3)
-    given = [Source(i, [*rng.integers(2, 12, rng.integers(1, 40)).tolist(), 1]) for i in range(16)]
+    given = [Source(i, [*rng.integers(2, 12, rng.integers(1, 15)).tolist(), 1]) for i in range(16)]
     expected = made.decode([{"source_ids": one.content, "id": one.id} for one in given], batch_size=8)
     assert sum(len(record["repeated"]) for record in expected) > 10
 
