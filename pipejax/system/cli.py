@@ -78,9 +78,7 @@ class Parser(argparse.ArgumentParser):
             is_command = isinstance(action, argparse._SubParsersAction)
             name = self.prog if is_command else "/".join(action.option_strings) or action.metavar or action.dest
             told = [str(choice) for choice in action.choices]
-            raise UserError(
-                f"{name}: found {str(value)!r}; expected one of {', '.join(told)}{did_you_mean(value, told)}"
-            )
+            self.error(f"{name}: found {str(value)!r}; expected one of {', '.join(told)}{did_you_mean(value, told)}")
 
     def error(self, message: str) -> NoReturn:
         """Raises a UserError; argparse calls this for anything that it cannot parse."""
@@ -232,12 +230,13 @@ def unneeded() -> Iterator[None]:
 
 
 def explain_imports() -> None:
-    """Lets a module of this package of commands that is run with -m end in one line if it imports an absent library.
+    """Lets a module that is run with -m end in one line if a library is absent, or the system is none of those served.
 
-    A package calls this where it begins: the module itself imports its libraries before it can call `run`.
+    Its package calls this where it begins: the module itself imports its libraries before it can call `run`.
     """
     if sys.argv[0] == "-m":  # so it is while Python looks for the module
         sys.excepthook = _ended
+        environment.check_platform()
 
 
 def _ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:

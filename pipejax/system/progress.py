@@ -42,8 +42,9 @@ class Progress:
             from tqdm import tqdm
 
             options = {"desc": what, "unit": unit, "file": sys.stderr, "leave": False, "dynamic_ncols": True}
-            if not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal that does not know its size
-                options |= {"dynamic_ncols": False, "ncols": 80}
+            size = os.get_terminal_size(sys.stderr.fileno())
+            if not all(size):  # a terminal that does not know its size, in which tqdm would show nothing
+                options |= {"dynamic_ncols": False, "ncols": size.columns or 80, "nrows": 24}
             self.bar = tqdm(total=total, initial=start, **options)
             _bars.append(self.bar)
 

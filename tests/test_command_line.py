@@ -1,0 +1,280 @@
+"""The commands for someone who mistypes, lacks something, or is in a hurry: one line that says so, in true words."""
+
+import errno
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import tty
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipejax.__main__ import main
+from pipejax.system import cli, environment, extras
+from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.progress import Progress
+from pipejax.training.stop import Stop
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, **options
+    )
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    "command, line",
+    [
+        (
+            "evaluate --checkpoint x --split tset",
+            "--split: found 'tset'; expected one of train, dev, test .did you mean test",
+        ),
+        (
+            "decode --checkpoint x --strategy seqential",
+            "--strategy: .*one of pipelined, sequential .did you mean sequent",
+        ),
+        ("bulk --checkpoint x --strategy Pipelined", "--strategy: found 'Pipelined'; .*did you mean pipelined"),
+        ("export x y --strategy grid", "--strategy: found 'grid'; expected one of pipelined, sequential$"),
+        ("export x y --platforms cpu,cudda", "found 'cudda'; expected some of cpu,cuda,tpu .did you mean cuda"),
+        ("metrics rogue in.jsonl", "metric: found 'rogue'; expected one of spans, keyphrases, rouge .did you mean rou"),
+        ("decode --checkpiont x", "--checkpiont: no such option .did you mean --checkpoint"),
+        ("decode --batch_size 3", "--batch_size: no such option .did you mean --batch-size"),
+        ("decode -checkpoint x", "-checkpoint: no such option .did you mean --checkpoint"),
+        ("convert from-hf --dtyp x a b", "--dtyp: no such option"),
+        ("convert to-hf --bset a b", "--bset: no such option .did you mean --best"),
+        ("convert from_hf a b", "pipejax convert: found 'from_hf'; expected one of .*did you mean from-hf"),
+        ("checkpoint verfy x", "action: found 'verfy'; expected one of verify .did you mean verify"),
+        ("checkpoint --jsno x", "--jsno: no such option .did you mean --json"),
+        ("data stat jsonl", "pipejax data: found 'stat'; expected one of .*did you mean stats"),
+        ("data stats msq", "TASK: found 'msq'; .*did you mean msqa"),
+        ("plan --config {root}/configs/jsonl.py --model v1_1-bse", "model: found 'v1_1-bse'; .*did you mean v1_1-base"),
+        ("plan --config {root}/configs/demo.py --target h10", "--target: found 'h10'; .*did you mean h100"),
+        ("decod --checkpoint x", "pipejax: found 'decod'; .*did you mean decode"),
+        ("Train", "pipejax: found 'Train'; .*did you mean train"),
+        ("xyzzy", "pipejax: found 'xyzzy'; expected one of train, .*, picture$"),
+        (
+            "train --config {root}/configs/demo.py --workdir r --set train.objective=seq",
+            "'seq'; expected one of pipelined, ",
+        ),
+        (
+            "train --config {root}/configs/demo.py --workdir r --set train.init_best=true",
+            "init_best: .*without train.init",
+        ),
+    ],
+)
+def test_what_is_misspelt(command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=line) as refused:
+        main(command.format(root=ROOT).split())
+    assert "none" not in str(refused.value).split(";")[0] and not any(tmp_path.iterdir())
+
+
+def test_nobody_is_advised_to_train_for_nothing() -> None:
+    with pytest.raises(UserError, match=r"expected one of pipelined, sequential \(did you mean sequential\?\)$"):
+        main(["train", f"--config={ROOT}/configs/demo.py", "--workdir=r", "--set", "train.objective=seqential"])
+
+
+@pytest.mark.parametrize(
+    "found, known, hint",
+    [
+        ("tset", ("train", "dev", "test"), "test"),
+        ("SEQUENTIAL", ("pipelined", "sequential"), "sequential"),
+        ("seq", ("pipelined", "sequential"), "sequential"),
+        ("t", ("train", "test"), ""),  # two begin so
+        ("", ("", "a"), ""),
+        (3, ("a",), ""),
+        ("avx521", ("off", "amx", "avx512", "avx2"), "avx512"),
+    ],
+)
+def test_the_nearest_word(found: object, known: tuple[str, ...], hint: str) -> None:
+    assert did_you_mean(found, known) == (f" (did you mean {hint}?)" if hint else "")
+
+
+# What is absent.
+
+HIDE = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
+
+
+@pytest.mark.parametrize("module", ["pipejax", "train", "decode", "pipejax.evaluate", "experiments.demo"])
+def test_a_system_without_what_is_needed_is_one_line(module: str) -> None:
+    names = "fcntl", "resource"
+    code = f"import runpy; sys.argv = ['-m']; runpy._run_module_as_main({module!r})"
+    ended = python("-c", HIDE.format(names=names) + code, cwd=ROOT)
+    assert ended.returncode == 2 and ended.stdout == "", ended.stderr
+    assert ended.stderr.startswith(f"error: found the system {sys.platform!r}, whose Python lacks fcntl and resource; ")
+    assert ended.stderr.endswith("or macOS on Apple silicon\n") and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "platform, machine, bits, absent, line",
+    [
+        ("win32", "AMD64", 2**63 - 1, {"fcntl", "resource"}, "native Windows.*; wsl --install sets up WSL2$"),
+        (
+            "darwin",
+            "x86_64",
+            2**63 - 1,
+            {"jax"},
+            "Python for a Mac with an Intel.*on Apple silicon$",
+        ),
+        ("darwin", "x86_64", 2**63 - 1, set(), ""),  # somebody built it
+        ("darwin", "arm64", 2**63 - 1, {"jax"}, ""),  # it can be installed, as another line says
+        ("linux", "aarch64", 2**63 - 1, {"jaxlib"}, ""),
+        ("linux", "armv7l", 2**31 - 1, {"jax"}, "Python of 32 bits"),
+    ],
+)
+def test_platforms(
+    monkeypatch: pytest.MonkeyPatch, platform: str, machine: str, bits: int, absent: set[str], line: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(sys, "maxsize", bits)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else object())
+    if line:
+        with pytest.raises(UserError, match=line):
+            environment.check_platform()
+    else:
+        environment.check_platform()
+
+
+@pytest.mark.parametrize("system, factor", [("darwin", 1), ("linux", 1024)])
+def test_memory_is_counted_in_the_systems_unit(monkeypatch: pytest.MonkeyPatch, system: str, factor: int) -> None:
+    import resource
+
+    from pipejax.inference import evaluation
+
+    usage = type("Usage", (), {"ru_maxrss": 5000})
+    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
+    monkeypatch.setattr(sys, "platform", system)
+    assert evaluation.peak_memory() == {"peak_host_bytes": 5000 * factor}
+
+
+@pytest.mark.parametrize(
+    "module, absent, library",
+    [
+        ("experiments.demo", ("numpy", "jax"), "numpy"),
+        ("experiments.faults", ("jax",), "jax"),
+        ("benchmarks.decode", ("jax",), "jax"),
+        ("benchmarks.train", ("jax",), "jax"),
+    ],
+)
+def test_an_experiment_without_its_libraries_is_one_line(module: str, absent: tuple[str, ...], library: str) -> None:
+    code = f"import runpy; sys.argv = ['-m']; runpy._run_module_as_main({module!r})"
+    ended = python("-c", HIDE.format(names=absent) + code, cwd=ROOT)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(
+        f"error: found no {library} for {sys.executable}; expected what requirements.txt instal"
+    )
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "library, file",
+    [
+        ("jax", "requirements.txt"),
+        ("tensorflow_datasets", "requirements.txt"),
+        ("matplotlib", "requirements-experiments.txt"),
+        ("ctranslate2", "requirements-bench.txt"),
+        ("unheard_of", "requirements.txt"),
+    ],
+)
+def test_a_library_is_installed_from_the_file_that_has_it(library: str, file: str) -> None:
+    assert extras.requirements_of(library) == file
+
+
+def test_a_mistake_of_ours_still_has_its_traceback(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from pipejax.system import cli\ncli.explain_imports()\n")
+    (package / "mistaken.py").write_text("import json\njson.no_such_function()\n")
+    ended = python("-m", "package.mistaken", cwd=tmp_path)
+    assert ended.returncode == cli.EXIT_OUR_MISTAKE and "AttributeError" in ended.stderr.splitlines()[-1]
+
+
+def test_an_extra_is_installed_by_a_command_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pipejax is on no package index: of a clone the extra is taken, of an installed wheel its libraries by name."""
+    assert extras.command("ray") == f"pip install -e '{ROOT}[ray]'"
+    monkeypatch.setattr(extras, "CLONE", tmp_path)
+    asked = ["jax>=0.10", "pyarrow>=15; extra == 'parquet'", 'pipejax[parquet]; extra == "ray"']
+    asked += ['ray[data]>=2.60; extra == "ray"', 'nltk>=3.9; extra == "metrics"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: asked)
+    assert extras.command("ray") == "pip install 'pyarrow>=15' 'ray[data]>=2.60'"
+    assert extras.command("metrics") == "pip install 'nltk>=3.9'"
+
+
+def test_no_page_installs_an_extra_from_an_index() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert not [page.name for page in pages if "install 'pipejax[" in page.read_text()]
+
+
+# What happens while it works.
+
+
+@pytest.mark.parametrize("rows, columns", [(0, 0), (0, 40), (24, 0), (24, 40)])
+def test_a_terminal_without_a_size_shows_progress(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    ours, theirs = pty.openpty()
+    tty.setraw(theirs)
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        progress = Progress("decoding", 4, unit="example")
+        progress.add(1)
+        progress.bar.refresh()
+        progress.close()
+        terminal.flush()
+        shown = ""
+        while select.select([ours], [], [], 0.2)[0]:
+            shown += os.read(ours, 2**16).decode()
+    os.close(ours)
+    assert "decoding:" in shown and "1/4" in shown
+    assert max(map(len, shown.split("\r"))) <= (columns or 80)
+
+
+def test_a_second_interrupt_says_that_nothing_was_saved(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pipejax")
+    stop = Stop()
+    try:
+        assert not stop.asked() and not caplog.records
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked() and stop.asked()
+        assert [r.getMessage() for r in caplog.records] == [
+            "SIGINT: stopping here, with a checkpoint; a second one ends it at once"
+        ]
+        with pytest.raises(KeyboardInterrupt) as ended:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        stop.restore()
+    assert cli.explain(ended.value, debug=False) == cli.EXIT_INTERRUPTED
+    said = "interrupted again: ended without a checkpoint; the same command goes on from the last one"
+    assert capsys.readouterr().err.strip() == said
+    cli.explain(KeyboardInterrupt(), debug=False)
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
+@pytest.mark.parametrize("flags, reason", [(os.ST_RDONLY, errno.EROFS), (0, errno.EACCES)])
+def test_a_disk_that_is_read_only_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, reason: int
+) -> None:
+    """Of a directory, of a file that is there, and of the target of a link."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: type("Disk", (), {"f_flag": flags}))
+    (tmp_path / "old.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "absent.jsonl")
+    for name in ("new.jsonl", "old.jsonl", "link.jsonl"):
+        with pytest.raises(UserError, match=f"cannot be written .{os.strerror(reason)}"):
+            cli.check_output("--output", str(tmp_path / name))
