@@ -1,0 +1,188 @@
+"""The first start on a machine: whatever is wrong is said before a kernel is compiled, which takes a minute."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pipejax
+from pipejax import checkpoint
+from pipejax.__main__ import main
+from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, TrainConfig
+from pipejax.data.blocks import cut
+from pipejax.inference import bulk, kernels
+from pipejax.inference.engine import Engine
+from pipejax.inference.kernels import Level
+from pipejax.system import processor
+from pipejax.system.errors import UserError
+from support import oracle
+from support.tiny import IN_BLOCKS
+
+MODEL = dataclasses.replace(IN_BLOCKS, vocab_size=64)  # of sizes that the kernel takes
+CONFIG = Config(
+    model=MODEL,
+    grid=GridConfig(time_max=6, sub_max=3),
+    data=DataConfig(task="jsonl", source_template="{title} {text}"),
+    train=TrainConfig(objective="pipelined"),
+    mesh=MeshConfig(data=1),
+)
+GOOD = {"title": "a note", "text": "the baker sang .", "targets": ["the baker"]}
+
+
+class Compiled(Exception):
+    """The kernel would be compiled now."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Path:
+    """A run in rows and a sequential one."""
+    directory = tmp_path_factory.mktemp("runs")
+    params = oracle.random_params(MODEL, np.random.default_rng(2))
+    checkpoint.save_params(directory / "rows", CONFIG, params, tokenizer_source=tokenizer_files)
+    sequential = dataclasses.replace(CONFIG, train=TrainConfig(objective="sequential"))
+    checkpoint.save_params(directory / "line", sequential, params, tokenizer_source=tokenizer_files)
+    return directory
+
+
+@pytest.fixture
+def here(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the runs, where nobody may compile a kernel."""
+    (tmp_path / "run").symlink_to(runs / "rows")
+    (tmp_path / "line").symlink_to(runs / "line")
+
+    def refuse() -> Level | None:
+        raise Compiled
+
+    monkeypatch.setattr(kernels, "use", refuse)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, seventh: object) -> None:
+    """Nine records; the seventh is that one, or that text."""
+    lines = [json.dumps(GOOD)] * 9
+    lines[6] = seventh if isinstance(seventh, str) else json.dumps(seventh)
+    path.write_text("\n".join(lines) + "\n")
+
+
+BAD = {
+    "no JSON": ('{"title": "a', "in.jsonl:7: not JSON"),
+    "blank": ({"title": " ", "text": ""}, "in.jsonl:7: .*found an empty text"),
+    "a number": ({"title": 7, "text": "b"}, 'in.jsonl:7: "title": found the number 7'),
+    "ids": ({"source_ids": [3, 64]}, "in.jsonl:7.*found id 64; expected 0 to 63"),
+    "prefixes": ({**GOOD, "row_prefixes": [[3]] * 9}, "9 .*expected at most 3"),
+}
+DECODE = "decode --checkpoint run --input in.jsonl --output out.jsonl"
+
+
+@pytest.mark.parametrize(
+    "kind, more", [*((kind, "") for kind in BAD), ("blank", " --stream"), ("ids", " --skip-bad --set decode.beams=2")]
+)
+def test_a_bad_seventh_line(here: Path, kind: str, more: str) -> None:
+    seventh, line = BAD[kind]
+    line = "decode.beams: found 2" if "skip" in more else line
+    write(here / "in.jsonl", seventh)
+    with pytest.raises(UserError, match=line):
+        main((DECODE + more).split())
+    write(here / "in.jsonl", GOOD)
+    with pytest.raises(UserError if "beams" in more else Compiled):
+        main((DECODE + more).split())
+
+
+@pytest.mark.parametrize(
+    "command, line",
+    [
+        (
+            f"{DECODE} --set grid.delay=0",
+            r"^grid\.delay: found 0 without grid\.row_names; expected the names",
+        ),
+        (f"{DECODE} --resume", r"--resume: .*out\.jsonl"),
+        (
+            f"{DECODE} --set decode.draft=model --set decode.draft_checkpoint=no",
+            r"decode\.draft_checkpoint: no: no",
+        ),
+        (f"{DECODE} --set decode.samples=2", r"decode\.samples: found 2 with decode\.temperature = 0"),
+        (f"{DECODE} --set decode.beams=2", r"decode\.beams: found 2; expected 1"),
+        ("evaluate --checkpoint run --set data.test=in.jsonl", r"in\.jsonl:7: "),
+        ("evaluate --checkpoint run --set data.test=no.jsonl", r"no\.jsonl: no such file"),
+        ("evaluate --checkpoint run", r"data\.test: found no file"),
+        ("teach --checkpoint line --input in.jsonl --workdir taught", r"in\.jsonl:7: "),
+    ],
+)
+def test_a_setting_or_a_file(here: Path, command: str, line: str) -> None:
+    seventh: object = {"title": "a", "text": "b", "targets": "no list"} if "evaluate" in command else '{"title": '
+    write(here / "in.jsonl", GOOD if DECODE in command else seventh)
+    (here / "out.jsonl").write_text('{"id": "of other work"}\n')
+    with pytest.raises(UserError, match=line) as refused:
+        main(command.split())
+    assert "source 1" not in str(refused.value) and (here / "out.jsonl").read_text() == '{"id": "of other work"}\n'
+
+
+def test_a_worker_reads_its_block_first(here: Path) -> None:
+    write(here / "in.jsonl", BAD["blank"][0])
+    (block,) = cut("in.jsonl", 1000)
+    work = bulk.Work(checkpoint=str(here / "run"), output=str(here / "out"), root=str(here), run="x")
+    work = dataclasses.replace(work, settings=bulk.describe(work)["settings"])
+    (here / "out" / "shards").mkdir(parents=True)
+    said = bulk.Worker(work)("000000.jsonl", block)
+    assert said["kind"] == "user" and said["error"].startswith("in.jsonl:7: ")
+
+
+@pytest.mark.parametrize("key, value", [("decode.limit", "source"), ("grid.delay", 0), ("decode.beams", 2)])
+def test_a_server_says_before_it_listens_what_it_cannot_serve(here: Path, key: str, value: object) -> None:
+    line = here / "line" if key == "decode.beams" else here / "run"
+    with pytest.raises(UserError, match=f"^{key}: found "):
+        Engine(pipejax.load(line, overrides={key: value}), places=1, queue=1)
+
+
+def test_python_checks_first(here: Path) -> None:
+    t5 = pipejax.load(here / "run", overrides={"decode.temperature": 0.5})
+    for given in ([""], [GOOD, {"title": 3}], [[64]], [GOOD, {**GOOD, "max_rows": 0}]):
+        with pytest.raises(UserError):
+            t5.decode(given)
+    for call in (lambda: t5.decode([GOOD], top_p=2), lambda: t5.stream_rows(""), lambda: t5.warm_up([9], delay=-1)):
+        with pytest.raises(UserError):
+            call()
+    assert t5.decode([]) == [] and "0.0 M" in repr(t5)
+    for call in (lambda: t5.decode([GOOD]), lambda: next(t5.stream_rows(GOOD)), lambda: t5.warm_up([9])):
+        with pytest.raises(Compiled):
+            call()
+
+
+def test_a_failure_to_lay_out_is_no_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t5 = pipejax.load(here / "run")
+    with pytest.raises(Compiled):
+        t5.decode([GOOD])
+    monkeypatch.setattr(kernels, "use", lambda: None)
+    assert t5.decode([GOOD])[0]["steps"] > 0
+
+
+@pytest.mark.parametrize("machine, flag", [("aarch64", False), ("arm64", False), ("x86_64", True), ("riscv64", True)])
+def test_an_arm_compiles_with_neon_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], machine: str, flag: bool
+) -> None:
+    """Its compilers know no x86's levels, and some of them no -march=native."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(processor, "features", lambda: frozenset({"fp", "asimd", "asimddp", "bf16", "i8mm", "sve"}))
+    monkeypatch.setattr(kernels, "_tried", {})
+    monkeypatch.setenv("PIPEJAX_CACHE", str(tmp_path / "cache"))
+
+    def build(level: Level, compiler: str, library: Path) -> str:
+        commands.append([level.name, *kernels._flags(level)])
+        library.touch()
+        return ""
+
+    monkeypatch.setattr(kernels, "build", build)
+    monkeypatch.setattr(kernels, "_load", lambda library, level: True)
+    for wanted in ("", "amx", "native"):
+        monkeypatch.setenv(kernels.VARIABLE, wanted)
+        found = kernels.use()
+        assert found is not None and found.name == "native"
+    (command,) = commands
+    assert command[0] == "native" and ("-march=native" in command) == flag
+    assert not any(part.startswith(("-mavx", "-mamx", "-march=x86")) for part in command)
+    line = f"compiling a kernel for this processor: once, 20 to 60 s; it is kept in {tmp_path / 'cache'}"
+    assert said == [line]
