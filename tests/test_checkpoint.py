@@ -149,6 +149,16 @@ def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tokenizer_that_cannot_be_copied_is_one_line(tmp_path):
+    """It names the run, not the directory that the files are copied from, which may be a passing one."""
+    (tmp_path / "passing").mkdir()
+    (tmp_path / "passing" / "tokenizer.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError) as caught:
+        save_params(tmp_path / "new", CONFIG, tree(1.0)["params"], tokenizer_source=tmp_path / "passing")
+    assert str(caught.value) == f"{tmp_path / 'new'}: cannot be written ([Errno 2] No such file or directory)"
+    assert [path.name for path in tmp_path.iterdir()] == ["passing"]
+
+
 def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch, said):
     path = tmp_path / "run/metrics.jsonl"
     with RunDirectory(tmp_path / "run") as directory:

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,34 @@ def test_the_unused_bias_of_old_files_is_dropped(source: Path, capsys: pytest.Ca
     edit_tensors(source, lambda t: t.update({huggingface.UNUSED: np.ones((32, 3), np.float32)}))
     assert equal(huggingface.read_hf(source)[1], expected)
     assert huggingface.UNUSED in capsys.readouterr().err
+
+
+WRAPPED: dict[str, Callable[[str], str]] = {
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "torch.compile of a part": lambda name: name.replace("decoder.", "decoder._orig_mod."),
+    "DataParallel": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "peft, merged": lambda name: f"base_model.model.{name}",
+    "Lightning": lambda name: f"model.{name}",
+    "a module of one's own": lambda name: f"generator.t5.{name}",
+    "FSDP and checkpointing": lambda name: re.sub(
+        r"(block\.\d+)\.", r"\1._fsdp_wrapped_module._checkpoint_wrapped_module.", name
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_names_with_a_wrapper(wrapper: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = huggingface.read_hf(source)
+    assert "wrapper" not in capsys.readouterr().err
+    renamed = {WRAPPED[wrapper](name): array for name, array in tensors_of(source).items()}
+    count = len(renamed.keys() - tensors_of(source).keys())
+    save_file(renamed, source / "model.safetensors", metadata={"format": "pt"})
+    config, params = huggingface.read_hf(source)
+    assert config == expected[0] and equal(params, expected[1])
+    line = capsys.readouterr().err
+    name = min(renamed.keys() & line.split())
+    assert line.startswith(f"{source}/model.safetensors: names of {count} tensors without their wrapper's: {name} is ")
 
 
 # Whole conversions.

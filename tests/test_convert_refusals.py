@@ -1,6 +1,7 @@
 """What conversion refuses: each in one line that names file and tensor or key, and nothing is written."""
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ CONFIG = T5Config(
     tied_head=False,
     scale_head=False,
 )
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 891646390\n"
+TOKENIZER = "source: found tokenizer files that cannot be read ("
 SIZES = {"V": 50, "D": 16, "F": 24, "B": 32, "H": 3, "I": 12}
 DENSE = "encoder.block.1.layer.1.DenseReluDense"
 WO = f"{DENSE}.wo.weight"  # [16, 24]
@@ -74,6 +77,11 @@ def drop(start: str) -> Callable[[Path], None]:
         save_file(kept, directory / "model.safetensors")
 
     return change
+
+
+def prefixed(directory: Path, prefix: str, **more: Any) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    save_file({prefix + name: array for name, array in tensors.items()} | more, directory / "model.safetensors")
 
 
 def content(name: str, data: bytes) -> Callable[[Path], Any]:
@@ -143,6 +151,20 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "two embeddings": (put("encoder.embed_tokens.weight", ones(50, 16)), ("encoder.embed", "shared.weight")),
     "encoder alone": (drop("decoder"), ("model.safetensors", "T5EncoderModel", "decoder")),
     "no tensors": (drop(""), ("model.safetensors", "0 tensors")),
+    "factors of lora": (
+        put("base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight", ones(2, 16)),
+        ("q.lora_A.weight: found 1 factors of LoRA; expected them merged",),
+    ),
+    "factors with their adapter's name": (put("decoder.q.lora_B.default.weight", ones(2, 16)), ("factors of LoRA",)),
+    "twice, once wrapped": (put(f"_orig_mod.{WO}", ones(16, 24)), (f"{WO}: found twice, as _orig_mod.{WO} and {WO}",)),
+    "more than a T5, wrapped": (
+        lambda directory: prefixed(directory, "model.", loss=ones(3)),
+        ("model.safetensors: loss: found a tensor without a place",),
+    ),
+    "encoder alone, wrapped": (
+        both(drop("decoder"), lambda directory: prefixed(directory, "module.")),
+        ("T5EncoderModel",),
+    ),
     "truncated": (truncate, ("model.safetensors", "damaged")),
     "bin": (rename("pytorch_model.bin"), ("pytorch_model.bin", "safetensors")),
     "no weights": (rename("weights"), ("no weights", "model.safetensors")),
@@ -206,23 +228,65 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "config a list": (content("config.json", b"[]"), ("config.json: found []",)),
     "generation no json": (content("generation_config.json", b"{"), ("generation_config.json: found no",)),
     "nothing": (clear, ("config.json",)),
+    "an adapter": (
+        both(clear, content("adapter_config.json", b"{}")),
+        ("source: found a LoRA adapter (merge it into its T5 first)",),
+    ),
+    "a training's directory": (
+        both(clear, lambda d: (d / "checkpoint-9").mkdir(), content("checkpoint-9/config.json", b"{}")),
+        ("source: found no config.json, but one in its checkpoint-9",),
+    ),
+    "config a pointer": (content("config.json", LFS), ("source/config.json: found a git-LFS pointer",)),
+    "generation_config a pointer": (
+        content("generation_config.json", LFS),
+        ("source/generation_config.json: found a git-LFS pointer",),
+    ),
+    "weights a pointer": (content("model.safetensors", LFS), ("source/model.safetensors: found a git-LFS pointer",)),
     "our own": (lambda directory: (directory / "checkpoints").mkdir(), ("source: found a checkpoint of pipejax",)),
     "tokenizer too large": (
         lambda directory: transformers.ByT5Tokenizer().save_pretrained(directory),
         ("source: found a tokenizer of 384 ids", "at most 50", "vocab_size"),
     ),
-    "broken tokenizer": (content("tokenizer.json", b"{"), ("tokenizer",)),
+    "broken tokenizer": (content("tokenizer.json", b"{"), (TOKENIZER, "tokenizer.json is no JSON")),
+    "tokenizer a pointer": (content("tokenizer.json", LFS), (TOKENIZER, "tokenizer.json is a git-LFS pointer")),
+    "spiece a pointer": (content("spiece.model", LFS), (TOKENIZER, "spiece.model is a git-LFS pointer")),
+    "spiece damaged": (content("spiece.model", b"junk"), (TOKENIZER, "spiece.model is damaged")),
+    "spiece damaged, with a class": (
+        both(content("spiece.model", b"junk"), content("tokenizer_config.json", b'{"tokenizer_class": "T5Tokenizer"}')),
+        (TOKENIZER, "spiece.model is damaged"),
+    ),
+    "spiece a web page": (content("spiece.model", b"<html><body>404"), (TOKENIZER, "spiece.model is a web page")),
+    "a class without its vocabulary": (
+        content("tokenizer_config.json", b'{"tokenizer_class": "T5Tokenizer"}'),
+        ("source: found no vocabulary; expected",),
+    ),
+    "a tokenizer of nothing": (content("tokenizer.json", b"{}"), (TOKENIZER,)),
+    "tokenizer_config a pointer": (
+        both(content("tokenizer_config.json", LFS), content("tokenizer.json", b"{}")),
+        (TOKENIZER, "tokenizer_config.json is a git-LFS pointer"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line(case: str, source: Path, tmp_path: Path) -> None:
+def test_refused_in_one_line(
+    case: str,
+    source: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     damage, words = REFUSALS[case]
     damage(source)
     with pytest.raises(UserError) as caught:
         huggingface.from_hf(source, tmp_path / "out")
     message = str(caught.value)
     assert "\n" not in message and all(word in message for word in words), message
+    said = message + capfd.readouterr().err
+    assert str(scratch) not in said and "tiktoken" not in said.lower()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

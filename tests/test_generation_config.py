@@ -14,7 +14,7 @@ import transformers
 import pipejax
 from pipejax import checkpoint
 from pipejax.config import DecodeConfig, T5Config
-from pipejax.convert import huggingface
+from pipejax.convert import generation, huggingface
 from support import oracle
 
 MODEL = T5Config(
@@ -49,13 +49,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def directory(place: Path, generation: dict[str, Any] | None, config: dict[str, Any] | None = None) -> Path:
+def directory(place: Path, generate: dict[str, Any] | None, config: dict[str, Any] | None = None) -> Path:
     """A T5 for transformers; None: no generation_config.json. `config` changes config.json; `...` removes a key."""
     huggingface.write_hf(MODEL, PARAMS, place, None)
     facts = json.loads((place / "config.json").read_text()) | (config or {})
     (place / "config.json").write_text(json.dumps({key: value for key, value in facts.items() if value is not ...}))
     file = place / "generation_config.json"
-    file.unlink() if generation is None else file.write_text(json.dumps(generation))
+    file.unlink() if generate is None else file.write_text(json.dumps(generate))
     return place
 
 
@@ -100,11 +100,11 @@ FOLLOWED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_generate_is_followed(case: str, plain: list[list[int]], tmp_path: Path, capsys: Any) -> None:
     """Told our ids and settings one by one, `generate` writes what it writes by itself with those files."""
-    generation, config, differs = FOLLOWED[case]
-    source = directory(tmp_path / "hf", generation, config)
+    generate, config, differs = FOLLOWED[case]
+    source = directory(tmp_path / "hf", generate, config)
     model, _ = huggingface.read_hf(source)
     decode = huggingface._settings(source, model).decode
-    says = generation if generation is not None else config
+    says = generate if generate is not None else config
     bounded = {"max_length", "max_new_tokens"} & says.keys()
     expected = theirs(source, **({} if bounded else {"max_new_tokens": MOST}))
     ids = {key: getattr(model, key) for key in IDS}
@@ -119,9 +119,9 @@ def test_generate_is_followed(case: str, plain: list[list[int]], tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["a list of one", "beams and a penalty", "length"])
 def test_a_converted_checkpoint_decodes_as_generate_does(case: str, tmp_path: Path) -> None:
-    generation, config, _ = FOLLOWED[case]
-    bounded = {"max_length", "max_new_tokens"} & (generation or {}).keys()
-    source = directory(tmp_path / "hf", generation, config)
+    generate, config, _ = FOLLOWED[case]
+    bounded = {"max_length", "max_new_tokens"} & (generate or {}).keys()
+    source = directory(tmp_path / "hf", generate, config)
     huggingface.from_hf(source, tmp_path / "out")
     t5 = pipejax.load(tmp_path / "out", overrides=[] if bounded else [f"decode.max_length={MOST}"])
     found = [record["row_ids"][0] for record in t5.decode(SOURCES)]
@@ -170,7 +170,7 @@ NOT_FOLLOWED = {
     "guidance_scale": 2.0,
     "stop_strings": ["x"],
 }
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "repetition_penalty": 1.0,
@@ -211,8 +211,7 @@ def test_every_setting_alone_is_told_from_its_neutral_value(tmp_path: Path, caps
     source = directory(tmp_path / "hf", IDS)
     for key, value in NOT_FOLLOWED.items():
         (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL | {key: value}))
-        generate = huggingface.generation.read(source, {})
-        assert [*generate.lost()] == [key]
+        assert [*generation.read(source, {}).lost()] == [key]
     (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL))
     assert lines(source, tmp_path / "out", capsys) == []
 

@@ -51,7 +51,7 @@ def bytes_of_gpt(directory: Path, *, eos: int) -> Path:
     return directory
 
 
-def spiece(directory: Path, **ids: int) -> Path:
+def spiece(directory: Path, **settings: Any) -> Path:
     """A bare spiece.model with special ids of one's own, as sentencepiece trains it."""
     directory.mkdir(exist_ok=True)
     text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
@@ -60,7 +60,7 @@ def spiece(directory: Path, **ids: int) -> Path:
         model_prefix=str(directory / "spiece"),
         vocab_size=44,
         minloglevel=2,
-        **ids,
+        **settings,
     )
     (directory / "spiece.vocab").unlink()
     return directory
@@ -213,7 +213,7 @@ def test_the_real_tokenizer_of_t5_passes(real_data: Path, tmp_path: Path, said: 
     params = oracle.random_params(model, np.random.default_rng(0))
     huggingface.write_hf(model, params, tmp_path / "hf", files)
     huggingface.from_hf(tmp_path / "hf", tmp_path / "out")
-    assert pipejax.load(tmp_path / "out").tokenizer.eos == 1 and not said
+    assert pipejax.load(tmp_path / "out").tokenizer and not said
     shutil.copytree(tmp_path / "hf", tmp_path / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (tmp_path / "bare" / name).unlink()
@@ -256,10 +256,26 @@ def test_what_else_a_tokenizer_puts_around_a_text_is_said(tmp_path: Path, capsys
     inner.save(str(files / "tokenizer.json"))
     model = dataclasses.replace(MODEL, eos_token_id=2)
     huggingface.from_hf(hugging_face(tmp_path / "hf", files, model), tmp_path / "out")
-    assert "puts ids [1] before and [2] after a text in transformers; pipejax puts [2]" in capsys.readouterr().err
+    assert "adds ids [1, 2] to a text in transformers; pipejax adds [2], at the end" in capsys.readouterr().err
     demo.build_tokenizer(tmp_path / "demo")
     huggingface.from_hf(hugging_face(tmp_path / "hf2", tmp_path / "demo", MODEL), tmp_path / "out2")
-    assert "puts ids" not in capsys.readouterr().err
+    assert "adds ids" not in capsys.readouterr().err
+
+
+def test_a_run_that_was_trained_with_two_ends_still_opens(
+    directories: dict[str, Path], tmp_path: Path, said: list[str]
+) -> None:
+    """Its model's eos, `<s>`, ended all that it learned. It does not leave: transformers would end sources with 2."""
+    files = directories["sentencepiece as it is by itself"]
+    run, converted = run_of(tmp_path / "run", files), run_of(tmp_path / "converted", files, objective="none")
+    assert pipejax.load(run).architecture.eos_token_id == 1
+    begun = Config(data=DataConfig(task="jsonl"), train=TrainConfig(init_from=str(run)))
+    copied = dataclasses.replace(begun, data=DataConfig(task="jsonl", tokenizer=str(files)))
+    assert start._prepare(begun)[1].eos == start._prepare(copied)[1].eos == 2
+    for door in (lambda: huggingface.to_hf(run, tmp_path / "hf"), lambda: pipejax.load(converted)):
+        with pytest.raises(UserError, match=r"model\.eos_token_id: found 1, which is '<s>' in .* = 2 ends a text"):
+            door()
+    assert [line for line in said if "eos" in line] == []
 
 
 # The tokenizer of a checkpoint to start from, and another one.

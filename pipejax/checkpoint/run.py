@@ -61,14 +61,15 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
     """The tokenizer of an opened run; None if it has none.
 
     Raises:
-      UserError: its files are not those that the step was saved with, or it ends texts with another id than the model.
+      UserError: its files are not those that the step was saved with, or `check_special_ids` refuses them.
     """
     if (files := restored.tokenizer_files()) is None:
         return None
     tokenizer = Tokenizer.load(files)
     if restored.config.model is not None:
         place = f"{restored.path.parents[1]}: model.eos_token_id"
-        check_special_ids(tokenizer, restored.config.model, place, str(files))
+        trained = restored.config.train.objective != "none"
+        check_special_ids(tokenizer, restored.config.model, place, str(files), trained=trained)
     return tokenizer
 
 
@@ -97,8 +98,11 @@ def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer
             if not saved:
                 raise UserError(f"{directory}: cannot be written ({store.why_not})")
             write_text(partial / "config.json", config_lib.to_json(config))
-    except (OSError, shutil.Error) as error:
-        raise UserError(f"{directory}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if isinstance(error, shutil.Error):  # source, target and reason of each file; the source may be a passing copy
+            reason = str(error.args[0][0][2]).partition(": ")[0]
+        raise UserError(f"{directory}: cannot be written ({reason})") from error
 
 
 def require_free(directory: Path) -> None:

@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from pipejax.checkpoint import check_place, open_run, require_free, save_params, tokenizer_of
+from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.convert import description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
@@ -159,8 +159,9 @@ def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
     require_free(Path(out))
     restored = open_run(checkpoint, best=best)
     assert restored.config.model is not None  # `open_run` checks it
-    tokenizer_of(restored)  # checks it
     model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()
+    if files is not None:
+        check_special_ids(Tokenizer.load(files), model, f"{checkpoint}: model.eos_token_id", str(files))
     write_hf(model, params, out, files, run=restored.config)
     _report(out, restored.items["params"])
 
@@ -199,11 +200,10 @@ def _check_tokenizer(tokenizer: Tokenizer, model: T5Config, directory: Path, fil
     warn_of_start(tokenizer, model, f"{files['decoder_start_token_id']}: decoder_start_token_id", name)
     if size < most * 0.9:
         note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}: what else is written is no text")
-    before, after = tokenizer.frame()
-    if (before, after) != ([], [eos]):
+    if (added := tokenizer.added()) != [eos]:
         note(
-            f"{directory}: its tokenizer puts ids {before} before and {after} after a text in transformers; pipejax "
-            f"puts {[eos]} after it, so answers may be others"
+            f"{directory}: its tokenizer adds ids {added} to a text in transformers; pipejax adds {[eos]}, at the end, "
+            "so answers may be others"
         )
 
 

@@ -128,11 +128,9 @@ class Tokenizer:
             found: str | None = self._inner.convert_ids_to_tokens(int(number))
         return found or ""
 
-    def frame(self) -> tuple[list[int], list[int]]:
-        """The ids that transformers puts before and after a text by itself."""
-        text, whole = self.encode("a"), list(self._inner("a", verbose=False)["input_ids"])
-        begin = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
-        return whole[:begin], whole[begin + len(text) :]
+    def added(self) -> list[int]:
+        """The ids that transformers adds to a text by itself: an eos for T5."""
+        return list(self._inner("", verbose=False)["input_ids"])
 
     def is_word(self, number: int) -> bool:
         """Whether an id stands for text: it is no special token by the files, and has no brackets as <s> and [PAD]."""
@@ -155,7 +153,7 @@ class Tokenizer:
         return None if piece is None else self._inner.convert_tokens_to_ids(str(piece))
 
 
-def check_special_ids(tokenizer: Tokenizer, model: T5Config, place: str, name: str) -> None:
+def check_special_ids(tokenizer: Tokenizer, model: T5Config, place: str, name: str, *, trained: bool = False) -> None:
     """Checks that the model's eos ends texts in the tokenizer, too: sources and rows end with it.
 
     The other two decide nothing that a tokenizer could contradict: padding is told by lengths, and only the model feeds
@@ -166,13 +164,15 @@ def check_special_ids(tokenizer: Tokenizer, model: T5Config, place: str, name: s
       model: its config.
       place: of the model's eos, for the error, such as "DIR/config.json: eos_token_id".
       name: of the tokenizer, for the error.
+      trained: whether pipejax has trained the one with the other: the model's eos then ends all that it has learned,
+        and only has to mean nothing else.
 
     Raises:
       UserError: its eos is another id, or the model's stands for text.
     """
     eos, piece = model.eos_token_id, tokenizer.piece(model.eos_token_id)
     found = f"{place}: found {eos}, which is {piece!r} in {name}" if piece else f"{place}: found {eos}, no id of {name}"
-    if tokenizer.eos not in (eos, None):
+    if tokenizer.eos not in (eos, None) and not trained:
         raise UserError(
             f"{found}, where {tokenizer.piece(tokenizer.eos)!r} = {tokenizer.eos} ends a text; expected one eos in both"
         )

@@ -106,52 +106,56 @@ def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
         )
     elif config.model is None:
         raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
-    tokenizer, name = _find_tokenizer(config, origin)
+    tokenizer = _find_tokenizer(config, origin)
     assert config.model is not None
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
             "the size of the tokenizer"
         )
-    place = f"{config.train.init_from}: model" if origin else "model"
-    check_special_ids(tokenizer, config.model, f"{place}.eos_token_id", name)
-    warn_of_start(tokenizer, config.model, f"{place}.decoder_start_token_id", name)
     if config.train.objective == "sequential":
         _check_separator(config.data.separator, tokenizer)
     return Trainer(config), tokenizer, origin
 
 
-def _find_tokenizer(config: Config, origin: Restored | None) -> tuple[Tokenizer, str]:
-    """The run's tokenizer, and its name for messages."""
+def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
     chosen, name = None, f"data.tokenizer={config.data.tokenizer}"
     if config.data.tokenizer:
         chosen = Tokenizer.load(config.data.tokenizer)
     elif chosen := make_task(config.data).tokenizer():
         name = f"the tokenizer of data.task={config.data.task}"
+    own: Tokenizer | None = None
     try:
-        carried = origin.tokenizer_files() if origin else None
-        own = Tokenizer.load(carried) if carried else None
+        own = checkpoint.tokenizer_of(origin) if origin else None
     except UserError as error:
         if chosen is None:
             raise
         logger.warning(f"{error}; {name} is taken without a comparison")
-        return chosen, name
-    if chosen is not None:
-        if own is not None:
-            _compare(chosen, own, name, config)
-        return chosen, name
-    if own is None:
-        raise UserError(
-            "data.tokenizer: found none; expected a directory of tokenizer files"
-            + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
-        )
-    return own, str(carried)
+    if chosen is None:
+        if own is None:
+            raise UserError(
+                "data.tokenizer: found none; expected a directory of tokenizer files"
+                + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
+            )
+        return own
+    same = own is not None and _compare(chosen, own, name, config)
+    place = f"{config.train.init_from}: model" if origin else "model"
+    assert config.model is not None
+    check_special_ids(
+        chosen,
+        config.model,
+        f"{place}.eos_token_id",
+        name,
+        trained=same and origin is not None and origin.config.train.objective != "none",
+    )
+    warn_of_start(chosen, config.model, f"{place}.decoder_start_token_id", name)
+    return chosen
 
 
-def _compare(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> None:
-    """Refuses a tokenizer whose ids mean other pieces than those that the weights learned, unless it is asked for."""
+def _compare(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> bool:
+    """Whether all ids mean the pieces that the weights learned; refuses another tokenizer unless it is asked for."""
     if not (others := chosen.other_pieces(own)):
-        return
+        return True
     first, start = others[0], config.train.init_from
     found = f"{len(others)} of its {chosen.size} ids mean another piece than in the tokenizer of {start}"
     found += f" ({first}: {chosen.piece(first)!r}, there {own.piece(first)!r})"
@@ -163,6 +167,7 @@ def _compare(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> No
     kept = "train.freeze" if config.train.freeze != "none" else "train.lora_rank" if config.train.lora_rank else ""
     learned = f", but {kept} keeps the table as it is" if kept else ""
     logger.warning(f"{name}: {found}; their embeddings have to be learned anew{learned}")
+    return False
 
 
 def _check_separator(separator: str, tokenizer: Tokenizer) -> None:

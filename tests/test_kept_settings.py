@@ -1,0 +1,272 @@
+"""A run as a Hugging Face directory and back: pipejax.json keeps its settings, README.md says how to decode it."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import pipejax
+from pipejax import checkpoint
+from pipejax.config import Config, to_json
+from pipejax.convert import huggingface, quantize
+from pipejax.system.errors import UserError
+from support import oracle, tiny
+
+PARAMS = oracle.random_params(tiny.MODEL, np.random.default_rng(5), eos_scale=2.5)
+IN_ROWS: dict[str, Any] = {
+    "grid": {"delay": 1, "time_max": 9, "sub_max": 3},
+    "data": {
+        "task": "jsonl",
+        "source_template": "notes : {note} things : {my-thing}",
+        "separator": " # ",
+        "max_source": 32,
+        "train": "/home/someone/secret/train.jsonl",
+        "dev": "/home/someone/secret/dev.jsonl",
+        "tokenizer": "/home/someone/secret/tokenizer",
+        "data_dir": "/home/someone/secret",
+    },
+    "train": {"objective": "pipelined", "init_from": "/home/someone/secret/start", "wandb": "secret"},
+    "decode": {"max_length": 11},
+}
+RECORDS = [{"note": "deliver small apples", "my-thing": "old maps"}, {"note": "the baker", "my-thing": "honey ; tea"}]
+FILES = {"config.json", "generation_config.json", "model.safetensors", "pipejax.json", "README.md"}
+
+
+@pytest.fixture(autouse=True)
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares the tests a C++ compiler's time."""
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")
+
+
+def run_of(directory: Path, tokenizer: Path | None, **sections: Any) -> Path:
+    """A run as it was trained, in rows unless told otherwise."""
+    merged = {key: IN_ROWS.get(key, {}) | sections.get(key, {}) for key in {*IN_ROWS, *sections}}
+    checkpoint.save_params(directory, tiny.change(tiny.RUN_ON_ONE, **merged), PARAMS, tokenizer_source=tokenizer)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def in_rows(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in rows; its Hugging Face directory lies beside it as `hf`. Nobody changes them."""
+    root = tmp_path_factory.mktemp("rows")
+    run_of(root / "run", tokenizer_files)
+    huggingface.to_hf(root / "run", root / "hf")
+    return root / "run"
+
+
+@pytest.fixture
+def there(in_rows: Path, tmp_path: Path) -> Path:
+    """A copy of that Hugging Face directory, to be changed."""
+    return Path(shutil.copytree(in_rows.with_name("hf"), tmp_path / "hf"))
+
+
+def by_the_card(directory: Path, source: str) -> dict[str, Any]:
+    """Runs the Python of README.md for another source; gives its names."""
+    [code] = re.findall(r"^```python\n(.*?)^```$", (directory / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    code, count = re.subn(
+        r"^source = .*$", f"source = {source!r}", code.replace("DIRECTORY", str(directory)), flags=re.M
+    )
+    assert count == 1
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
+
+
+def followed(directory: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Config, list[str]]:
+    """The config of the checkpoint that is made of a directory, and what is said meanwhile."""
+    capsys.readouterr()
+    huggingface.from_hf(directory, out)
+    lines = capsys.readouterr().err.splitlines()
+    return checkpoint.open_run(out).config, lines
+
+
+def test_what_is_written_and_said(in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "hf"
+    huggingface.to_hf(in_rows, out)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{out}: ") and "generate writes the first row alone" in line and "README.md" in line
+    tokenizer = {path.name for path in (in_rows / "tokenizer").iterdir()}
+    assert {path.name for path in out.iterdir()} == FILES | tokenizer
+    assert json.loads((out / "generation_config.json").read_text()) == {
+        "decoder_start_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "max_new_tokens": 9,
+    }
+
+
+def test_nothing_leaves_the_machine_but_settings(in_rows: Path) -> None:
+    for file in in_rows.with_name("hf").iterdir():
+        content = file.read_bytes()
+        assert b"secret" not in content and b"someone" not in content, file
+        assert str(in_rows.parent).encode() not in content, file
+
+
+def test_the_same_run_comes_back(in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records, strategy and template; a second time there the same files are written."""
+    config, lines = followed(in_rows.with_name("hf"), tmp_path / "back", capsys)
+    assert lines == [
+        f"{in_rows.with_name('hf')}/pipejax.json: followed for objective (pipelined), grid, template, separator and "
+        "decode settings"
+    ]
+    before = checkpoint.open_run(in_rows).config
+    assert (config.grid, config.decode, config.model) == (before.grid, before.decode, before.model)
+    assert config.train.objective == "pipelined" and not config.train.init_from and not config.data.train
+    assert config.data.source_template == "notes : {note} things : {my-thing}" and config.data.separator == " # "
+    one, two = pipejax.load(in_rows), pipejax.load(tmp_path / "back")
+    assert two.default_strategy == one.default_strategy == "pipelined"
+    records = one.decode(RECORDS)
+    assert two.decode(RECORDS) == records and any(len(record["rows"] or ()) > 1 for record in records)
+    huggingface.to_hf(tmp_path / "back", tmp_path / "hf")
+    for file in in_rows.with_name("hf").iterdir():
+        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file
+
+
+@pytest.mark.slow
+def test_transformers_writes_the_first_row(in_rows: Path) -> None:
+    """As README.md has it; the files that transformers does not know do not disturb it."""
+    directory = in_rows.with_name("hf")
+    _, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values()), info
+    t5 = pipejax.load(in_rows)
+    record = t5.decode(RECORDS)[0]
+    names = by_the_card(directory, "notes : deliver small apples things : old maps")
+    ids = names["model"].generate(**names["ids"])[0, 1:].tolist()
+    ids = ids[: ids.index(1)] if 1 in ids else ids
+    assert ids == record["row_ids"][0] and len(record["row_ids"]) > 1
+    assert names["rows"] == (record["rows"] or [])[:1]
+    card = (directory / "README.md").read_text()
+    assert "the first row of an answer alone" in card
+    assert f"'notes : {{note}} things : {{my-thing}}'.format_map({dict.fromkeys(('note', 'my-thing'), '...')})" in card
+    assert '{"note": "...", "my-thing": "..."}' in card and "' # '" in card and "3 rows and 9 steps" in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
+    """transformers writes its whole answer, with beams if it has some, and the card parts the rows."""
+    sections = {"train": {"objective": "sequential"}, "decode": {"beams": beams, "length_penalty": 2.0}}
+    run = run_of(tmp_path / "run", tokenizer_files, **sections, data={"source_template": "", "separator": " the "})
+    huggingface.to_hf(run, tmp_path / "hf")
+    assert capsys.readouterr().err == ""
+    generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert generation["max_new_tokens"] == 11 and generation.get("num_beams", 1) == beams
+    record = pipejax.load(run).decode(["deliver small apples and the baker"])[0]
+    names = by_the_card(tmp_path / "hf", "deliver small apples and the baker")
+    text = record["text"]
+    assert text and names["text"].split() == text.split()
+    assert names["rows"] == [row.strip() for row in text.split("the")]
+    config, _ = followed(tmp_path / "hf", tmp_path / "back", capsys)
+    assert config.train.objective == "sequential" and config.decode.beams == beams
+    assert pipejax.load(tmp_path / "back").decode(["deliver small apples and the baker"]) == [record]
+
+
+@pytest.mark.slow
+def test_a_run_in_fewer_bytes(in_rows: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its weights leave at their rounded values, which are rounded again where they are decoded."""
+    quantize(in_rows, tmp_path / "int8", weights="int8")
+    huggingface.to_hf(tmp_path / "int8", tmp_path / "hf")
+    config, _ = followed(tmp_path / "hf", tmp_path / "back", capsys)
+    assert config.decode.weights == "int8"
+    assert pipejax.load(tmp_path / "back").decode(RECORDS) == pipejax.load(tmp_path / "int8").decode(RECORDS)
+
+
+def test_a_converted_checkpoint_keeps_its_settings(there: Path, tmp_path: Path, capsys: Any) -> None:
+    """Never trained here: its decoder and its settings stay those of generation_config.json."""
+    (there / "pipejax.json").unlink()
+    (there / "generation_config.json").write_text(
+        json.dumps({"decoder_start_token_id": 0, "eos_token_id": 1, "num_beams": 2, "length_penalty": 0.5})
+    )
+    before, _ = followed(there, tmp_path / "one", capsys)
+    huggingface.to_hf(tmp_path / "one", tmp_path / "again")
+    after, _ = followed(tmp_path / "again", tmp_path / "two", capsys)
+    assert (before.decode.beams, before.decode.length_penalty, before.train.objective) == (2, 0.5, "none")
+    assert to_json(after).replace('"again"', '"hf"') == to_json(before)
+    assert "was converted and not trained since" in (tmp_path / "again" / "README.md").read_text()
+
+
+def test_draws_and_named_rows_and_a_drafter(tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
+    names = ("small", "old")
+    drawn = {"temperature": 0.5, "top_k": 4, "top_p": 0.75}
+    run = run_of(tmp_path / "one", None, train={"objective": "sequential"}, decode=drawn)
+    huggingface.to_hf(run, tmp_path / "drawn")
+    generation = json.loads((tmp_path / "drawn" / "generation_config.json").read_text())
+    assert {key: generation[key] for key in drawn} == drawn and generation["do_sample"] is True
+    transformers.GenerationConfig.from_pretrained(tmp_path / "drawn").validate(strict=True)
+    assert followed(tmp_path / "drawn", tmp_path / "back", capsys)[0].decode == checkpoint.open_run(run).config.decode
+    assert "There is no tokenizer here" in (tmp_path / "drawn" / "README.md").read_text()
+
+    drafted = {"draft": "model", "draft_checkpoint": "/home/someone/secret/small", "trace": True}
+    run = run_of(tmp_path / "two", tokenizer_files, grid={"row_names": names, "delay": 0}, decode=drafted)
+    capsys.readouterr()
+    huggingface.to_hf(run, tmp_path / "named")
+    assert "decode.draft: pipejax.json says none instead of model" in capsys.readouterr().err
+    assert "someone" not in (tmp_path / "named" / "pipejax.json").read_text()
+    config, _ = followed(tmp_path / "named", tmp_path / "named-back", capsys)
+    assert config.grid.row_names == names and config.grid.delay == 0
+    assert (config.decode.draft, config.decode.draft_checkpoint, config.decode.trace) == ("none", "", False)
+    card = (tmp_path / "named" / "README.md").read_text()
+    assert "'small', 'old'" in card and "all from the first step on" in card
+
+
+def test_other_weights_and_other_settings_are_said(there: Path, tmp_path: Path, capsys: Any) -> None:
+    model = transformers.T5ForConditionalGeneration.from_pretrained(there)
+    with torch.no_grad():
+        model.shared.weight[5] += 1
+    model.generation_config.max_new_tokens = 4
+    model.generation_config.no_repeat_ngram_size = 3
+    model.save_pretrained(there)  # as after a training by transformers: pipejax.json stays
+    config, lines = followed(there, tmp_path / "out", capsys)
+    assert config.train.objective == "pipelined" and config.decode.max_length == 11
+    assert lines[1:] == [
+        f"{there}/pipejax.json: was written beside other weights; right only if these were trained for the same",
+        f"{there}/generation_config.json: not followed, since pipejax.json goes before it: max_new_tokens=4, "
+        "no_repeat_ngram_size=3",
+    ]
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        values = json.loads(file.read_text())
+        change(values)
+        file.write_text(json.dumps(values))
+
+    return write
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no JSON": (lambda file: file.write_text("{"), "found no JSON"),
+    "a list": (lambda file: file.write_text("[1]"), "found [1]; expected a JSON object"),
+    "a pointer": (lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"), "a git-LFS pointer"),
+    "newer": (
+        changed(lambda v: v.update(format=2)),
+        "format: found 2; expected 1: another version of pipejax wrote it",
+    ),
+    "no format": (changed(lambda v: v.pop("format")), "format: found None; expected 1"),
+    "no config": (changed(lambda v: v.pop("config")), "config: top level: found NoneType; expected an object"),
+    "a key of a later day": (changed(lambda v: v["config"]["grid"].update(depth=1)), "grid.depth: unknown key"),
+    "text for a number": (changed(lambda v: v["config"]["grid"].update(delay="1")), "grid.delay: found '1'"),
+    "no such objective": (changed(lambda v: v["config"]["train"].update(objective="x")), "train.objective: found 'x'"),
+    "against config.json": (
+        changed(lambda v: v["config"]["decode"].update(beams=33)),
+        "decode.beams: found 33; expected at most half of model.vocab_size = 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_file_is_one_line(case: str, there: Path, tmp_path: Path) -> None:
+    damage, words = DAMAGES[case]
+    damage(there / "pipejax.json")
+    with pytest.raises(UserError) as caught:
+        huggingface.from_hf(there, tmp_path / "out")
+    message = str(caught.value)
+    assert message.startswith(f"{there}/pipejax.json: ") and words in message and "\n" not in message, message
+    assert not (tmp_path / "out").exists()
