@@ -1,5 +1,6 @@
 """The HTTP server above an engine without a model: what may be asked, what is answered, what is refused, and limits."""
 
+import copy
 import json
 import re
 import socket
@@ -143,6 +144,17 @@ def test_a_stream_says_what_the_whole_answer_says(client: TestClient, rows: bool
             assert texts == last["record"]["rows"]
         else:
             assert "".join(choice["text"] for choice in own) == expected["text"]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_row_that_is_left_out_has_no_chunk(generator: Generator, rows: bool) -> None:
+    other = copy.copy(generator)
+    other.config = tiny.change(generator.config, decode={"unique_rows": True})
+    client = connect(service(ScriptedEngine(other)))
+    prompt = [5, 6, 7, 5, 6, 7, 8, 9, 5, 8, 9, 1]  # three tokens make a row
+    found = chunks(client.post(PATH, json={"prompt": prompt, "stream": True, "rows": rows}))
+    told = [(chunk["choices"][0].get("row"), chunk["choices"][0].get("token")) for chunk in found[:-1]]
+    assert sorted(told) == [(0, 5), (0, 6), (0, 7), (2, 5), (2, 8), (2, 9), (3, 8), (3, 9)]
 
 
 def test_rows_come_as_they_are_written_or_one_after_the_other(client: TestClient) -> None:

@@ -136,7 +136,7 @@ class DecodeConfig:
     top_p: float = setting(1.0, above=0.0, most=1.0)  # of the fewest that have this probability together
     seed: int = setting(0, least=0, most=2**31 - 1)  # of what is drawn
     samples: int = setting(1, least=1, most=2**16)  # answers of each source; more than 1 need a temperature
-    unique_rows: bool = setting(False)  # a row that repeats one above it is left out; after two such on end none starts
+    unique_rows: bool = setting(False)  # a row that repeats one above is left out; two such in turn end the answer
     scores: bool = setting(False)  # records hold the log-probability of each token
     limit: str = setting("none", choices=LIMITS)  # "source": only tokens of the source are written
     draft: str = setting("none", choices=DRAFTS)  # who guesses tokens ahead, for fewer decoder calls: docs/drafting.md

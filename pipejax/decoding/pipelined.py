@@ -201,12 +201,17 @@ class Pipelined:
           ended: bool [B, R], by eos.
           ends: bool [B, R], only now; if none did, nothing is compared.
         """
-        rows, columns = jnp.arange(self.rows), jnp.arange(self.time_max)
+        rows = jnp.arange(self.rows)
+
+        def compare(column: Array, same: Array) -> Array:
+            here = tokens[:, :, column]
+            return same & ((here[:, :, None] == here[:, None]) | (column >= length[:, :, None]))
 
         def found() -> Array:
-            same = (tokens[:, :, None] == tokens[:, None]) | (columns >= length[:, :, None, None])
-            same = same.all(axis=3) & (length[:, :, None] == length[:, None]) & ended[:, None]
-            repeats = ended & (same & (rows < rows[:, None])).any(axis=2)
+            same = ended[:, None] & (length[:, :, None] == length[:, None]) & (rows < rows[:, None])
+            # No farther than rows are written: bounds may be generous.
+            same = jax.lax.fori_loop(0, jnp.where(ended, length, 0).max(), compare, same)
+            repeats = ended & same.any(axis=2)
             until = grid.start(rows, self.delay) + length
             both = jnp.where(repeats[:, 1:] & repeats[:, :-1], jnp.maximum(until[:, 1:], until[:, :-1]), NEVER)
             return both.min(axis=1, initial=NEVER)
