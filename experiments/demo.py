@@ -123,6 +123,7 @@ def draw(config: Config, test: list[Example], records: list[Record], path: Path)
         delay=config.grid.delay,
         truncated=record["truncated"],
         steps=record["steps"],
+        empty_row=len(tokens) < config.grid.sub_max,
         source=test[chosen].source,
         texts=texts(record),
     )

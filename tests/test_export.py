@@ -54,10 +54,10 @@ def run(trained: Path, out: Path, *flags: str, settings: Sequence[str] = ()) -> 
     assert main(["--checkpoint", str(trained), str(out), *shape, *flags, *assignments]) == 0
 
 
-def loader(out: Path, strategy: str) -> str:
-    """The code of the page, with the names of this export."""
+def loader(out: Path, strategy: str, *, records: bool = False) -> str:
+    """The code of the page, with the names of this export; `records`: also that which makes ids of records."""
     page = (ROOT / "docs" / "export.md").read_text()
-    code = next(iter(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[: 1 + records])
     return code.replace("exported/sequential", f"exported/{strategy}").replace("exported/", f"{out}/")
 
 
@@ -73,7 +73,7 @@ def answers(decode: Callable[[Any], Any], out: Path, given: list[list[int]]) -> 
     return found
 
 
-def expected(trained: Path, strategy: str, given: list[list[int]], settings: Sequence[str] = ()) -> list[Answer]:
+def expected(trained: Path, strategy: str, given: list[Any], settings: Sequence[str] = ()) -> list[Answer]:
     records = pipejax.load(trained, overrides=settings).decode(given, strategy=strategy, batch_size=BATCH)
     return [([row for row in r["row_ids"] if row], r["steps"], r["truncated"]) for r in records]
 
@@ -146,11 +146,47 @@ def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> Non
         assert of["outputs"] == {name: str(x) for name, x in zip(sorted(of["outputs"]), program.out_avals, strict=True)}
         assert of["outputs"]["lengths"] == f"int32[{BATCH},{tiny.RUN.grid.sub_max}]"
     assert facts["dtype"] == "bfloat16" and facts["grid"]["time_max"] == 9
+    assert facts["template"] == "{source}" and facts["fields"] == ["source"]  # of the embedded task
     assert facts["eos"] == tiny.MODEL.eos_token_id and facts["architecture"]["vocab_size"] == tiny.MODEL.vocab_size
     assert facts["checkpoint"]["params_fp"] == pipejax.load(trained).origin["params_fp"]
     table = tiny.MODEL.vocab_size, tiny.MODEL.d_model
     with np.load(out / "weights.npz") as arrays:
         assert [arrays[name].shape for name in arrays].count(table) == 1, "encoder, decoder and head share it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "data, template, records",
+    [
+        (
+            {"task": "csv", "rows": "delimiter", "source_template": "{title} near {{the}} {text} . {title}"},
+            None,
+            [{"title": "baker", "text": "river"}, {"title": None, "text": "bread"}, {"text": "bread " * 20}],
+        ),
+        ({"task": "csv", "rows": "delimiter"}, "{source}", [{"source": "the baker {sang}"}]),
+        ({"task": "msqa"}, "Question: {question} Context: {context}", [{"question": "baker", "context": "the river"}]),
+        ({"task": "none"}, "{source}", [{"source": "the baker"}, {"source": "bread " * 30}]),
+    ],
+)
+def test_the_template_makes_the_ids_of_decode(
+    tmp_path: Path, tokenizer_files: Path, data: dict[str, Any], template: str | None, records: list[dict[str, Any]]
+) -> None:
+    config = tiny.change(tiny.RUN, data={"max_source": LENGTH, **data}, grid={"time_max": 3, "sub_max": 1})
+    params = oracle.random_params(tiny.MODEL, np.random.default_rng(7), eos_scale=1.5)
+    checkpoint.save_params(tmp_path / "run", config, params, tokenizer_source=tokenizer_files)
+    out = tmp_path / "out"
+    run(tmp_path / "run", out)
+    facts = json.loads((out / "export.json").read_text())
+    assert facts["template"] == (template or data["source_template"])
+    assert facts["fields"] == list(dict.fromkeys(re.findall(r"(?<!{){(\w+)}(?!})", facts["template"])))
+    names: dict[str, Any] = {}
+    exec(loader(out, "pipelined", records=True), names)
+    made = pipejax.load(tmp_path / "run")
+    for record in records:
+        ids = names["ids_of"](record)
+        assert ids == list(made.ids_of(made.source(record, "a record", 0))) and len(ids) <= LENGTH
+    found = answers(names["decode"], out, [names["ids_of"](record) for record in records])
+    assert found == expected(tmp_path / "run", "pipelined", records)
 
 
 @pytest.mark.parametrize(

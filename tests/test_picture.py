@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from pipejax import config
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.picture import html, svg
 from pipejax.inference.picture.command import main
 from pipejax.inference.picture.grid import LEFT, Cell, fill
 from pipejax.inference.picture.text import shorten, text_width
 from pipejax.system.errors import UserError
-from support import oracle, wavefront
+from support import oracle, tiny, wavefront
 
 FIGURE_2 = [["A", "B", "C"], ["D", "E"]]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -289,6 +290,7 @@ def test_command_shows_tokens(tmp_path: Path, change: dict[str, Any], shown: lis
 
 def test_command_shows_the_tokens_of_a_checkpoint(tmp_path: Path, tokenizer_files: Path) -> None:
     shutil.copytree(tokenizer_files, tmp_path / "run" / "tokenizer")
+    (tmp_path / "run" / "config.json").write_text(config.to_json(tiny.RUN))
     ids = Tokenizer.load(tokenizer_files).encode("the baker")
     record = {"id": "1", "rows": ["thebaker"], "row_ids": [ids], "steps": 3, "truncated": None, "text": "thebaker"}
     (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
@@ -306,6 +308,117 @@ def test_command_shows_the_tokens_of_a_checkpoint(tmp_path: Path, tokenizer_file
     assert not (tmp_path / "two.svg").exists()
 
 
+def checkpoint_of(tmp_path: Path, **sections: Any) -> tuple[str, str]:
+    """The flags that name a checkpoint of that config, which is all that a picture reads of one without a tokenizer."""
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "config.json").write_text(config.to_json(tiny.change(tiny.RUN, **sections)))
+    return "--checkpoint", str(tmp_path / "run")
+
+
+def starts(drawing: str) -> list[int]:
+    """The time at which each row begins, the empty one included."""
+    return [int(g.get("data-time", "")) for g in cells_of(drawing) if (g.findtext(f"{SVG}text")) == "bos"]
+
+
+LINE = {"id": "x", "text": None, "rows": None}
+
+
+@pytest.mark.parametrize(
+    "lengths, steps, flags, begun, said",
+    [
+        ([2, 3, 1], 10, (), [0, 3, 6, 9], "drawn at Δt = 3"),
+        ([2, 3, 1], 13, (), [0, 4, 8, 12], "drawn at Δt = 4"),
+        ([2, 2, 2], 5, (), [0, 1, 2, 3], "drawn at Δt = 1"),
+        ([3, 2, 3], 4, (), [0, 0, 0], "drawn at Δt = 0"),  # rows with names, side by side
+        ([8, 1, 2], 9, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2: --delay or --checkpoint says which"),
+        ([8, 1, 1], 10, (), [0, 3, 6, 9], "drawn at Δt = 3"),
+        ([9, 1, 1], 10, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2, 3: --delay or --checkpoint says which"),
+        ([9, 1, 1], 10, (3,), [0, 3, 6, 9], "drawn at Δt = 3"),
+        ([9, 1, 1], 10, ("--delay", "2"), [0, 2, 4, 6], "drawn at Δt = 2"),
+        ([8, 1, 1], 10, (1,), [0, 3, 6, 9], "drawn at Δt = 3; its steps do not fit the checkpoint's 1"),
+        ([4], 5, (), [0, 1], "Δt = 1; its steps also fit 0, 2, 3, ...: --delay or --checkpoint says which"),
+        ([], 1, (), [0], "drawn at Δt = 1"),
+    ],
+)
+def test_rows_start_at_multiples_of_the_delay_of_the_record(
+    tmp_path: Path, capsys: Any, lengths: list[int], steps: int, flags: Any, begun: list[int], said: str
+) -> None:
+    record = LINE | {"row_ids": [[5] * n for n in lengths], "steps": steps, "truncated": None}
+    given = checkpoint_of(tmp_path, grid={"delay": flags[0]}) if flags and isinstance(flags[0], int) else flags
+    assert starts(draw(tmp_path, record, *given)) == begun
+    line = capsys.readouterr().err
+    assert line.startswith(f"{tmp_path}/x.svg: record x, ") and line.endswith(f"{said}\n") and line.count("\n") == 1
+
+
+def test_the_delay_of_any_answer_is_among_those_that_fit(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    told = 0
+    for _ in range(60):
+        delay, answer = rng.randint(1, 4), [[2] * rng.randint(1, 6) for _ in range(rng.randint(0, 5))]
+        limits: dict[str, Any] = {"time_max": rng.randint(4, 25), "sub_max": rng.randint(1, 6)}
+        found = oracle.algorithm1(oracle.scripted_next_tokens(answer), delay=delay, stop="empty_row", **limits)
+        record = LINE | {"row_ids": found.rows, "steps": found.steps, "truncated": found.truncated}
+        drawn = draw(tmp_path, record, *checkpoint_of(tmp_path, grid={"delay": delay, **limits}))
+        begun = [i * delay for i in range(len(found.all_rows))]
+        assert starts(drawn) == begun
+        told += starts(draw(tmp_path, record)) == begun
+    assert told > 25  # also of those that are drawn without the checkpoint
+
+
+@pytest.mark.parametrize(
+    "truncated, flags, empty_row, said",
+    [
+        ("time_max", ("--sub-max", "2"), False, ""),
+        ("time_max", ("--sub-max", "3"), True, ""),
+        ("time_max", (2,), False, ""),
+        ("time_max", (3,), True, ""),
+        ("time_max", (3, "--sub-max", "2"), False, ""),
+        ("time_max", (1,), True, "whether the empty row was there, --sub-max or --checkpoint says"),  # not its own
+        ("time_max", (), True, "whether the empty row was there, --sub-max or --checkpoint says"),
+        ("sub_max", (), False, ""),
+        ("sub_max", (3,), False, ""),
+        (None, (2,), True, ""),  # of other settings: an answer that is whole has one
+    ],
+)
+def test_no_empty_row_after_as_many_as_may_be(
+    tmp_path: Path, capsys: Any, truncated: str | None, flags: Any, empty_row: bool, said: str
+) -> None:
+    record = LINE | {"row_ids": [[5] * 6, [5] * 2], "steps": 6 + (truncated != "time_max"), "truncated": truncated}
+    checkpoint = (
+        checkpoint_of(tmp_path, grid={"delay": 1, "sub_max": flags[0]}) if flags[:1] in [(1,), (2,), (3,)] else ()
+    )
+    rest = flags[1:] if checkpoint else flags
+    drawn = draw(tmp_path, record, "--delay", "1", *checkpoint, *rest)
+    assert starts(drawn) == [0, 1, 2][: 2 + empty_row] and ("empty row" in texts_of(drawn)) == empty_row
+    assert capsys.readouterr().err.removesuffix("\n").partition("; ")[2] == said
+
+
+def test_a_literal_stop_is_said(tmp_path: Path, capsys: Any) -> None:
+    record = LINE | {"row_ids": [[5] * 2, [5]], "steps": 4, "truncated": None}  # before an empty row could begin
+    flags = checkpoint_of(tmp_path, grid={"delay": 2, "stop": "literal"})
+    assert starts(draw(tmp_path, record, *flags)) == [0, 2]
+    assert "grid.stop = literal lets pass" in capsys.readouterr().err
+
+
+def test_the_source_of_a_template(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "in.csv").write_text('id,title,text\nw,other,words\nx,"a b",\n')
+    page = Page(draw(tmp_path, RECORD, "--input", str(tmp_path / "in.csv"), output="x.html"))
+    assert page.source == "" and "has no source: --checkpoint fills in its template" in capsys.readouterr().err
+    data = {"task": "csv", "rows": "delimiter", "source_template": "Title: {title} Text: {text}"}
+    flags = checkpoint_of(tmp_path, data=data, grid={"delay": 1})
+    page = Page(draw(tmp_path, RECORD, "--input", str(tmp_path / "in.csv"), *flags, output="x.html"))
+    assert page.source == "Title: a b Text: " and page.marks == [("3", "a b")]
+    assert capsys.readouterr().err == f"{tmp_path}/x.html: record x, drawn at Δt = 1\n"
+
+
+def test_long_words_stay_on_the_page(tmp_path: Path) -> None:
+    """In every element that holds a text of the user's and has no scroll bar of its own."""
+    rules = re.findall(
+        r"^ *([^{}\n]+) {([^}]*overflow-wrap: anywhere[^}]*)}", draw(tmp_path, RECORD, output="x.html"), re.M
+    )
+    assert {"h1", "li", ".source", ".facts"} <= {selector for selector, _ in rules}
+
+
 def test_command_draws_pages(tmp_path: Path) -> None:
     source = tmp_path / "sources.jsonl"
     source.write_text(json.dumps({"id": "x", "source": "then a b and c"}) + "\n")
@@ -321,8 +434,13 @@ def test_command_draws_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "record, flags, message",
     [
-        (RECORD, ("--delay", "2"), "steps: found 3; expected 5 for these rows at --delay 2"),
-        (RECORD | {"steps": 9}, (), "steps: found 9; expected 3 for these rows at --delay 1"),
+        (RECORD, ("--delay", "2"), r"found 3; expected 5 for these rows at --delay 2 \(they fit --delay 0 or 1\)$"),
+        (RECORD | {"steps": 8}, (), "steps: found 8; expected 3 for these rows at --delay 1$"),
+        (RECORD | {"steps": 9}, ("--delay", "1"), r"expected 3 for these rows at --delay 1 \(they fit --delay 4\)$"),
+        (RECORD | {"steps": 10**18}, (), "steps: found 1000000000000000000; expected 3"),
+        (RECORD | {"steps": 1, "truncated": "time_max"}, (), "steps: found 1; expected 2 for these rows"),
+        (RECORD | {"truncated": "time_max"}, ("--delay", "1"), "found 3; expected 2 for these rows"),  # none is cut
+        (RECORD | {"truncated": "max_tokens"}, (), "truncated: found max_tokens: which rows had ended when a server"),
         (RECORD | {"steps": "3"}, (), "steps: found '3'; expected a whole number"),
         (RECORD | {"truncated": "max_length"}, (), "expected null, sub_max or time_max"),
         (RECORD | {"truncated": []}, (), "truncated: found \\[\\]"),

@@ -225,7 +225,7 @@ class Pandas:
 class Polars(Pandas):
     """The part of a Polars DataFrame that is asked for; its `to_dict` gives columns."""
 
-    def to_dict(self, **_: Any) -> Any:
+    def to_dict(self, orient: str = "columns") -> Any:
         raise AssertionError
 
     def iter_rows(self, *, named: bool = False) -> Any:
@@ -266,8 +266,14 @@ def test_a_table_is_decoded(t5: pipejax.Generator, kind: str) -> None:
 
 def test_cells_are_as_json_has_them() -> None:
     missing = type("NAType", (), {})()
-    given = Pandas([{"a": math.nan, 1: missing, "b": np.asarray(["x", "y"]), "c": np.int64(3), "d": ("z", math.nan)}])
-    assert list(rows_in(given, "train")) == [{"a": None, "1": None, "b": ["x", "y"], "c": 3, "d": ["z", None]}]
+    row: dict[Any, Any] = {
+        "a": math.nan,
+        1: missing,
+        "b": np.asarray(["x", "y"]),
+        "c": np.int64(3),
+        "d": ("z", math.nan),
+    }
+    assert list(rows_in(Pandas([row]), "train")) == [{"a": None, "1": None, "b": ["x", "y"], "c": 3, "d": ["z", None]}]
 
 
 @pytest.mark.parametrize("given", [{"source": ["a"]}, "a text", b"a", 7, types.SimpleNamespace(columns=["a"])])
@@ -349,7 +355,7 @@ def test_a_dict_is_a_config_and_a_run_goes_on(
     ],
 )
 def test_refused_trainings(tmp_path: Path, given: dict[str, Any], line: str) -> None:
-    given = {"config": CONFIG, "train": records(3)} | given
+    given = {"config": CONFIG, "train": records(3), **given}
     with pytest.raises(UserError, match=line) as refused:
         pipejax.fit(workdir=tmp_path / "run", **given)
     assert "--" not in str(refused.value) and not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 """The HTTP server above an engine without a model: what may be asked, what is answered, what is refused, and limits."""
 
+import argparse
 import copy
 import json
 import re
@@ -15,6 +16,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipejax import checkpoint
+from pipejax.config import DataConfig
+from pipejax.data import PUBLISHED, make_task
 from pipejax.data.growing import Growing
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving import app, asked, command
@@ -210,6 +213,107 @@ def test_without_a_tokenizer_the_record_is_the_answer(generator: Generator) -> N
     assert choice["text"] == "" and choice["record"]["row_ids"] == [[5, 6, 7], [8]]
 
 
+# Records instead of texts.
+
+
+def with_data(tokenizer: Any, params: Any, **data: Any) -> ScriptedEngine:
+    config = tiny.change(tiny.RUN, data={"max_source": 24, **data}, grid={"delay": 1})
+    return ScriptedEngine(Generator(config, params, tokenizer))
+
+
+TEMPLATE = {"task": "csv", "rows": "delimiter", "source_template": "near {title} sang {text} . {title}"}
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return oracle.random_params(tiny.MODEL, np.random.default_rng(7))
+
+
+@pytest.mark.parametrize(
+    "data, prompt, filled",
+    [
+        (TEMPLATE, {"title": "lamps", "text": "river"}, ["near lamps sang river . lamps"]),
+        (TEMPLATE, {"title": "lamps", "text": None, "targets": "a", "other": 5}, ["near lamps sang  . lamps"]),
+        (TEMPLATE, [{"title": "", "text": "bread"}, {"text": "tiny"}], ["near  sang bread . ", "near  sang tiny . "]),
+        (TEMPLATE, {"source": "green {title}"}, ["green {title}"]),
+        (TEMPLATE, "green {title}", ["green {title}"]),
+        ({"task": "jsonl", "source_template": "sang {source}"}, {"source": "bread"}, ["sang bread"]),
+        ({"task": "jsonl"}, {"source": "bread", "title": "lamps"}, ["bread"]),
+        ({"task": "kp20k"}, {"title": "lamps", "abstract": "``river''"}, ['Title: lamps Context: "river"']),
+        ({"task": "none"}, {"source": "{bread}"}, ["{bread}"]),  # a converted checkpoint
+    ],
+)
+def test_a_template_is_filled_as_decode_fills_it(
+    tokenizer: Any, params: Any, data: dict[str, Any], prompt: Any, filled: list[str]
+) -> None:
+    engine = with_data(tokenizer, params, **data)
+    assert connect(service(engine)).post(PATH, json={"prompt": prompt}).status_code == 200
+    expected = [[*tokenizer.encode(text), tiny.MODEL.eos_token_id] for text in filled]
+    assert [list(request.source.content) for request in engine.requests] == expected
+    for one, ids in zip(prompt if isinstance(prompt, list) else [prompt], expected, strict=True):
+        assert engine.generator.ids_of(engine.generator.source(one, "", 0)) == ids
+
+
+def test_ids_of_records_are_kept(client: TestClient, engine: ScriptedEngine) -> None:
+    prompts = [{"id": "a1", "source_ids": [5, 1]}, {"id": 7, "source": TEXT}, {"id": None, "source_ids": [6, 1]}]
+    client.post(PATH, json={"prompt": prompts, "temperature": 1, "seed": 4})
+    assert [request.source.id for request in engine.requests] == ["a1", 7, 2]
+    assert list(engine.requests[2].source.content) == [6, 1]
+    assert engine.requests[0].seed == seed_of(Source("a1", [5, 1]), 4)  # as decode draws for a record of that id
+
+
+@pytest.mark.parametrize(
+    "prompt, said",
+    [
+        ({"title": "a"}, 'prompt: found no "text" in any record'),
+        ({"titel": "a", "text": "b"}, 'prompt: found no "title" in any record'),
+        (
+            [{"title": "a", "text": "b"}, {"titel": "a", "text": "b"}],
+            'prompt 1: found no "title"; expected one, or null',
+        ),
+        ({"title": " ", "text": None}, 'prompt: "title", "text", "title": found an empty text'),
+        ({"title": ["a"], "text": "b"}, 'prompt: "title": found a list; expected text'),
+        ({"title": "a " * 30, "text": "b"}, "prompt: found 65 tokens; expected at most 24, or truncate: true"),
+    ],
+)
+def test_fields_that_fill_no_template(tokenizer: Any, params: Any, prompt: Any, said: str) -> None:
+    engine = with_data(tokenizer, params, **TEMPLATE)
+    found = error(connect(service(engine)).post(PATH, json={"prompt": prompt}), 400)
+    assert found["message"].startswith(said) and found["param"] == "prompt" and not engine.requests
+
+
+def test_a_filled_template_is_cut_if_asked(tokenizer: Any, params: Any) -> None:
+    engine = with_data(tokenizer, params, **TEMPLATE)
+    body = {"prompt": {"title": "lamps", "text": "river " * 30}, "truncate": True}
+    usage = connect(service(engine)).post(PATH, json=body).json()["usage"]
+    whole = tokenizer.encode(f"near lamps sang {'river ' * 30} . lamps")
+    assert list(engine.requests[0].source.content) == [*whole[:23], 1]
+    assert usage["prompt_tokens"] == 24 and usage["cut_tokens"] == len(whole) + 1 - 24
+
+
+@pytest.mark.parametrize(
+    "data, template, fields",
+    [
+        (TEMPLATE, TEMPLATE["source_template"], ["title", "text"]),
+        ({"task": "jsonl"}, "{source}", ["source"]),
+        ({"task": "none"}, "{source}", ["source"]),
+        ({"task": "msqa"}, "Question: {question} Context: {context}", ["question", "context"]),
+        ({"task": "pubmed"}, "summarize: {article}", ["article"]),
+    ],
+)
+def test_models_show_the_template(tokenizer: Any, params: Any, data: Any, template: str, fields: list[str]) -> None:
+    found = connect(service(with_data(tokenizer, params, **data))).get("/v1/models/tiny").json()
+    assert (found["template"], found["fields"], found["has_tokenizer"]) == (template, fields, True)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_template_of_a_published_task_makes_its_sources(name: str) -> None:
+    task = make_task(DataConfig(task=name))
+    record = {field: f"of the {field}" for field in ("title", "abstract", "article", "text", "question", "context")}
+    record["answer"] = "of the answer"
+    assert task.template.format(**record) == task.source(record, "") != task.template
+
+
 # Pieces of text.
 
 
@@ -295,9 +399,13 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
     [
         (b"{", None, "body: found no JSON"),
         (b"", None, "body: found no JSON"),
-        (b"\xff\xfe", None, "body: found no JSON"),
-        (b'{"prompt": "a", "seed": NaN}', None, "body: found no JSON"),
-        (b"[" * 3000, None, "body: found no JSON"),
+        (b"\xff\xfe{\x00}\x00", None, "body: found no JSON (byte 0xff at 0 is not UTF-8)"),
+        (b'{"prompt": "caf\xe9"}', None, "body: found no JSON (byte 0xe9 at 15 is not UTF-8)"),
+        (b"\xef\xbb\xbf" * 2 + b"{}", None, "body: found no JSON (Unexpected UTF-8 BOM"),
+        (b'{"prompt": "a", "seed": NaN}', None, "body: found NaN; expected numbers of JSON, which are finite"),
+        (b'{"prompt": [-Infinity]}', None, "body: found -Infinity; expected numbers"),
+        (b'{"seed": -' + b"9" * 3980 + b"}", "prompt", "prompt: found nothing"),
+        (b"[" * 3000, None, "body: found no JSON (lists or objects in too many others)"),
         (b'{"prompt": "a", "seed": ' + b"9" * 3900 + b"}", "seed", "seed: found 999"),
         (b"[1]", None, "body: found a list; expected a JSON object"),
         ({}, "prompt", "prompt: found nothing; expected a text"),
@@ -305,17 +413,39 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         ({"prompt": []}, "prompt", "prompt: found []; expected"),
         ({"prompt": [[]]}, "prompt", "prompt: found no ids"),
         ({"prompt": ["a", " "]}, "prompt", "prompt 1: found an empty text"),
-        ({"prompt": ["a", 3]}, "prompt", "prompt: found a list of several kinds"),
+        ({"prompt": ["a", 3]}, "prompt", "prompt: found a list of texts and numbers; expected a text, an object"),
+        ({"prompt": [{}, "x"]}, "prompt", "prompt: found a list of objects and texts"),
+        ({"prompt": [[1], True]}, "prompt", "prompt: found a list of lists and booleans"),
+        ({"prompt": [None]}, "prompt", "prompt: found a list of null"),
+        ({"prompt": [3.0, 4.0]}, "prompt", "prompt: found 3.0 among the ids; expected whole numbers"),
+        ({"prompt": [True, 1]}, "prompt", "prompt: found True among the ids"),
+        ({"prompt": [[1, 2.0]]}, "prompt", "prompt: found 2.0 among the ids"),
+        ({"prompt": [["a"]]}, "prompt", "prompt: found 'a' among the ids"),
+        ({"prompt": 2.5}, "prompt", "prompt: found 2.5; expected a text, an object"),
+        ({"prompt": {}}, "prompt", 'prompt: found no "source"; expected one (keys: none)'),
+        ({"prompt": {"source": " "}}, "prompt", 'prompt: "source": found an empty text'),
+        ({"prompt": [{"source": "a"}, {"source": 3}]}, "prompt", 'prompt 1: "source": found the number 3'),
+        ({"prompt": {"source": "a", "source_ids": [3]}}, "prompt", 'prompt: found "source" and "source_ids"'),
+        ({"prompt": {"source_ids": [3.0]}}, "prompt", 'prompt: "source_ids": found 3.0 among the ids'),
+        ({"prompt": {"source": "a", "max_rows": 2}}, "prompt", 'prompt: found "max_rows"; expected none'),
+        ({"prompt": [{"source": "a", "row_prefixes": ["b"]}]}, "prompt", 'prompt: found "row_prefixes"; expected none'),
+        ({"prompt": {"id": [1], "source": "a"}}, "prompt", 'prompt: "id": found a list'),
         ({"prompt": [3, 64]}, "prompt", "prompt: found id 64; expected 0 to 63"),
         ({"prompt": [3, True]}, "prompt", "prompt: found True among the ids"),
-        ({"prompt": {"a": 1}}, "prompt", "prompt: found {'a': 1}; expected"),
+        ({"prompt": {"a": 1}}, "prompt", 'prompt: found no "source"; expected one (keys: a)'),
         ({"prompt": ["a"] * 5}, "prompt", "prompt: found 5 prompts; expected at most 4"),
         ({"prompt": list(range(2, 40))}, "prompt", "prompt: found 38 tokens; expected at most 24, or truncate: true"),
         ({"prompt": "a", "temperature": "1"}, "temperature", "temperature: found '1'; expected a number from 0 to 100"),
         ({"prompt": "a", "temperature": -1}, "temperature", "temperature: found -1; expected"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature", "temperature: found inf; expected"),
         ({"prompt": "a", "top_p": 0}, "top_p", "top_p: found 0; expected a number above 0"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found 0; expected a whole number from 1"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found 0; expected a whole number from 1 to"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens: found -1; expected a whole number from 1 to"),
+        ({"prompt": "a", "max_tokens": 5.0}, "max_tokens", "max_tokens: found 5.0; expected"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens", "max_tokens: found True; expected"),
+        ({"prompt": "a", "seed": 2**63}, "seed", "seed: found 9223372036854775808; expected a whole number from -9"),
+        ({"prompt": "a", "seed": -(2**63) - 1}, "seed", "seed: found -9223372036854775809; expected"),
+        ({"prompt": "a", "seed": "1"}, "seed", "seed: found '1'; expected a whole number"),
         ({"prompt": "a", "seed": 1.5}, "seed", "seed: found 1.5; expected a whole number"),
         ({"prompt": "a", "n": 2}, "n", "n: found 2; expected 1 at temperature 0"),
         ({"prompt": "a", "n": 5, "temperature": 1}, "n", "n: found 5; expected a whole number from 1 to 4"),
@@ -329,6 +459,12 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         ({"prompt": "a", "echo": True}, "echo", "echo: found True; expected false or nothing"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: found 'b'; expected"),
         ({"prompt": "a", "temprature": 1}, "temprature", "temprature: found an unknown field; expected one of prompt"),
+        (
+            {"prompt": "a", "max_completion_tokens": 9},
+            "max_completion_tokens",
+            "max_completion_tokens: found an unknown",
+        ),
+        ({"prompt": "a", "messages": []}, "messages", "messages: found an unknown field"),
     ],
 )
 def test_a_bad_body_is_one_clear_error(client: TestClient, engine: ScriptedEngine, body: Any, field: Any, said: str):
@@ -337,6 +473,32 @@ def test_a_bad_body_is_one_clear_error(client: TestClient, engine: ScriptedEngin
     assert found["message"].startswith(said), found["message"]
     assert found["param"] == field and found["type"] == "invalid_request_error"
     assert len(found["message"]) < 400 and not engine.requests
+
+
+@pytest.mark.parametrize(
+    "field, meant",
+    [("temprature", "temperature"), ("max_completion_tokens", "max_tokens"), ("Seed", "seed"), ("topk", "top_k")],
+)
+def test_an_unknown_field_gets_the_one_that_was_meant(client: TestClient, field: str, meant: str) -> None:
+    message = error(client.post(PATH, json={"prompt": "a", field: 1}), 400)["message"]
+    assert message.endswith(f'(did you mean "{meant}"?)')
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**31, 2**53 + 1, 2**63 - 1, -(2**63)])
+def test_seeds_are_all_whole_numbers_of_64_bits(client: TestClient, engine: ScriptedEngine, seed: int) -> None:
+    client.post(PATH, json={"prompt": TEXT, "temperature": 1, "seed": seed})
+    assert engine.requests[0].seed == seed_of(engine.requests[0].source, seed)
+    assert engine.requests[0].seed not in {seed_of(engine.requests[0].source, seed + n) for n in (-1, 1, 2**32)}
+
+
+def test_null_is_not_given(client: TestClient, engine: ScriptedEngine) -> None:
+    body = {"prompt": TEXT} | dict.fromkeys(("max_tokens", "seed", "stop", "logprobs", "stream", "rows", "suffix"))
+    assert client.post(PATH, json=body).status_code == 200 and engine.requests[0].max_tokens is None
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body(client: TestClient) -> None:
+    content = b"\xef\xbb\xbf" + json.dumps({"prompt": TEXT}).encode()
+    assert client.post(PATH, content=content, headers={"Content-Type": "application/json"}).status_code == 200
 
 
 def test_a_long_prompt_is_cut_only_if_asked(client: TestClient, engine: ScriptedEngine) -> None:
@@ -362,6 +524,83 @@ def test_other_places(client: TestClient, method: str, path: str, status: int, s
     reply = client.request(method, path)
     assert reply.status_code == status and reply.json()["error"]["message"].startswith(said)
     assert (status == 405) == ("Allow" in reply.headers)
+
+
+@pytest.mark.parametrize("path", ["/", PATH, "/v1/models", "/v1/models/tiny", "/health", "/metrics"])
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_every_path_says_which_methods_it_has(engine: ScriptedEngine, path: str, keys: tuple[str, ...]) -> None:
+    client = connect(service(engine, *keys))
+    reply = client.options(path)
+    assert reply.status_code == 204 and reply.content == b""
+    assert reply.headers["Allow"] == ("OPTIONS, POST" if path == PATH else "GET, HEAD, OPTIONS")
+    assert "Access-Control-Allow-Origin" not in reply.headers
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    head, get = (client.request(method, path, headers=headers) for method in ("HEAD", "GET"))
+    assert head.status_code == get.status_code == (405 if path == PATH else 200)
+    assert head.headers["Content-Type"] == get.headers["Content-Type"]
+    assert client.options("/v1/nowhere").status_code == 404
+
+
+SITE = "https://app.example"
+
+
+@pytest.mark.parametrize("origins", [[SITE, "http://localhost:3000"], ["*"]])
+def test_pages_of_other_sites(engine: ScriptedEngine, origins: list[str]) -> None:
+    own = service(engine, "secret")
+    own.origins = origins
+    client = connect(own)
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+    reply = client.options(PATH, headers={"Origin": SITE, **asks})  # a browser asks without a key
+    named = "*" if origins == ["*"] else SITE
+    assert reply.status_code == 200 and reply.headers["Access-Control-Allow-Origin"] == named
+    assert {"POST", "GET"} <= set(reply.headers["Access-Control-Allow-Methods"].split(", "))
+    assert reply.headers["Access-Control-Allow-Headers"] == asks["Access-Control-Request-Headers"]
+    assert "Origin" in reply.headers["Vary"]
+    for key, status in (("secret", 200), ("wrong", 401)):  # also of an error the page may read the words
+        headers = {"Origin": SITE, "Authorization": f"Bearer {key}"}
+        for body in ({"prompt": TEXT}, {"prompt": TEXT, "stream": True}):
+            reply = client.post(PATH, json=body, headers=headers)
+            assert reply.status_code == status and reply.headers["Access-Control-Allow-Origin"] == named
+            assert "Access-Control-Allow-Credentials" not in reply.headers
+            assert named == "*" or reply.headers["Vary"] == "Origin"
+    if named != "*":
+        for stranger in ("https://other.example", "http://app.example", f"{SITE}:8443", "null"):
+            for reply in (client.options(PATH, headers={"Origin": stranger, **asks}), client.get("/health")):
+                assert "Access-Control-Allow-Origin" not in reply.headers
+    assert client.get("/health").status_code == 200
+
+
+def test_other_sites_get_nothing_by_default(client: TestClient) -> None:
+    asks = {"Origin": SITE, "Access-Control-Request-Method": "POST"}
+    for reply in (client.options(PATH, headers=asks), client.get("/v1/models", headers=asks)):
+        assert reply.status_code in (200, 204)
+        assert not [name for name in reply.headers if name.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "text, meant",
+    [
+        ("*", None),
+        ("https://app.example", None),
+        ("http://127.0.0.1:3000", None),
+        ("http://[::1]:3000", None),
+        ("https://app.example/", "https://app.example"),
+        ("https://App.Example", "https://app.example"),
+        ("https://app.example:443", "https://app.example"),
+        ("https://me@app.example/page?x", "https://app.example"),
+        ("app.example", "https://app.example"),
+        ("https://app.example:port", "https://app.example"),
+        ("null", "https://app.example"),
+        ("https://bücher.example", "https://app.example"),
+        ("", "https://app.example"),
+    ],
+)
+def test_an_origin_is_spelt_as_browsers_spell_it(text: str, meant: str | None) -> None:
+    if meant is None:
+        assert command.origin(text) == text
+        return
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^found '.*'; expected .* such as {meant}, or \\*$"):
+        command.origin(text)
 
 
 def test_another_model(client: TestClient) -> None:
@@ -513,6 +752,56 @@ def test_metrics(client: TestClient) -> None:
     assert found["pipejax_places",] == 2 and found["pipejax_places_in_use",] == found["pipejax_queue_length",] == 0
 
 
+@pytest.fixture(scope="module")
+def port(generator: Generator) -> Iterator[int]:
+    """Of a server whose sockets are real."""
+    own, listener = service(ScriptedEngine(generator), "key"), command.listen("127.0.0.1", 0)
+    found: int = listener.getsockname()[1]
+    listener.listen()  # so that who comes before it has started waits
+    thread = threading.Thread(target=command.run, args=(own, listener))
+    thread.start()
+    yield found
+    own.draining = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # without a host
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA B: c\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"c" * 100_000,  # without an end
+        POST + b"Content-Length: many\r\n\r\n{}",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n",  # after an answer
+    ],
+)
+def test_what_is_no_http_gets_an_error_object(port: int, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(sent)
+        found = b""
+        while part := connection.recv(2**16):
+            found += part
+    head, _, body = found[found.index(b"HTTP/1.1 400") :].partition(b"\r\n\r\n")
+    assert b"application/json" in head and f"Content-Length: {len(body)}".encode() in head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert json.loads(body)["error"]["message"].startswith("request: found none that can be read; expected HTTP/1.1")
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:  # it goes on
+        connection.sendall(
+            b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        )
+        found = connection.recv(2**16)
+    assert found.startswith(b"HTTP/1.1 200 ") and found.endswith(b"\r\n\r\n")  # without a body
+    assert "WebSocket" not in caplog.text
+
+
 def test_what_is_written_is_sent_at_once() -> None:
     """Of a listener that does not name TCP asyncio leaves Nagle's algorithm on: an answer then takes 40 ms more."""
     with command.listen("127.0.0.1", 0) as listener:
@@ -524,6 +813,17 @@ def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
     assert reply.headers["Content-Type"].startswith("text/html")
     assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
     assert not re.search(r"https?://|src=|@import|url\(", reply.text)
+    assert 'name="truncate"' in reply.text  # as the refusal of a long prompt advises
+
+
+@pytest.mark.parametrize("flags, said", [(["*"], 1), ([SITE], 0), ([], 0)])
+def test_a_server_for_all_pages_without_a_key(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], flags: list[str], said: int
+) -> None:
+    own = service(engine)
+    own.origins, own.draining = flags, True
+    command.run(own, command.listen("127.0.0.1", 0))
+    assert capsys.readouterr().err.count("warning: --allow-origin * and no API key") == said
 
 
 def test_a_start_with_drafts_says_that_there_are_none(

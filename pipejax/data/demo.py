@@ -138,7 +138,7 @@ def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
 class DemoTask:
     """A demo task as the trainer sees it: seed 0, and a tokenizer of its own."""
 
-    metric = "spans"
+    metric, template = "spans", "{source}"
 
     def __init__(self, *, long: bool = False) -> None:
         """`long` selects "demo_long" instead of "demo"."""

@@ -22,6 +22,7 @@ class Task(Protocol):
     """A source of examples, with the metric that judges outputs and perhaps a tokenizer."""
 
     metric: str  # "spans", "keyphrases" or "rouge"
+    template: str  # the text that `source` makes of a record, with the record's fields in braces
 
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of the split "train", "dev" or "test"; empty if the task lacks that split."""

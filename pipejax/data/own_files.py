@@ -38,7 +38,8 @@ class FilesTask:
             no list of shares or parts a file beside others.
         """
         self.config, self.metric = config, config.metric or "spans"
-        self._template = Template(config.source_template or "{source}", key="data.source_template")
+        self.template = config.source_template or "{source}"
+        self._template = Template(self.template, key="data.source_template")
         self._rows = _rows_reader(config)
         self._shares = _shares(config) if config.split else ()
         self._parted: dict[str, list[Example]] | None = None

@@ -56,6 +56,7 @@ class PublishedTask:
     def __init__(self, published: Published, config: DataConfig) -> None:
         """Opens no file: `examples` does."""
         self.published, self.metric = published, config.metric or published.metric
+        self.template = published.source(_Braces())
         self._data_dir = config.data_dir
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -116,6 +117,13 @@ class _Fields(dict[str, Any]):
 
     def __getitem__(self, key: str) -> str:
         return text_of(dict(self), key, self._place)
+
+
+class _Braces(dict[str, str]):
+    """A record in which every field is its own name in braces: a source of it is the template of all sources."""
+
+    def __missing__(self, key: str) -> str:
+        return f"{{{key}}}"
 
 
 class PreparedExamples(Sequence[Example]):

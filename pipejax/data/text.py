@@ -72,6 +72,7 @@ class Template:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
             raise UserError(f"{key}: found {text!r} ({error}); expected fields such as {{title}}") from error
+        self.text = text
         self.fields = tuple(name for _, name, _, _ in parts if name is not None)
         has_format = any(spec or conversion for _, _, spec, conversion in parts)
         if (

@@ -32,7 +32,7 @@ from pipejax.inference import programs
 from pipejax.inference.backends import Xla, call_costs
 from pipejax.inference.programs import Ready
 from pipejax.inference.records import warn_of_objective
-from pipejax.inference.sources import Source
+from pipejax.inference.sources import Source, template_of
 from pipejax.inference.weights import Weights
 from pipejax.inference.wishes import forced_of, rows_of
 from pipejax.model.precision import compute_dtype, precision
@@ -229,7 +229,7 @@ def _decode(
 
 def _description(config: Config, restored: Restored, model: T5, batch: int, length: int) -> dict[str, Any]:
     """What stands in the JSON file but for the programs."""
-    architecture = model.config
+    architecture, template = model.config, template_of(config)
     return {
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
@@ -241,6 +241,8 @@ def _description(config: Config, restored: Restored, model: T5, batch: int, leng
         "truncated": TRUNCATIONS,
         "bos": architecture.decoder_start_token_id,
         "eos": architecture.eos_token_id,
+        "template": template.text,
+        "fields": [*dict.fromkeys(template.fields)],
         "separator": config.data.separator,
         "grid": dataclasses.asdict(config.grid),
         "decode": dataclasses.asdict(config.decode),

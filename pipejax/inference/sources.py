@@ -11,6 +11,7 @@ from pipejax.data import OWN_FILES, TASKS, make_task, own_files
 from pipejax.data.encoding import prefix_ids
 from pipejax.data.lines import id_of, kind, text_of
 from pipejax.data.own_files import FilesTask
+from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 
@@ -53,6 +54,12 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
     else:
         content = text_of(value, "source", place)
     return Source(name, content, tuple(prefixes), max_rows)
+
+
+def template_of(config: Config) -> Template:
+    """The template that `of_record` fills; "{source}": a record's source is taken as it is."""
+    known = config.data.task in TASKS
+    return Template(_task(config.data).template if known else "{source}", key="data.source_template")
 
 
 _task = functools.lru_cache(maxsize=8)(make_task)  # asked for every record

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipejax.config import GRID
+from pipejax import config
+from pipejax.config import GRID, Config, GridConfig
 from pipejax.inference.picture import record
+from pipejax.inference.picture.calls import Asked
 from pipejax.inference.picture.grid import svg
 from pipejax.inference.picture.page import html
-from pipejax.system.cli import Parser, whole
+from pipejax.inference.sources import of_record
+from pipejax.system.cli import Parser, note, whole
 from pipejax.system.errors import UserError
 
 
@@ -21,45 +24,99 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("records", metavar="RECORDS.jsonl", help="what `pipejax decode --output` wrote")
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
-    parser.add_argument("--delay", type=whole(0, GRID), default=1, help="grid.delay of the decode (default: 1)")
     parser.add_argument(
-        "--checkpoint", metavar="DIR", help="that decoded it: shows its tokens, where words are made of several"
+        "--delay",
+        type=whole(0, GRID),
+        metavar="N",
+        help="grid.delay of the decode (default: the checkpoint's; without one the least that the record's steps fit)",
     )
-    parser.add_argument("--input", metavar="FILE.jsonl", help="the decoded file, to show the source (html)")
+    parser.add_argument(
+        "--sub-max", type=whole(1, GRID), metavar="N", help="grid.sub_max of the decode (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="that decoded it: knows the grid, the template of sources, and the tokens of words made of several",
+    )
+    parser.add_argument("--input", metavar="FILE", help="the decoded file, to show the source (html)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)
     if output.suffix not in (".html", ".svg"):
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
     place, found = record.find(flags.records, flags.id)
+    settings = None
     if flags.checkpoint:
         from pipejax.data.tokenizer import Tokenizer  # takes a second
 
-        found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
+        settings = config.load(Path(flags.checkpoint) / "config.json")
+        if (Path(flags.checkpoint) / "tokenizer").is_dir():
+            found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
+    grid = settings.grid if settings is not None else None
     rows, texts = record.tokens(found, place)
-    steps = record.steps(found, rows, flags.delay, place)
-    calls = record.calls(found, flags.delay, place)
+    delay, said = _delay(found, rows, place, given=flags.delay, grid=grid)
+    steps = record.steps(found, rows, delay, place)
+    calls = record.calls(found, delay, place)
+    sub_max = flags.sub_max or (grid.sub_max if grid is not None else None)
+    empty_row, doubt = _empty_row(found, rows, calls, is_due=len(rows) * delay < steps, sub_max=sub_max)
+    if grid is not None and grid.stop == "literal":
+        doubt.append("after a row without a token, which grid.stop = literal lets pass, rows are drawn too early")
     drawing: dict[str, Any] = {
-        "delay": flags.delay,
+        "delay": delay,
         "truncated": found.get("truncated"),
         "steps": steps,
-        # A record does not say it, but a trace does.
-        "empty_row": calls is None or any(one.written and one.row == len(rows) for call in calls for one in call),
+        "empty_row": empty_row,
     }
+    name = str(found.get("id", place))
     if output.suffix == ".svg":
         drawn = svg(rows, **drawing)
     else:
-        name = str(found.get("id", place))
-        source = (record.find(flags.input, name)[1] if flags.input else found).get("source")
-        drawn = html(
-            rows,
-            **drawing,
-            calls=calls,
-            texts=texts,
-            source=source if isinstance(source, str) else "",
-            title=f"Record {name}",
-        )
+        source, unknown = _source(flags.input, name, settings) if flags.input else (found.get("source"), [])
+        doubt += unknown
+        source = source if isinstance(source, str) else ""
+        drawn = html(rows, **drawing, calls=calls, texts=texts, source=source, title=f"Record {name}")
     try:
         output.write_text(drawn, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror})") from error
+    note("; ".join([f"{output}: record {name}, drawn at Δt = {delay}", *said, *doubt]))
     return 0
+
+
+def _delay(
+    found: dict[str, Any], rows: list[list[str]], place: str, *, given: int | None, grid: GridConfig | None
+) -> tuple[int, list[str]]:
+    """The time-steps between the starts of two rows, and what is to be said of how they are known."""
+    if given is not None:
+        return given, []
+    fit = record.delays(found, rows, place)
+    if grid is not None and (grid.delay in fit or grid.stop == "literal"):
+        return grid.delay, []
+    likely = [delay for delay in fit if delay] or fit  # with 0 rows have names, which is rare
+    said = [f"its steps do not fit the checkpoint's {grid.delay}"] if grid is not None and fit else []
+    if len(fit) > 1 and rows:
+        others = [str(delay) for delay in fit if delay != likely[0]]
+        shown = ", ".join(others[:3]) + (", ..." if others[3:] else "")
+        said.append(f"its steps also fit {shown}: --delay or --checkpoint says which")
+    return (likely or [grid.delay if grid else 1])[0], said
+
+
+def _source(path: str, name: str, settings: Config | None) -> tuple[Any, list[str]]:
+    """The source of that id in what was decoded, if it is a text, and what is to be said where nobody knows it."""
+    place, given = record.find(path, name)
+    if settings is not None:
+        return of_record(given, place, name, settings).content, []
+    known = "source" in given or "source_ids" in given
+    return given.get("source"), [] if known else [f"{place} has no source: --checkpoint fills in its template"]
+
+
+def _empty_row(
+    found: dict[str, Any], rows: list[list[str]], calls: list[list[Asked]] | None, *, is_due: bool, sub_max: int | None
+) -> tuple[bool, list[str]]:
+    """Whether an empty row began, if there was time for it, and what is to be said where nobody knows."""
+    if calls is not None:  # a record does not say it, but a trace does
+        return any(one.written and one.row == len(rows) for call in calls for one in call), []
+    if found.get("truncated") != "time_max" or not is_due:
+        return True, []
+    if sub_max is None or sub_max < len(rows):
+        return True, ["whether the empty row was there, --sub-max or --checkpoint says"]
+    return len(rows) < sub_max, []

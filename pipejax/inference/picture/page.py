@@ -41,7 +41,7 @@ body {
 }
 h1 { margin: 0; font-size: 20px; font-weight: 600; overflow-wrap: anywhere; }
 h2 { margin: 0; font-size: 12px; font-weight: 600; color: var(--quiet); }
-.facts { margin: 2px 0 0; color: var(--quiet); }
+.facts { margin: 2px 0 0; color: var(--quiet); overflow-wrap: anywhere; }
 section { margin-top: 22px; }
 .source { margin: 0; max-width: 92ch; max-height: 13.6em; overflow: auto; line-height: 1.75; }
 .source { padding: 5px 5px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -68,7 +68,8 @@ output { min-width: 110px; color: var(--quiet); font-variant-numeric: tabular-nu
 .grid .step.off { opacity: .2; }
 ol { flex: 1 1 ${texts}px; min-width: 0; margin: ${top}px 0 0; padding: 0; list-style: none; }
 li { height: ${pitch}px; line-height: ${pitch}px; transition: opacity .2s; }
-li { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; }
+li { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; text-align: left; }
+li, .source { unicode-bidi: plaintext; }  /* each in the direction of its script */
 li.off { opacity: .3; }
 rect.out { stroke: var(--out); }
 text.out { fill: var(--out); }
@@ -92,7 +93,7 @@ tbody th { white-space: nowrap; }
 @media (max-width: ${narrow}px) {  /* the texts do not fit beside the grid */
   .board { display: block; }
   ol { margin: 14px 0 0; padding-left: 1.6em; list-style: decimal; }
-  li { height: auto; line-height: 1.6; overflow: visible; white-space: normal; }
+  li { height: auto; line-height: 1.6; overflow: visible; white-space: normal; overflow-wrap: anywhere; }
 }
 @media (prefers-reduced-motion: reduce) { * { transition: none !important; } }
 </style>

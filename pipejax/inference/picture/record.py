@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pipejax.data.lines import id_of, read_file
+from pipejax.config import GRID
+from pipejax.data.formats import read_records
+from pipejax.data.lines import id_of
 from pipejax.inference.picture.calls import Asked
 from pipejax.inference.picture.grid import fill
 from pipejax.system.errors import UserError
@@ -13,7 +15,7 @@ from pipejax.system.errors import UserError
 
 def find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
     """The record with that id (the line number where it has none), or the first, and where it stands."""
-    for place, record in read_file(path):
+    for place, record in read_records(path):
         if name is None or str(id_of(record, place)) == name:
             return place, record
     raise UserError(f"{path}: found no record{'' if name is None else f' with the id {name}'}; expected one")
@@ -59,7 +61,30 @@ def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[st
 
 def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str) -> int:
     """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
+    found, truncated = _end(record, place)
+    if not _agree(rows, delay, found, truncated):
+        needed = fill(rows, delay=delay, truncated=truncated).steps
+        others = " or ".join(map(str, delays(record, rows, place)[:3]))
+        fit = f" (they fit --delay {others})" if others else ""
+        raise UserError(f"{place}: steps: found {found}; expected {needed} for these rows at --delay {delay}{fit}")
+    return found
+
+
+def delays(record: dict[str, Any], rows: list[list[str]], place: str) -> list[int]:
+    """The delays that agree with the record's rows and steps, from the least: a record does not say its own."""
+    found, truncated = _end(record, place)
+    most = min(found // max(len(rows) - 1, 1), GRID) if rows else 1  # with a longer one the last row would not begin
+    return [delay for delay in range(most + 1) if _agree(rows, delay, found, truncated, literal=False)]
+
+
+def _end(record: dict[str, Any], place: str) -> tuple[int, str | None]:
+    """The steps of a record, and what cut it short."""
     found, truncated = record.get("steps"), record.get("truncated")
+    if truncated == "max_tokens":
+        raise UserError(
+            f"{place}: truncated: found max_tokens: which rows had ended when a server cut them off is not in the "
+            "record; expected one of a whole answer"
+        )
     if not (truncated is None or truncated in ("sub_max", "time_max")):
         raise UserError(
             f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
@@ -72,12 +97,16 @@ def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str)
         )
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise UserError(f"{place}: steps: found {found!r}; expected a whole number")
-    ends = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1)
-    needed = fill(rows, delay=delay, truncated=truncated).steps
-    # A decode that ran out of time may have gone on with no row open; the literal stop may need no empty row.
-    if not (found >= ends - 1 if truncated == "time_max" else found in (needed, ends)):
-        raise UserError(f"{place}: steps: found {found}; expected {needed} for these rows at --delay {delay}")
-    return found
+    return found, truncated
+
+
+def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None, *, literal: bool = True) -> bool:
+    """Whether these rows take so many steps; `literal`: also by that stop, which may need no empty row."""
+    ends, next_start = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1), len(rows) * delay
+    if truncated == "time_max":  # a row was open, or all had ended and no other could begin in time
+        return steps == ends - 1 or ends <= steps <= next_start
+    needed = max(ends, next_start + 1) if truncated is None and delay else ends
+    return steps == needed or (literal and steps == ends)
 
 
 def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] | None:

@@ -20,12 +20,14 @@ from pipejax.inference.serving.answering import Completion, told
 from pipejax.inference.serving.asked import Asked
 from pipejax.inference.serving.counters import CONTENT_TYPE, Counters
 from pipejax.inference.serving.refusals import Refused, unsuitable
+from pipejax.inference.sources import template_of
 from pipejax.system.extras import extra
 
 with extra("serve", "pipejax serve"):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
@@ -52,7 +54,14 @@ class Service:
     """What all requests share."""
 
     def __init__(
-        self, generator: Generator, engine: Engine, *, name: str, limits: Limits, keys: Sequence[str] = ()
+        self,
+        generator: Generator,
+        engine: Engine,
+        *,
+        name: str,
+        limits: Limits,
+        keys: Sequence[str] = (),
+        origins: Sequence[str] = (),
     ) -> None:
         """Ready to answer.
 
@@ -62,9 +71,10 @@ class Service:
           name: of the model.
           limits: of a request.
           keys: one of which a client must know; none: nobody is asked.
+          origins: of other sites, whose pages may ask and read the answers; "*": of all.
         """
         self.generator, self.engine, self.name, self.limits = generator, engine, name, limits
-        self.keys = [key.encode() for key in keys]
+        self.keys, self.origins = [key.encode() for key in keys], origins
         self.counters = Counters()
         self.active = 0  # requests for completions
         self.draining = False
@@ -107,7 +117,7 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""
-        config = self.generator.config
+        config, template = self.generator.config, template_of(self.generator.config)
         found = {
             "id": self.name,
             "object": "model",
@@ -117,6 +127,9 @@ class Service:
             "default_strategy": self.generator.default_strategy,
             "delay": config.grid.delay,
             "max_prompt_tokens": config.data.max_source,
+            "template": template.text,
+            "fields": [*dict.fromkeys(template.fields)],
+            "has_tokenizer": self.generator.tokenizer is not None,
         }
         name = request.path_params.get("name")
         if name is None:
@@ -144,9 +157,13 @@ def make(service: Service) -> Starlette:
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            found = f"{request.method} {request.url.path}"
+            found, headers = f"{request.method} {request.url.path}", dict(error.headers or {})
+            if "Allow" in headers:  # of a path that is there
+                headers["Allow"] = ", ".join(sorted([*headers["Allow"].split(", "), "OPTIONS"]))
+                if request.method == "OPTIONS":
+                    return Response(status_code=204, headers=headers)
             said = f"found {found[:80]}; expected one of {', '.join(ROUTES)}"
-            error = Refused(error.status_code, said, headers=error.headers)
+            error = Refused(error.status_code, said, headers=headers)
         return refusal(error)
 
     routes = [
@@ -158,21 +175,31 @@ def make(service: Service) -> Starlette:
         Route("/metrics", service.metrics),
     ]
     handlers = {HTTPException: refuse, Refused: refuse, Exception: refuse}
-    return Starlette(routes=routes, middleware=[Middleware(_Door, keys=service.keys)], exception_handlers=handlers)
+    middleware = [Middleware(_Door, keys=service.keys)]
+    if service.origins:  # before the door, as a browser asks without a key whether it may ask with one
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=service.origins, **SITES))
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
+# What pages of other sites may do and read. Clients have many headers of their own.
+SITES: dict[str, Any] = {
+    "allow_methods": ("GET", "HEAD", "POST"),
+    "allow_headers": ("*",),
+    "expose_headers": ("Retry-After", "X-Should-Retry"),
+}
 ROUTES = ("POST /v1/completions", "GET /v1/models", "GET /health", "GET /metrics", "GET /")
 
 
 class _Door:
-    """Lets nobody without a key to what begins with /v1/, if there are keys."""
+    """Lets nobody without a key to what begins with /v1/, if there are keys. Which methods there are is no secret."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and scope["path"].startswith("/v1/") and self._keys:
+        is_question = scope["type"] == "http" and scope["method"] != "OPTIONS"
+        if is_question and scope["path"].startswith("/v1/") and self._keys:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             kind, _, key = given.partition(b" ")
             known = [hmac.compare_digest(key.strip(), other) for other in self._keys]
@@ -294,6 +321,14 @@ def refusal(error: Exception) -> Response:
     """The answer to what cannot be answered."""
     refused = _noted(error)
     return _json(refused.body(), refused.status, refused.headers)
+
+
+def no_request() -> bytes:
+    """The answer, its head included, to bytes that are no request."""
+    said = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
+    body = _dump(Refused(400, said, code="malformed_request").body()).encode()
+    head = "HTTP/1.1 400 Bad Request", "Content-Type: application/json", "Connection: close"
+    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
 def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,6 +1,8 @@
 """The body of a request for completions, field by field: what may be asked, and what is refused with which words."""
 
+import codecs
 import dataclasses
+import difflib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from pipejax.config import STRATEGIES
 from pipejax.data.encoding import cut_source
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving.refusals import Refused, Shown, unsuitable
-from pipejax.inference.sources import Source
+from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.system.errors import UserError
 
 FIELDS = (
@@ -26,7 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "suffix": ("",),
 }
-SEEDS = 2**31
+SEEDS = 2**31  # that are drawn for requests without one
 STOPS, STOP_LENGTH = 4, 200  # texts, characters
 
 
@@ -61,19 +63,23 @@ def parse(body: bytes) -> dict[str, Any]:
     Raises:
       Refused: it is none.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        said = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be read"
-        where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
-        raise Refused(400, f"body: found no JSON ({said}{where}); expected a JSON object in UTF-8") from error
+        said = "a number of too many digits" if isinstance(error, ValueError) else "lists or objects in too many others"
+        if isinstance(error, json.JSONDecodeError):
+            said = f"{error.msg} at character {error.pos}"
+        elif isinstance(error, UnicodeDecodeError):
+            said = f"byte {body[error.start]:#04x} at {error.start} is not UTF-8"
+        raise Refused(400, f"body: found no JSON ({said}); expected a JSON object in UTF-8") from error
     if not isinstance(found, dict):
         raise Refused(400, f"body: found {_kind(found)}; expected a JSON object")
     return found
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
 def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int) -> Asked:
@@ -95,7 +101,9 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
             if not any(type(value) in (type(other), float) and value == other for other in neutral):
                 raise unsuitable(name, value, f"{json.dumps(neutral[0])} or nothing, as it is not supported")
         elif name not in FIELDS:
-            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(FIELDS)}")
+            guess = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f' (did you mean "{guess[0]}"?)' if guess else ""
+            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(FIELDS)}{hint}")
     wanted = given.get("model", model)
     if wanted != model:
         raise unsuitable("model", wanted, repr(model), status=404, code="model_not_found")
@@ -131,11 +139,13 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
         cut_tokens=cut,
         strategy=strategy,
         temperature=temperature,
-        top_k=_whole(given, "top_k", decode.top_k, least=0, most=SEEDS - 1),
+        top_k=_whole(given, "top_k", decode.top_k, least=0, most=2**31 - 1),
         top_p=top_p,
-        seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=0, most=SEEDS - 1),
+        seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
         n=n,
-        max_tokens=_whole(given, "max_tokens", 0, least=1, most=2**20) if "max_tokens" in given else None,
+        max_tokens=_whole(given, "max_tokens", 0, least=1, most=2**20, otherwise="null for no bound")
+        if "max_tokens" in given
+        else None,
         logprobs=logprobs,
         stop=stop,
         stream=stream,
@@ -152,41 +162,50 @@ def _sources(
     if len(prompts) > most:
         raise unsuitable("prompt", Shown(f"{len(prompts)} prompts"), f"at most {most} with this n")
     longest, cut, sources = generator.config.data.max_source, 0, []
-    for i, prompt in enumerate(prompts):
-        place = f"prompt {i}" if len(prompts) > 1 else "prompt"
-        try:
-            checked = generator.source(prompt, place, i)
-        except UserError as error:
-            raise Refused(400, str(error), field="prompt") from error
-        ids: Sequence[int] = [int(token) for token in checked.content] if not isinstance(prompt, str) else []
-        if isinstance(prompt, str):
-            assert generator.tokenizer is not None  # `source` saw to it
-            ids = [*generator.tokenizer.encode(prompt), generator.architecture.eos_token_id]
-        if len(ids) > longest and not truncate:
-            expected = f"at most {longest}, or truncate: true to have the rest cut off"
-            raise unsuitable(place, Shown(f"{len(ids)} tokens"), expected, code="context_length_exceeded")
-        kept = cut_source(ids, longest)
-        cut += len(ids) - len(kept)
-        sources.append(Source(i, kept))
+    try:
+        check_fields(fields_of(generator.config), prompts, "prompt")
+        for i, prompt in enumerate(prompts):
+            place = f"prompt {i}" if len(prompts) > 1 else "prompt"
+            for name in ("row_prefixes", "max_rows"):
+                if isinstance(prompt, dict) and prompt.get(name):
+                    raise UserError(f'{place}: found "{name}"; expected none, as it is for `pipejax decode` and Python')
+            source = generator.source(prompt, place, i)
+            ids: Sequence[int]
+            if isinstance(source.content, str):
+                assert generator.tokenizer is not None  # `source` saw to it
+                ids = [*generator.tokenizer.encode(source.content), generator.architecture.eos_token_id]
+            else:
+                ids = [int(token) for token in source.content]
+            if len(ids) > longest and not truncate:
+                expected = f"at most {longest}, or truncate: true to have the rest cut off"
+                raise unsuitable(place, Shown(f"{len(ids)} tokens"), expected, code="context_length_exceeded")
+            kept = cut_source(ids, longest)
+            cut += len(ids) - len(kept)
+            sources.append(source._replace(content=kept))
+    except UserError as error:
+        raise Refused(400, str(error), field="prompt") from error
     return tuple(sources), cut
 
 
+KINDS = {str: "texts", dict: "objects", list: "lists", int: "numbers", float: "numbers", bool: "booleans"}
+
+
 def _prompts(given: Mapping[str, Any]) -> list[Any]:
-    """One for each source: a text or a list of ids."""
+    """One for each source: a text, an object or a list of ids."""
     prompt = given.get("prompt")
-    expected = "a text, a list of texts, a list of token ids, or a list of such lists"
+    expected = "a text, an object with the template's fields, a list of token ids, or a list of such prompts of a kind"
     if prompt is None:
         raise unsuitable("prompt", Shown("nothing"), expected)
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | dict):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise unsuitable("prompt", prompt, expected)
-    if all(isinstance(one, int) for one in prompt):
+    if all(isinstance(one, int | float) for one in prompt):  # ids, if they are whole
         return [prompt]
-    for kind in (str, list):
-        if all(isinstance(one, kind) for one in prompt):
-            return prompt
-    raise unsuitable("prompt", Shown("a list of several kinds"), expected)
+    kinds = dict.fromkeys(KINDS.get(type(one), "null") for one in prompt)
+    if len(kinds) > 1 or "null" in kinds:
+        raise unsuitable("prompt", Shown(f"a list of {' and '.join(kinds)}"), expected)
+    return prompt
 
 
 def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -207,10 +226,11 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _whole(given: Mapping[str, Any], name: str, default: int, *, least: int, most: int) -> int:
+def _whole(given: Mapping[str, Any], name: str, default: int, *, least: int, most: int, otherwise: str = "") -> int:
     value = given.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise unsuitable(name, value, f"a whole number from {least} to {most}")
+        expected = f"a whole number from {least} to {most}"
+        raise unsuitable(name, value, f"{expected}, or {otherwise}" if otherwise else expected)
     return value
 
 

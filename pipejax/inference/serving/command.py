@@ -7,13 +7,15 @@ and nothing new is begun. A second one ends it at once. API keys are in the file
 without any, everybody who reaches the port may ask. There is no TLS: put a proxy before it.
 """
 
+import argparse
 import asyncio
 import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pipejax.inference.serving.app import Service
 
 KEY = "PIPEJAX_API_KEY"
+PORTS = {"http": 80, "https": 443}  # that an origin does not name
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,6 +50,14 @@ def main(argv: Sequence[str]) -> int:
         "--queue", type=cli.whole(0, 2**16), default=64, metavar="N", help="answers that wait (default: %(default)s)"
     )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"a key a line (default: ${KEY}, if it is set)")
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        type=origin,
+        default=[],
+        metavar="ORIGIN",
+        help="whose pages may ask, such as https://app.example; * for all (repeatable; default: none but its own)",
+    )
     parser.add_argument(
         "--max-body",
         type=cli.whole(1, 2**30),
@@ -94,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
         name=flags.name or Path(os.path.abspath(flags.checkpoint)).name,
         limits=Limits(body=flags.max_body, seconds=flags.timeout, answers=flags.places + flags.queue),
         keys=keys,
+        origins=flags.allow_origin,
     )
     try:
         warm_up(engine, min(flags.warm_up, generator.config.data.max_source))
@@ -101,6 +113,25 @@ def main(argv: Sequence[str]) -> int:
     finally:
         engine.close(drain=False, seconds=5.0)
     return 0
+
+
+def origin(text: str) -> str:
+    """The argparse type of the origin of pages, as browsers send it: a scheme, a host, and a port that is not its own.
+
+    Another spelling would never be met, so it is refused.
+    """
+    try:
+        parts = urlsplit(text.strip().lower())
+        port = "" if parts.port in (None, PORTS.get(parts.scheme)) else f":{parts.port}"
+    except ValueError:  # of the port
+        parts, port = urlsplit(""), ""
+    host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
+    spelt = f"{parts.scheme}://{host}{port}" if parts.scheme and host and text.isascii() else "https://app.example"
+    if text not in ("*", spelt):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; expected an origin as browsers send it, such as {spelt}, or *"
+        )
+    return text
 
 
 def read_keys(path: str | None) -> list[str]:
@@ -164,7 +195,8 @@ def run(service: "Service", listener: socket.socket) -> None:
     """Serves until a signal asks for the end and all requests are answered."""
     with extra("serve", "pipejax serve"):
         import uvicorn
-    from pipejax.inference.serving.app import make
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    from pipejax.inference.serving.app import make, no_request
 
     class Server(uvicorn.Server):
         """The first signal drains: clients get a refusal instead of a connection that is refused."""
@@ -175,11 +207,34 @@ def run(service: "Service", listener: socket.socket) -> None:
                 self.should_exit = self.force_exit = True
             service.draining = True
 
+    class Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+        """HTTP whose refusal of what is none is an error object, too."""
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Nothing: who asks for HTTP/2 or a WebSocket gets an answer all the same, and no library would help."""
+
+        def send_400_response(self, msg: str) -> None:
+            """Called for bytes that are no request."""
+            cycle: Any = getattr(self, "cycle", None)
+            if cycle is None or cycle.response_complete or not cycle.response_started:  # else the answer is broken off
+                self.transport.write(no_request())
+            self.transport.close()
+
     host, port = listener.getsockname()[:2]
     if not service.keys and host not in ("127.0.0.1", "::1"):
         cli.note("warning: no API key is set: everybody who reaches this port may use it")
+    if not service.keys and "*" in service.origins:
+        cli.note("warning: --allow-origin * and no API key: every page that a browser here shows may use this server")
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    config = uvicorn.Config(make(service), log_config=None, access_log=False, lifespan="off", server_header=False)
+    config = uvicorn.Config(
+        make(service),
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+    )
     server = Server(config)
 
     async def serve() -> None:
