@@ -13,7 +13,8 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo test test-all test-long check docs docs-run package venv venv-bench venv-docs venv-programs venv-run clean
+.PHONY: help demo test test-all test-long check docs docs-run package gpu-wheels venv venv-bench venv-docs venv-programs \
+	venv-run clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
@@ -34,7 +35,7 @@ check: venv  ## lint, format and types: ruff, mypy and shellcheck
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
-	@.venv/bin/shellcheck .ci/run tools/*.sh
+	@.venv/bin/shellcheck .ci/run tools/*.sh benchmarks/*.sh
 
 package:  ## build the wheels, install each alone, and decode with it; make package OUT=DIR keeps them
 	@tools/package.sh "$(PYTHON)" "$(OUT)"
@@ -45,6 +46,9 @@ docs: venv-docs  ## the site, into docs/_build/html; a warning is an error
 
 docs-run: venv-docs  ## run the shell blocks of README.md and docs/, in minutes; make docs-run ARGS=decoding for a page
 	@$(RUN) docs/blocks.py $(ARGS)
+
+gpu-wheels: venv-run  ## what benchmarks/gpu.sh brings to a machine without a network, into build/gpu-wheels
+	@$(RUN) -m benchmarks.wheels build/gpu-wheels
 
 venv: venv-run  ## only .venv, with what the tests need
 	@tools/venv.sh requirements-test.txt "$(PYTHON)"

@@ -8,6 +8,7 @@ times the mean. The systems take turns, each round in another order; times are m
 round's own ratio.
 """
 
+import itertools
 import re
 import statistics
 import sys
@@ -19,14 +20,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.systems import (
+    KERNELS,
     PEERS,
     SIZES,
     SUFFIXES,
+    Pipejax,
     Rows,
     Run,
     System,
     bandwidth,
     build_each,
+    error_line,
     interleaved,
     machine,
     names_of,
@@ -52,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", choices=SIZES, default="base")
     parser.add_argument("--patterns", default="8x14,5x4,7x40", metavar="NxM,...")
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="examples decoded together (1)")
+    parser.add_argument("--batch", default="1", metavar="B,...", help="examples decoded together (1)")
     parser.add_argument(
         "--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench has them"
     )
@@ -65,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
         metavar="NAME,...",
         help=f"of pipejax, in turn, of {', '.join(SUFFIXES)} (float32)",
     )
+    parser.add_argument(
+        "--kernels", default="own", metavar="NAME,...", help=f"of pipejax, in turn, of {', '.join(KERNELS)} (own)"
+    )
     parser.add_argument("--sub-max", default="20", metavar="S,...", help="rows of the grid; the first is the headline")
     parser.add_argument("--time-max", default="64", metavar="T,...", help="its time-steps, one for all or each (64)")
     parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
@@ -74,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     use_threads(flags.threads)
     patterns = {text: rows_of(text) for text in flags.patterns.split(",")}
     peers, weights = names_of("--peers", flags.peers, PEERS), names_of("--weights", flags.weights, SUFFIXES)
+    kernels, batches = names_of("--kernels", flags.kernels, KERNELS), whole_numbers("--batch", flags.batch)
     rows_of_grid = whole_numbers("--sub-max", flags.sub_max)
     times = whole_numbers("--time-max", flags.time_max) * (1 if "," in flags.time_max else len(rows_of_grid))
     if len(times) != len(rows_of_grid):
@@ -92,42 +100,51 @@ def main(argv: Sequence[str]) -> int:
     strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, times[0], rows_of_grid[0])}
     strategies[OURS[1]] = Sequential(flags.max_length)
     strategies |= {f"{OURS[0]}-{s}x{t}": Pipelined(1, t, s) for s, t in grids[1:]}
-    ours = build_each(config, params, flags.dtype, strategies=strategies, weights=weights)
+    ours = build_each(config, params, flags.dtype, strategies=strategies, weights=weights, kernels=kernels)
     systems: list[System] = [*ours]
+    failures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
         if peers:
             directory = write(config, params, Path(scratch))
             for name in peers:
                 cli.note(f"loading {name}")
-                systems.append(peer(name, directory, threads=flags.threads, dtype=flags.dtype))
+                try:
+                    systems.append(peer(name, directory, threads=flags.threads, dtype=flags.dtype))
+                except Exception as error:  # of whatever kind: ours are measured all the same
+                    failures.append(failure(name, error_line(error)))
         del params
-        source = np.random.default_rng(1).integers(3, config.vocab_size, (flags.batch, flags.source), np.int32)
-        total = len(patterns) * len(systems) * (flags.rounds + 1)
-        progress, results, lines = Progress("measuring", total, unit="run"), [], []
+        total = len(batches) * len(patterns) * len(systems) * (flags.rounds + 1)
+        progress, results = Progress("measuring", total, unit="run"), list[dict[str, Any]]()
         memory = bandwidth(flags.threads)
-        for text, rows in patterns.items():
-            batch = [rows] * flags.batch
-            runs = interleaved(systems, source, batch, flags.rounds, lambda: progress.add(1))
-            for system in systems:
-                results.append(summary(text, system, batch, runs[system.name]))
-            lines += table(text, systems, batch, runs)
-            if flags.batch == 1:
-                steps = systems[1].steps(batch)
-                for held in weights:
-                    name = OURS[1] + SUFFIXES[held]
-                    own = next(r for r in results[-len(systems) :] if r["system"] == name)
+        about = {"machine": machine(flags.threads) | {"bandwidth": memory}, "model": flags.model, "dtype": flags.dtype}
+        about |= {"source": flags.source, "command": "python -m benchmarks.decode " + " ".join(argv)}
+        for count, (text, rows) in itertools.product(batches, patterns.items()):
+            source = np.random.default_rng(1).integers(3, config.vocab_size, (count, flags.source), np.int32)
+            batch, broken = [rows] * count, dict[str, str]()
+            runs = interleaved(systems, source, batch, flags.rounds, lambda: progress.add(1), broken)
+            failures += [failure(name, why, pattern=text, batch=count) for name, why in broken.items()]
+            measured = [system for system in systems if system.name in runs]
+            results += [summary(text, system, batch, runs[system.name]) for system in measured]
+            lines = table(text, measured, batch, runs) if measured else []
+            for held, whose in itertools.product(weights, kernels):
+                name = OURS[1] + SUFFIXES[held] + KERNELS[whose]
+                if count == 1 and name in runs:
+                    own = next(r for r in results[-len(measured) :] if r["system"] == name)
                     size = min({"float32": 4, "bfloat16": 2, "int8": 1}[w] for w in (held, flags.dtype))
-                    least = step_bytes(config, source=flags.source, slots=steps // 2, itemsize=size) / memory
-                    over = own["decode_s"] / steps / least
+                    least = step_bytes(config, source=flags.source, slots=own["steps"] // 2, itemsize=size) / memory
+                    over = own["decode_s"] / own["steps"] / least
                     lines.append(f"{name}: {over:.2f} times what reading its bytes takes at {memory / 1e9:.1f} GB/s")
-                lines.append("")
+            print("\n".join(lines), end="\n\n", flush=True)
+            if flags.json:  # at once: a run that is cut off leaves what it has measured
+                save(flags.json, {"results": results, "failures": failures, **about})
         progress.close()
-    print("\n".join(lines))
-    if flags.json:
-        about = machine(flags.threads) | {"bandwidth": memory}
-        command = "python -m benchmarks.decode " + " ".join(argv)
-        save(flags.json, {"results": results, "machine": about, "command": command, "model": flags.model})
-    return 0
+    return int(bool(failures))
+
+
+def failure(system: str, why: str, **where: Any) -> dict[str, Any]:
+    """A system that was not measured, said and as a record."""
+    cli.note(f"warning: {system} is left out{''.join(f', {key} {value}' for key, value in where.items())}: {why}")
+    return {"system": system, **where, "error": why}
 
 
 def rows_of(text: str) -> list[int]:
@@ -160,7 +177,7 @@ def summary(pattern: str, system: System, batch: Rows, runs: list[Run]) -> dict[
         "steps": system.steps(batch),
         "decode_s": statistics.median(r.decode_s for r in runs),
         "encode_s": statistics.median(r.encode_s for r in runs),
-    }
+    } | ({"kernels": system.kernels} if isinstance(system, Pipejax) else {})
 
 
 def table(pattern: str, systems: Sequence[System], batch: Rows, runs: dict[str, list[Run]]) -> list[str]:

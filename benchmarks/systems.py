@@ -4,6 +4,7 @@ All offer `encode(source)` and `decode(encoded, rows)`, raise if what they decod
 use the same number of threads.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -35,8 +36,9 @@ SIZES = {
     "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
     **ARCHITECTURES,
 }
-PEERS = ("hf", "hf-bf16", "hf-int8", "ct2-fp32", "ct2-int8")  # CTranslate2 has no bfloat16 on a CPU
+PEERS = ("hf", "hf-bf16", "hf-int8", "hf-compiled", "ct2-fp32", "ct2-int8")  # CTranslate2 has no bfloat16 on a CPU
 SUFFIXES = {"float32": "", "bfloat16": "-bf16", "int8": "-int8"}  # of the names of ours, by what weights are held in
+KERNELS = {"own": "", "xla": "-xla"}  # likewise, by whose kernels compute: our own where there are some, or XLA's
 SPECIAL = ("<pad>", "</s>", "<unk>")  # words of the first ids
 Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
 
@@ -128,7 +130,8 @@ class Pipejax:
         self, name: str, model: T5, ready: Ready, strategy: Pipelined | Sequential, *, backend: Backend
     ) -> None:
         """Nothing compiles yet."""
-        self.name, self.decoder = name, Decoder(model, ready, Forced(strategy), backend=backend)
+        self.name, self.kernels = name, type(backend).__name__  # "own" ones may not work here: this is who computes
+        self.decoder = Decoder(model, ready, Forced(strategy), backend=backend)
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
         """See `System`."""
@@ -147,7 +150,8 @@ class HuggingFace:
     """`generate` of transformers, eager PyTorch, on the device that ours runs on.
 
     "hf" is in the given dtype, "hf-bf16" in bfloat16, and "hf-int8" in float32 with PyTorch's dynamic int8 for all
-    matrices but the embedding, which PyTorch has for CPUs only.
+    matrices but the embedding, which PyTorch has for CPUs only. "hf-compiled" is "hf" with a static cache; transformers
+    then has PyTorch compile the decoder's step, but not for a CPU.
     """
 
     def __init__(self, name: str, directory: Path, *, threads: int, dtype: str = "float32") -> None:
@@ -157,6 +161,7 @@ class HuggingFace:
 
         torch.set_num_threads(threads)
         self.name, self.torch = name, torch
+        self.options = {"cache_implementation": "static"} if name == "hf-compiled" else {}
         dtype = {"hf-bf16": "bfloat16", "hf-int8": "float32"}.get(name, dtype)
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         model = T5ForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, dtype))
@@ -201,6 +206,7 @@ class HuggingFace:
             do_sample=False,
             num_beams=1,
             logits_processor=LogitsProcessorList([Force()]),
+            **self.options,
         )
         return [row[1 : 1 + n] for row, n in zip(found.tolist(), lengths, strict=True)]
 
@@ -302,18 +308,38 @@ def step_bytes(config: T5Config, *, source: int, slots: int, itemsize: int) -> i
 
 
 def interleaved(
-    systems: Sequence[System], source: np.ndarray, rows: Rows, rounds: int, tick: Callable[[], None]
+    systems: Sequence[System],
+    source: np.ndarray,
+    rows: Rows,
+    rounds: int,
+    tick: Callable[[], None],
+    failures: dict[str, str] | None = None,
 ) -> dict[str, list[Run]]:
-    """All systems in turn, `rounds` times, each round in another order; one round more before that does not count."""
+    """All systems in turn, `rounds` times, each round in another order; one round more before that does not count.
+
+    With `failures` a system that raises an error is left out from then on, and the error is written there.
+    """
     found: dict[str, list[Run]] = {system.name: [] for system in systems}
     for number in range(rounds + 1):
         shift = number % len(systems)
         for system in (*systems[shift:], *systems[:shift]):
-            run = system.run(source, rows)
-            if number:
-                found[system.name].append(run)
+            if system.name in found:
+                try:
+                    run = system.run(source, rows)
+                except Exception as error:  # of whatever kind: the others are measured all the same
+                    if failures is None:
+                        raise
+                    failures[system.name] = error_line(error)
+                    del found[system.name]
+                else:
+                    found[system.name] += [run] * bool(number)
             tick()
     return found
+
+
+def error_line(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
 def paired(own: Sequence[Run], other: Sequence[Run], *, whole: bool) -> float:
@@ -359,10 +385,11 @@ def build(
     *,
     strategies: dict[str, Pipelined | Sequential],
     weights: str = "auto",
+    kernels: str = "own",
 ) -> list[Pipejax]:
-    """Ours, on shared weights, held in what `weights` says."""
+    """Ours, on shared weights, held in what `weights` says; `kernels`: one of `KERNELS`."""
     model = T5(config, dtype=jnp.dtype(dtype))
-    backend = backends.fastest(config, model.dtype, weights)
+    backend = backends.fastest(config, model.dtype, weights) if kernels == "own" else backends.Xla(weights)
     ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]
 
@@ -374,10 +401,12 @@ def build_each(
     *,
     strategies: dict[str, Pipelined | Sequential],
     weights: Sequence[str],
+    kernels: Sequence[str] = ("own",),
 ) -> list[Pipejax]:
-    """Ours with weights held in each of these ways, which their names end in."""
+    """Ours with weights held in each of these ways and computed by each of these kernels, which their names end in."""
     ours: list[Pipejax] = []
-    for held in weights:
-        named = {name + SUFFIXES[held]: strategy for name, strategy in strategies.items()}
-        ours += build(config, params, dtype, strategies=named, weights="auto" if held == dtype else held)
+    for held, whose in itertools.product(weights, kernels):
+        named = {name + SUFFIXES[held] + KERNELS[whose]: strategy for name, strategy in strategies.items()}
+        own = "auto" if held == dtype else held
+        ours += build(config, params, dtype, strategies=named, weights=own, kernels=whose)
     return ours

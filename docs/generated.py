@@ -5,6 +5,7 @@ It adds these directives:
     config-section: every key of a section, with its range, its default, and the comment beside it in the schema
     command-help: what a command says of itself
     results: the table of a file in benchmarks/results
+    gpu-results: the tables of what benchmarks/gpu.sh found, or that nobody has run it
     executed: code that is run, in one session for each page, with what it prints below it
 """
 
@@ -25,7 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from benchmarks import plot
+from benchmarks import gpu, gpu_tables, plot
 from pipejax.config import schema
 
 SYSTEMS = {
@@ -96,6 +97,18 @@ class Results(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
+class GpuResults(SphinxDirective):
+    """The tables of what `benchmarks/gpu.sh` found; without its file, that nobody has run it, and the command."""
+
+    def run(self) -> list[nodes.Node]:
+        """The tables."""
+        self.env.note_dependency(str(gpu.RESULTS))
+        found = json.loads(gpu.RESULTS.read_text(encoding="utf-8")) if gpu.RESULTS.exists() else None
+        if found and found["rehearsal"]:
+            raise ExtensionError(f"{gpu.RESULTS}: found a rehearsal; expected what was found on a GPU")
+        return self.parse_text_to_nodes("\n".join(gpu_tables.page(found)))
+
+
 class Executed(SphinxDirective):
     """A block of Python or shell that is run when the site is built; what it prints follows it.
 
@@ -163,6 +176,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("config-section", ConfigSection)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("results", Results)
+    app.add_directive("gpu-results", GpuResults)
     app.add_directive("executed", Executed)
     app.connect("doctree-read", execute)
     return {"parallel_read_safe": False, "env_version": 1}

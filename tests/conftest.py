@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PIPEJAX_CACHE"] = "off"  # the user's own is none of the suite's business
-# XLA's threads: by itself it takes one a device here. Seven devices that wait in a collective then leave the
-# eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
-os.environ["NPROC"] = "16"
-# The suite compiles more than it computes: XLA's programs are the same, LLVM spends less on each.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and refuse the flag
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older ones compile in half the time
+if "PIPEJAX_TEST_DEVICE" not in os.environ:  # else JAX has the device that is here, as `benchmarks.suite` wants
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
+    # XLA's threads: by itself it takes one a device here. Seven devices that wait in a collective then leave the
+    # eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
+    os.environ["NPROC"] = "16"
+    # The suite compiles more than it computes: XLA's programs are the same, LLVM spends less on each.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones lack the other emitters and the flag
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older ones compile in half the time
 
 import jax
 import pytest
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from pipejax.data.tokenizer import Tokenizer
     from pipejax.training.step import Trainer
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
+if "PIPEJAX_TEST_DEVICE" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -63,7 +63,7 @@ def test_ours_decode_what_is_asked_for(params):
         grid.decoder.decode(memory, [[40], [1]])  # more than 30 steps can hold
 
 
-@pytest.mark.parametrize("name", ["hf", "hf-bf16", "hf-int8"])
+@pytest.mark.parametrize("name", ["hf", "hf-bf16", "hf-int8", "hf-compiled"])
 def test_hugging_face_decodes_what_is_asked_for(name, params, tmp_path):
     system = HuggingFace(name, write(SIZES["tiny"], params, tmp_path), threads=1)
     rows = [[3, 1], [4]]

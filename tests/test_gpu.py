@@ -1,4 +1,7 @@
-"""The kernels for GPUs, run as ordinary computations: products and attention equal NumPy's, decodes equal XLA's."""
+"""The kernels for GPUs: products and attention equal NumPy's, decodes equal XLA's.
+
+Without a GPU they run as ordinary computations. `python -m benchmarks.suite` runs this module on the GPU that is here.
+"""
 
 import dataclasses
 from typing import Any
@@ -19,6 +22,8 @@ from support import oracle
 from support.one_program import compiled
 from support.tiny import IN_BLOCKS
 
+INTERPRET = jax.default_backend() != "gpu"
+
 
 def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -28,7 +33,7 @@ def decoder(heads: int, width: int, batch: int, memory: Memory | None = None, ki
     """Without weights, in float32; of the memory's sizes only the batch matters where none is looked into."""
     config = dataclasses.replace(IN_BLOCKS, num_heads=heads, d_kv=width, layer_norm_epsilon=1e-3)
     memory = memory or Memory((), (), jnp.ones((batch, 1), bool))
-    more = {"interpret": True} if kind is GpuDecoder else {}
+    more = {"interpret": INTERPRET} if kind is GpuDecoder else {}
     return kind(config, None, memory, jnp.dtype(jnp.float32), **more)
 
 
@@ -132,7 +137,7 @@ def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str,
     rng = np.random.default_rng(batch)
     source, length = rng.integers(0, 48, (batch, 12)).astype(np.int32), rng.integers(1, 13, batch).astype(np.int32)
     sizes = Sizes.fit(strategy, batch, queries=(4,), slots=(21,))
-    ours, others = (compiled(config, strategy, sizes, backend=backend) for backend in (Gpu(interpret=True), XLA))
+    ours, others = (compiled(config, strategy, sizes, backend=backend) for backend in (Gpu(interpret=INTERPRET), XLA))
     for seed in range(2):
         params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed), eos_scale=1.2))
         found, expected = (jax.device_get(program(params, source, length)) for program in (ours, others))
@@ -141,20 +146,20 @@ def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str,
 
 
 @pytest.mark.slow
-def test_the_trial_passes_here_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < gpu.trial(20, interpret=True) < gpu.TOLERANCE
+def test_the_trial_passes_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < gpu.trial(20, interpret=INTERPRET) < gpu.TOLERANCE
     jax.clear_caches()
     with monkeypatch.context() as patch:
         wrong = lambda sums, *given, **named: finish((sums[0], sums[1] * 2, sums[2]), *given, **named)  # noqa: E731
         patch.setattr(gpu, "_finish", wrong)
-        assert gpu.trial(20, interpret=True) > gpu.TOLERANCE
+        assert gpu.trial(20, interpret=INTERPRET) > gpu.TOLERANCE
     jax.clear_caches()
 
 
 finish = gpu._finish
 
 
-def test_elsewhere_nobody_asks_for_them() -> None:
-    assert jax.default_backend() == "cpu"
-    assert not gpu.use()
-    assert not isinstance(fastest(IN_BLOCKS, jnp.bfloat16), Gpu)
+def test_they_are_used_on_a_gpu_alone() -> None:
+    here = jax.default_backend() == "gpu"
+    assert gpu.use() == here
+    assert isinstance(fastest(IN_BLOCKS, jnp.bfloat16), Gpu) == here
