@@ -14,11 +14,11 @@ from pipejax.inference import streaming
 from pipejax.inference.engine import Engine, Event, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import record as picture
-from pipejax.inference.records import settings_of
 from pipejax.inference.report import Report
 from pipejax.inference.serving.written import Writing
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.inference.unfinished import settings_of
 from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError
 from support import oracle
