@@ -3,6 +3,7 @@
 import importlib
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def load(path: str | Path, *, best: bool = False, overrides: "Overrides" = ()) -
 
 
 def fit(
-    config: "Config | str | Path | dict[str, Any]",
+    config: "Config | str | Path | Mapping[str, Any]",
     workdir: str | Path,
     *,
     train: Any = None,

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,14 +141,25 @@ def test_a_server_says_before_it_listens_what_it_cannot_serve(here: Path, key: s
 
 def test_python_checks_first(here: Path) -> None:
     t5 = pipejax.load(here / "run", overrides={"decode.temperature": 0.5})
-    for given in ([""], [GOOD, {"title": 3}], [[64]], [GOOD, {**GOOD, "max_rows": 0}]):
+    bad: list[Any] = [[""], [GOOD, {"title": 3}], [[64]], [GOOD, {**GOOD, "max_rows": 0}]]
+    for given in bad:
         with pytest.raises(UserError):
             t5.decode(given)
-    for call in (lambda: t5.decode([GOOD], top_p=2), lambda: t5.stream_rows(""), lambda: t5.warm_up([9], delay=-1)):
+    refused: list[Callable[[], Any]] = [
+        lambda: t5.decode([GOOD], top_p=2),
+        lambda: t5.stream_rows(""),
+        lambda: t5.warm_up([9], delay=-1),
+    ]
+    for call in refused:
         with pytest.raises(UserError):
             call()
     assert t5.decode([]) == [] and "0.0 M" in repr(t5)
-    for call in (lambda: t5.decode([GOOD]), lambda: next(t5.stream_rows(GOOD)), lambda: t5.warm_up([9])):
+    started: list[Callable[[], Any]] = [
+        lambda: t5.decode([GOOD]),
+        lambda: next(t5.stream_rows(GOOD)),
+        lambda: t5.warm_up([9]),
+    ]
+    for call in started:
         with pytest.raises(Compiled):
             call()
 

@@ -225,7 +225,7 @@ class Pandas:
 class Polars(Pandas):
     """The part of a Polars DataFrame that is asked for; its `to_dict` gives columns."""
 
-    def to_dict(self, *_: Any, **more: Any) -> Any:
+    def to_dict(self, orient: str = "columns") -> Any:
         raise AssertionError
 
     def iter_rows(self, *, named: bool = False) -> Any:

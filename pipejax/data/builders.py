@@ -15,7 +15,7 @@ from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
 from pipejax.data.manual import Manual
 from pipejax.data.published import Published, Record, Records, data_root
 from pipejax.system.errors import UserError
-from pipejax.system.extras import extra
+from pipejax.system.extras import command, extra
 from pipejax.system.files import look
 from pipejax.system.progress import Progress
 
@@ -124,8 +124,8 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
             raise UserError(f"--manual-dir: found none; expected a directory with {published.files}")
         elif importlib.util.find_spec("tensorflow") is None:
             raise UserError(
-                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected TensorFlow (the "
-                f"extra pipejax[prepare]), or --manual-dir with {published.files}"
+                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected TensorFlow "
+                f"({command('prepare')}), or --manual-dir with {published.files}"
             )
         if manual_dir:
             tfds.disable_progress_bar()  # `_checked` shows its own
