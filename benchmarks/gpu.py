@@ -72,30 +72,30 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
     every, batches = "8x14,7x40,5x4", "1,2" if rehearse else "1,8"
     both = ("--batch", batches, "--kernels", "own,xla", "--peers", "hf", "--rounds", rounds)
     found = [
-        Part("kernels", 60, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
+        Part("kernels", 70, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
         Part("decode", 130, "T5-Base", module("decode", *decode(*both, patterns=every), *out)),
         Part(
             "compiled",
-            50,
+            60,
             "T5-Base beside transformers, compiled, with a static cache",
             module("decode", *decode("--peers", "hf-compiled", "--rounds", rounds, patterns=every), *out),
         ),
         Part("buffers", 50, "the loop in command buffers", module("buffers", *out, "--", *decode("--rounds", rounds))),
         Part(
             "large",
-            65,
+            60,
             "T5-Large",
             module("decode", *decode("--peers", "hf", "--rounds", "1" if rehearse else "2", model="large"), *out),
         ),
         Part(
             "train",
-            80,
+            75,
             "a training step",
             module("steps", "--config", "configs/jsonl.py", *(step if rehearse else ("--models", "base,large")), *out),
         ),
         Part(
             "tests",
-            45,
+            35,
             "tests of the suite",
             module("suite", *out, *(("--", "-m", "not slow and not long", "tests/test_gpu.py") if rehearse else ())),
         ),

@@ -28,6 +28,7 @@ LEFT_OUT = ("ok", "failures", "by_kind", "lines", "seconds", "skipped")
 PARTS: dict[str, tuple[str, str, dict[str, tuple[Any, Any]]]] = {
     "repeats": ("The same command twice; a finished run repeated", "repeats.twice", {}),
     "malformed": ("Malformed data, configs, HF directories, run directories", "malformed.many", {}),
+    "odd": ("Odd inputs: special ids, tables, encodings, archives, templates, names", "odd.many", {}),
     "permissions": ("What may not be read or written; names that are too long", "permissions.many", {}),
     "archives": ("Damaged, encrypted and overfull zips", "archives.many", {}),
     "forged": ("Sealed manifests and configs that lie", "forged.many", {}),

@@ -296,7 +296,7 @@ KINDS: tuple[Kind, ...] = (
     _set("a file for the tokenizer", "data.tokenizer={here}/in.jsonl", "found a file"),
     _set("no such tokenizer", "data.tokenizer=/nowhere", "/nowhere: found no such directory"),
     _set("a directory that is no tokenizer", "data.tokenizer={here}/run", "found no tokenizer"),
-    _set("a file for a checkpoint", "train.init_from={here}/in.jsonl", "in.jsonl: no such checkpoint"),
+    _set("a file for a checkpoint", "train.init_from={here}/in.jsonl", "in.jsonl: found a file"),
     Kind(
         "config: a grid that no device holds",
         ("grid: found 1073741824 places",),

@@ -1,4 +1,7 @@
-"""Input that a command must refuse: exit code 2, one line that names the culprit, and no file changed."""
+"""Input that a command must refuse: exit code 2, one line that names the culprit, and no file changed.
+
+Some input may be taken as well, or must be; then what was made of it is said.
+"""
 
 import json
 import shutil
@@ -21,12 +24,14 @@ class Kind(NamedTuple):
     """One way to be wrong."""
 
     name: str
-    words: tuple[str, ...]  # that the line must hold
+    words: tuple[str, ...]  # that the line must hold if it is refused
     command: str  # whose `main`
     arguments: tuple[str, ...]  # {here} is the directory of this trial
     spoil: Callable[[Path], Any] = lambda here: None
     devices: int = 1
     deny: str = ""  # what in {here} may not be entered, read or written while the command runs
+    codes: tuple[int, ...] = (2,)  # exit codes that are right: 2, it is refused; 0, it is taken
+    said: tuple[str, ...] = ()  # what must be said, each in some line, if it is taken
 
 
 def template(commands: Commands, place: Path) -> Path:
@@ -68,19 +73,21 @@ def many(commands: Commands, scratch: Path, kinds: Sequence[Kind], *, workers: i
                 denied.chmod(mode)
         after = snapshot(here)
         shutil.rmtree(here)
-        errors = [line for line in said if line.startswith("error: ")]
-        wrong = [word for word in kind.words if not said or word.format(here=here) not in said[-1]]
+        errors, whole_text = [line for line in said if line.startswith("error: ")], "\n".join(said)
+        # A line about what was skipped, or on where the run begins, may come before.
+        refused = code == 2 and errors == said[-1:] and len(errors[0]) <= 1100
+        words = kind.words if refused else kind.said
+        missing = [word for word in words if word.format(here=here) not in (errors[0] if refused else whole_text)]
+        taken = code == 0 and not errors
+        made = str(here / "out.jsonl") if taken else ""  # what it was told to write may stand there before
         return {
             "kind": kind.name,
             "code": code,
             "line": said[-1][:300].replace(str(scratch), "SCRATCH") if said else "",
-            # A line about what was skipped, or on where the run begins, may come before.
-            "ok": code == 2
-            and errors == said[-1:]
-            and not wrong
-            and len(errors[0]) <= 1100
-            and "Traceback" not in "".join(said),
-            "kept": all(after.get(name) == value for name, value in before.items() if "/.lock" not in name),
+            "ok": code in kind.codes and (refused or taken) and not missing and "Traceback" not in whole_text,
+            "kept": all(
+                after.get(name) == value for name, value in before.items() if "/.lock" not in name and name != made
+            ),
         }
 
     with ThreadPoolExecutor(workers) as pool:
@@ -92,10 +99,10 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     bad = [result for result in results if not (result["ok"] and result["kept"])]
     return {
         "kinds": len(results),
-        "one_line_and_exit_2": sum(result["ok"] for result in results),
+        "one_line_and_exit_2": sum(result["ok"] and result.get("code", 2) == 2 for result in results),
         "nothing_overwritten": sum(result["kept"] for result in results),
         "ok": not bad,
-        "failures": bad[:10],
+        "failures": bad[:50],
         "lines": {result["kind"]: result["line"] for result in results},
     }
 
