@@ -467,7 +467,7 @@ def test_a_separator_that_the_tokenizer_loses(tmp_path):
 def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
     with pytest.raises(UserError, match=r"grid.delay: 2 -> 3; expected no change on resume"):
         fit(change(CONFIG, grid={"delay": 3}), finished)
-    with pytest.raises(UserError, match=rf"batch_size: 8 -> 16; .* its weights, .*--set train\.init_from={finished}"):
+    with pytest.raises(UserError, match=rf"batch_size: 8 -> 16; .* its weights, .* with train\.init_from={finished}"):
         fit(change(CONFIG, train={"batch_size": 16}), finished)
 
 
