@@ -209,9 +209,14 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--memory: found {flags.memory:g}; expected at least 0")
     if flags.target is not None and (flags.compile or flags.measure):
         raise UserError("--target: found --compile or --measure beside it; expected one of them")
-    config = config_lib.load(flags.config, flags.overrides)
+    config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
+    kind = None
+    if flags.target is not None:
+        from pipejax.system import targets
 
-    import jax
+        kind = targets.find(flags.target, "--target")
+
+    import jax  # after all names are known to be good
 
     mesh = config.mesh
     if flags.measure and jax.default_backend() == "cpu":
@@ -220,14 +225,8 @@ def main(argv: Sequence[str]) -> int:
         devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
-    config = _resolve(config, flags.model)
     if config.train.dtype == "auto":  # what it would be on a GPU or TPU
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
-    kind = None
-    if flags.target is not None:
-        from pipejax.system import targets
-
-        kind = targets.find(flags.target, "--target")
     trainer, terms = plan(config, kind.devices(devices) if kind else None)
     total = sum(terms.values())
     found: dict[str, Any] = {
