@@ -107,13 +107,30 @@ kill -TERM $server
 wait $server
 trap - EXIT
 
-step "bulk over Parquet with nulls, twice: the second time nothing is left to do"
-pipejax bulk --checkpoint runs/tags --best --input archive.parquet --output archive-tags --block 100 --processes 1
-pipejax bulk --checkpoint runs/tags --best --input archive.parquet --output archive-tags --block 100 --processes 1
+step "decode Parquet with nulls into Parquet"
+pipejax decode --checkpoint runs/tags --best --input archive.parquet --output archive-tags.parquet
 check '
+from pyarrow import parquet
+lines = parquet.read_table("archive-tags.parquet").to_pylist()
+assert len(lines) == 300 and all(line["text"] for line in lines[:9]), lines[:9]'
+
+step "bulk over Parquet with nulls, twice: the second time nothing is left to do"
+bulk=(bulk --checkpoint runs/tags --best --input archive.parquet --output archive-tags --block 100 --workers 1)
+if "$python" -c 'import ray' 2>/dev/null; then
+    pipejax "${bulk[@]}"
+    pipejax "${bulk[@]}"
+    check '
 import glob, json
 lines = [json.loads(line) for path in sorted(glob.glob("archive-tags/shards/*.jsonl")) for line in open(path)]
 assert len(lines) == 300 and json.load(open("archive-tags/manifest.json"))["complete"]'
+else
+    status=0
+    pipejax "${bulk[@]}" 2>bulk.log || status=$?
+    [ "$status" = 2 ]
+    says ray bulk.log
+    left_out="; NOT RUN: bulk, as Ray is absent"
+    echo "NOT RUN: Ray is absent: $(tail -1 bulk.log)"
+fi
 
 step "to Hugging Face with a README, and back to the same run"
 pipejax convert to-hf --best runs/tags tags-hf >to-hf.log 2>&1
@@ -141,6 +158,7 @@ assert t5.decode(texts) == plain
 print(t5, plain[0]["rows"])
 records = [{"source": "the router", "targets": ["home network"]}, {"source": "a refund", "targets": ["billing"]}] * 8
 settings = {"train.init_from": "checkpoints/tiny-t5", "train.steps": 2, "train.batch_size": 4, "train.warmup_steps": 1}
-assert pipejax.fit(settings, "runs/records", train=records) == 0'
+run = pipejax.fit(settings, "runs/records", train=records)
+assert len(pipejax.load(run).decode(["the router"])) == 1'
 
-step "done: $folder"
+step "done: $folder${left_out:-}"
