@@ -1,11 +1,12 @@
 """All that is worth knowing of an NVIDIA GPU, in eight minutes and in order of worth.
 
-    benchmarks/gpu.sh [--rehearse] [FOLDER]
+    benchmarks/gpu.sh [--rehearse] [--parts NAME,...] [FOLDER]
 
 FOLDER is $OUT, or runs/gpu. Each part is a process that writes FOLDER/PART.json as soon as it knows something, and is
 ended when its time is over; what a part does not need the next ones get. After each part all results so far are in
 FOLDER/summary.json. Copied to benchmarks/results/gpu.json, that makes the GPU section of docs/speed.md. --rehearse runs
-the same on the CPU, with a tiny model: its figures mean nothing. Exits with 1 if a part failed or did not end in time.
+the same on the CPU, with a tiny model: its figures mean nothing. --parts gives these the time of all. Exits with 1 if a
+part failed or did not end in time.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
     def module(name: str, *arguments: str) -> tuple[str, ...]:
         return ("-m", f"benchmarks.{name}", *arguments)
 
-    out, rounds = ("--json", "{json}"), "1" if rehearse else "4"
+    out, rounds = ("--json", "{json}"), "1" if rehearse else "2"
     small = ("--model", "tiny", "--layers", "1", "--source", "32", "--batch", "2", "--rows", "3", "--times", "8")
     settings = ("train.batch_size=4", "train.accumulate=2", "data.max_source=64", "data.max_target=32")
     step = ("--models", "tiny", "--steps", "2", *(x for setting in settings for x in ("--set", setting)))
@@ -101,6 +102,19 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
         ),
     ]
     return [dataclasses.replace(part, seconds=(1 + rehearse) * part.seconds) for part in found]
+
+
+def only(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
+    """The parts of these names, which share the time of all.
+
+    Raises:
+      ValueError: there is no part of such a name.
+    """
+    if missing := [name for name in names if name not in {part.name for part in parts}]:
+        raise ValueError(f"found {missing[0]!r}; expected some of {', '.join(part.name for part in parts)}")
+    chosen = [part for part in parts if part.name in names]
+    more = sum(part.seconds for part in parts) / sum(part.seconds for part in chosen)
+    return [dataclasses.replace(part, seconds=more * part.seconds) for part in chosen]
 
 
 def run(parts: Sequence[Part], folder: Path, summary: dict[str, Any], variables: dict[str, str]) -> bool:
@@ -217,7 +231,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("folder", nargs="?", default=os.environ.get("OUT") or "runs/gpu", metavar="FOLDER")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with a tiny model")
+    parser.add_argument("--parts", metavar="NAME,...", help=f"of {', '.join(part.name for part in parts())} (all)")
     flags = parser.parse_args(argv)
+    chosen = parts(rehearse=flags.rehearse, threads=len(os.sched_getaffinity(0)))
+    if flags.parts is not None:
+        try:
+            chosen = only(chosen, flags.parts.split(","))
+        except ValueError as error:
+            parser.error(f"argument --parts: {error}")
     signal.signal(signal.SIGTERM, interrupted)
     folder, began = Path(flags.folder).resolve(), time.time()
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +249,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {sys.executable}: found no GPU ({found}); expected one, or --rehearse", file=sys.stderr)
         return 2
     summary = {"rehearsal": flags.rehearse, "began": began, "device": device, "wheels": installed}
-    chosen = parts(rehearse=flags.rehearse, threads=len(os.sched_getaffinity(0)))
     try:
         well = run(chosen, folder, summary, variables)
     except KeyboardInterrupt:

@@ -62,7 +62,9 @@ def measured(config: Config, steps: int) -> dict[str, Any]:
     trainer, terms = plan(config, [device])
     shapes, size = longest_batch(config), config.train.batch_size
     slots = int(np.prod(shapes["inputs"])) // size
+    cli.note("compiling a step")
     compiled = compiled_bytes(trainer, config)
+    cli.note(f"making {steps} steps")
     peak_bytes, seconds = measured_bytes(trainer, config, steps=steps)
     flops = costs.training_flops(config.model, np.asarray([(shapes["source"][1], slots)] * size))
     peak = costs.peak(device)

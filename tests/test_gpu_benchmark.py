@@ -72,6 +72,17 @@ def test_a_broken_part_stops_no_other(tmp_path):
     ]
 
 
+def test_parts_that_are_asked_for_share_the_time_of_all(capsys):
+    every = gpu.parts()
+    few = gpu.only(every, ["train", "kernels"])
+    assert [part.name for part in few] == ["kernels", "train"]
+    assert sum(part.seconds for part in few) == pytest.approx(sum(part.seconds for part in every))
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--parts", "kernels,trian"])
+    assert ended.value.code == 2
+    assert "found 'trian'; expected some of kernels, decode," in capsys.readouterr().err
+
+
 def test_what_was_known_is_there_when_all_is_ended(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGTERM, gpu.interrupted)
     try:

@@ -1,7 +1,9 @@
 """A decoding step's products and attention on an NVIDIA GPU: one kernel each, in Pallas, where XLA starts several.
 
-A step is short, and starting its kernels takes longer than their work. So the norm, the activation and the residual
-are part of the product beside them, and an attention is one kernel, which writes the cache too. Nothing here is exact
+A step is short, so the time that its kernels take to start and to wait for memory is the step's time. A product is cut
+into as many programs as keep the device busy, if need be along its inner axis as well, and XLA adds the parts up in the
+kernel that computes the next norm anyway; attention to a source is cut likewise, and attention to the cache writes it
+too. A single query, sequential decoding of one example, is XLA's: there its kernels are faster. Nothing here is exact
 to the last bit of what XLA computes: sums run in another order, and less is rounded on the way.
 
 Arrays lie a query a row, since a kernel reads rows: what comes and goes as columns is transposed, and between two
@@ -36,6 +38,7 @@ Array = jax.Array
 LEAST = 16  # rows, columns and depth of a product in a kernel
 LOWEST = -1e30  # below every score; finite, so that nothing becomes NaN
 MOST_QUERIES = 64  # of an example, that one kernel attends for
+BUSY = 288  # programs of a product that keep a large GPU busy; attention has longer ones, and half as many do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,26 +47,26 @@ class GpuDecoder(StepDecoder):
 
     interpret: bool = False  # runs them as ordinary computations, on any device
 
-    def _of_normed(
-        self, matrix: Matrix, x: Array, scale: Array, factor: float = 1.0, dtype: DTypeLike | None = None
-    ) -> Array:
-        if not self._multiplies(matrix):
-            return super()._of_normed(matrix, x, scale, factor, dtype)
-        return self._normed(matrix, x, scale, factor=factor, dtype=jnp.dtype(dtype or x.dtype))
-
-    def _normed(self, matrix: Matrix, x: Array, scale: Array, **options: Any) -> Array:
-        epsilon = self.config.layer_norm_epsilon
-        return _product(matrix.rows, x.T, scale, epsilon=epsilon, interpret=self.interpret, **options).T
+    def _times(self, matrix: Matrix, columns: Array, dtype: DTypeLike | None = None) -> Array:
+        if not self._multiplies(matrix, columns):
+            return super()._times(matrix, columns, dtype)
+        return self._product(matrix, columns, dtype=jnp.dtype(dtype or self.dtype))[0].T
 
     def _added(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
-        if not self._multiplies(matrix):
+        if not self._multiplies(matrix, columns):
             return super()._added(matrix, columns, residual)
-        return _product(matrix.rows, columns.T, residual.T, dtype=residual.dtype, interpret=self.interpret).T
+        # XLA adds the parts up in the kernel that it has for the norm after them anyway.
+        parts = self._product(matrix, columns, dtype=jnp.dtype(jnp.float32), split=True)
+        return (residual.astype(jnp.float32) + parts.sum(axis=0).T).astype(residual.dtype)
 
     def _activated(self, x: Array, layer: Layer) -> Array:
-        if self.config.feed_forward != "relu" or not self._multiplies(layer.feed_inwards):
+        matrix = layer.feed_inwards
+        if self.config.feed_forward != "relu" or not self._multiplies(matrix, x):
             return super()._activated(x, layer)
-        return self._normed(layer.feed_inwards, x, layer.feed_norm, relu=True, dtype=x.dtype)
+        return self._product(matrix, self._normed(x, layer.feed_norm), relu=True, dtype=jnp.dtype(self.dtype))[0].T
+
+    def _product(self, matrix: Matrix, columns: Array, **options: Any) -> Array:
+        return _product(matrix.rows, columns.T, interpret=self.interpret, **options)
 
     def _attend_cache(
         self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
@@ -79,13 +82,13 @@ class GpuDecoder(StepDecoder):
         keys, values = self.memory.keys[number], self.memory.values[number]
         return _attend_memory(query.T, keys, values, self.memory.mask, interpret=self.interpret).T
 
-    def _multiplies(self, matrix: Matrix) -> bool:
-        fits = matrix.rows.dtype == self.dtype and not matrix.scale.size
+    def _multiplies(self, matrix: Matrix, columns: Array) -> bool:
+        fits = matrix.rows.dtype == self.dtype and not matrix.scale.size and columns.shape[1] > 1
         return fits and not any(size % LEAST for size in matrix.rows.shape)
 
     def _attends(self, queries: int) -> bool:
-        width = self.config.d_kv
-        return queries <= MOST_QUERIES and width >= LEAST and width & (width - 1) == 0
+        width, fits = self.config.d_kv, queries * self.memory.mask.shape[0] > 1 and queries <= MOST_QUERIES
+        return fits and width >= LEAST and width & (width - 1) == 0
 
 
 @functools.cache
@@ -159,26 +162,14 @@ def _holding(number: int, most: int) -> int:
     return min(max(1 << (number - 1).bit_length(), LEAST), most)
 
 
-@functools.partial(jax.jit, static_argnames=("epsilon", "factor", "relu", "dtype", "interpret"))
-def _product(
-    rows: Array,
-    x: Array,
-    more: Array,
-    *,
-    epsilon: float | None = None,
-    factor: float = 1.0,
-    relu: bool = False,
-    dtype: Any,
-    interpret: bool,
-) -> Array:
-    """[N, O]: x times the matrix's rows, x normed first or a residual added.
+@functools.partial(jax.jit, static_argnames=("split", "relu", "dtype", "interpret"))
+def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, dtype: Any, interpret: bool) -> Array:
+    """[S, N, O]: x times the matrix's rows, in S parts that are to be added up.
 
     Args:
       rows: [O, I].
       x: [N, I].
-      more: the norm's scale f32 [I], or the residual [N, O].
-      epsilon: the norm's; None: it is a residual.
-      factor: the norm's.
+      split: into several parts along I, if O alone is too few to keep the device busy; otherwise there is one.
       relu: negative results become 0.
       dtype: the result's.
       interpret: as in `GpuDecoder`.
@@ -187,36 +178,37 @@ def _product(
     high = _holding(queries, 64)
     wide = _power(outputs, 64 if outputs >= 8192 else 32 if high > 32 else 16)
     deep = _power(inputs, 256 if wide == 16 else 128)
-    grid = outputs // wide, pl.cdiv(queries, high)
+    blocks = (outputs // wide) * pl.cdiv(queries, high)
+    parts = _parts(inputs // deep, BUSY // blocks) if split else 1
+    chunks = inputs // deep // parts
 
-    def kernel(rows_ref: Any, x_ref: Any, more_ref: Any, out_ref: Any) -> None:
+    def kernel(rows_ref: Any, x_ref: Any, out_ref: Any) -> None:
         o = pl.program_id(0) * wide + jnp.arange(wide)
         n = pl.program_id(1) * high + jnp.arange(high)
-        real = (n < queries)[:, None]
+        part, real = pl.program_id(2), (n < queries)[:, None]
 
-        def add(number: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            products, squares = sums
-            i = number * deep + jnp.arange(deep)
+        def add(number: Array, products: Array) -> Array:
+            i = (part * chunks + number) * deep + jnp.arange(deep)
             matrix = plgpu.load(rows_ref.at[o[:, None], i[None]])
-            part = plgpu.load(x_ref.at[n[:, None], i[None]], mask=real, other=0)
-            if epsilon is not None:  # what a column is divided by, its sum can be divided by as well
-                wide_part = part.astype(jnp.float32)
-                squares += (wide_part * wide_part).sum(axis=1)
-                part = (wide_part * plgpu.load(more_ref.at[i])[None]).astype(part.dtype)
-            return products + plgpu.dot(part, matrix, trans_b=True), squares
+            columns = plgpu.load(x_ref.at[n[:, None], i[None]], mask=real, other=0)
+            return products + plgpu.dot(columns, matrix, trans_b=True)
 
-        zero = jnp.zeros((high, wide), jnp.float32), jnp.zeros(high, jnp.float32)
-        products, squares = jax.lax.fori_loop(0, inputs // deep, add, zero)
-        if epsilon is None:
-            products += plgpu.load(more_ref.at[n[:, None], o[None]], mask=real, other=0).astype(jnp.float32)
-        else:
-            products *= (jax.lax.rsqrt(squares / inputs + epsilon) * factor)[:, None]
+        products = jax.lax.fori_loop(0, chunks, add, jnp.zeros((high, wide), jnp.float32))
         if relu:
             products = jnp.maximum(products, 0)
-        plgpu.store(out_ref.at[n[:, None], o[None]], products.astype(dtype), mask=real)
+        plgpu.store(out_ref.at[part, n[:, None], o[None]], products.astype(dtype), mask=real)
 
     warps = min(max(high * wide // 128, 2), 4)
-    return _call(kernel, grid, jax.ShapeDtypeStruct((queries, outputs), dtype), warps, interpret)(rows, x, more)
+    grid, shape = (
+        (outputs // wide, pl.cdiv(queries, high), parts),
+        jax.ShapeDtypeStruct((parts, queries, outputs), dtype),
+    )
+    return _call(kernel, grid, shape, warps, interpret)(rows, x)
+
+
+def _parts(chunks: int, most: int) -> int:
+    """The largest divisor of so many chunks, up to `most` and at least 1."""
+    return max(n for n in range(1, max(min(chunks, most), 1) + 1) if chunks % n == 0)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -224,20 +216,40 @@ def _attend_memory(query: Array, keys: Array, values: Array, mask: Array, *, int
     """[B Q, H K]: what queries [B Q, H K] find in keys [B, H, K, L] and values [B, H, L, K] under mask [B, L]."""
     batch, heads, width, length = keys.shape
     queries = query.shape[0] // batch
-    look = functools.partial(_look, heads=heads, width=width, queries=queries, slots=length)
+    block = _holding(length, 64 if width <= 64 else 32)
+    parts = _parts(pl.cdiv(length, block), BUSY // (2 * batch * heads))
+    span = pl.cdiv(length, block) // parts
+    sizes = {"heads": heads, "width": width, "queries": queries}
 
-    def kernel(query_ref: Any, keys_ref: Any, values_ref: Any, bias_ref: Any, out_ref: Any) -> None:
-        head = pl.program_id(0)
+    def kernel(query_ref: Any, keys_ref: Any, values_ref: Any, bias_ref: Any, out_ref: Any, *sums_refs: Any) -> None:
+        head, part = pl.program_id(0), pl.program_id(1)
 
         def bias(slots: Array, seen: Array) -> Array:
             return plgpu.load(bias_ref.at[head // heads, slots], mask=seen, other=0)[None]
 
-        sums = look(query_ref, keys_ref, values_ref, bias, jnp.int32(length))
-        _finish(sums, out_ref, heads=heads, width=width, queries=queries)
+        first, last = part * span * block, jnp.minimum((part + 1) * span * block, length)
+        sums = _look(query_ref, keys_ref, values_ref, bias, first, last, span, block, **sizes)
+        if parts == 1:
+            _finish(sums, out_ref, **sizes)
+            return
+        real, row, column = _places(**sizes)
+        plgpu.store(out_ref.at[part, row[:, None], column[None]], sums[2], mask=real[:, None])
+        for ref, each in zip(sums_refs, sums, strict=False):
+            plgpu.store(ref.at[part, row, head % heads], each, mask=real)
 
+    one = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    several = tuple(
+        jax.ShapeDtypeStruct((parts, *query.shape[:1], n), jnp.float32) for n in (query.shape[1], heads, heads)
+    )
+    call = _call(kernel, (batch * heads, parts), one if parts == 1 else several, 4, interpret)
     bias = jnp.where(mask, 0.0, MASKED)
-    call = _call(kernel, (batch * heads,), jax.ShapeDtypeStruct(query.shape, query.dtype), 4, interpret)
-    return call(query, keys.reshape(-1, width, length), values.reshape(-1, length, width), bias)
+    found = call(query, keys.reshape(-1, width, length), values.reshape(-1, length, width), bias)
+    if parts == 1:
+        return found
+    found, highest, total = found
+    kept = jnp.exp(highest - highest.max(axis=0))
+    found = (found.reshape(*kept.shape, width) * kept[..., None]).sum(axis=0) / (total * kept).sum(axis=0)[..., None]
+    return found.reshape(query.shape).astype(query.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -256,7 +268,8 @@ def _attend_cache(
     """
     _, heads, queries, slots = bias.shape
     width, high = keys.shape[1], _holding(queries, MOST_QUERIES)
-    look = functools.partial(_look, heads=heads, width=width, queries=queries, slots=slots)
+    block = _holding(slots, 64 if width <= 64 else 32)
+    sizes = {"heads": heads, "width": width, "queries": queries}
 
     def kernel(
         start_ref: Any,
@@ -277,7 +290,8 @@ def _attend_cache(
             at = bias_ref.at[(head * queries + places)[:, None], slots[None]]
             return plgpu.load(at, mask=real[:, None] & seen[None], other=0)
 
-        sums = look(projected_ref, keys_ref, values_ref, bias, first)
+        blocks = pl.cdiv(first, block)
+        sums = _look(projected_ref, keys_ref, values_ref, bias, jnp.int32(0), first, blocks, block, **sizes)
         # The cache is written and not read again: threads do not wait for each other in between.
         row, place = (head // heads) * queries + places, first + places
         column = (head % heads) * width + columns
@@ -289,9 +303,9 @@ def _attend_cache(
         )
         plgpu.store(new_keys_ref.at[head, columns[None], place[:, None]], key, mask=real[:, None])
         plgpu.store(new_values_ref.at[head, place[:, None], columns[None]], value, mask=real[:, None])
-        query = _query(projected_ref, heads=heads, width=width, queries=queries)
+        query = _query(projected_ref, **sizes)
         scores = jnp.where(real[None], plgpu.dot(query, key, trans_b=True) + bias(place, real), LOWEST)
-        _finish(_more(sums, scores, value), out_ref, heads=heads, width=width, queries=queries)
+        _finish(_more(sums, scores, value), out_ref, **sizes)
 
     found = jax.ShapeDtypeStruct((projected.shape[0], heads * width), projected.dtype)
     results = found, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
@@ -304,11 +318,16 @@ Sums = tuple[
 ]  # of a softmax so far: its highest score f32 [high], its sum f32 [high], f32 [high, K]
 
 
-def _query(ref: Any, *, heads: int, width: int, queries: int) -> Array:
-    """The queries of a program's example and head, [high, K]; zeros beyond the Q-th."""
+def _places(*, heads: int, width: int, queries: int) -> tuple[Array, Array, Array]:
+    """Of a program's example and head: which of its queries are real [high], their rows [high], its columns [K]."""
     head, places = pl.program_id(0), jnp.arange(_holding(queries, MOST_QUERIES))
-    at = (head // heads) * queries + places, (head % heads) * width + jnp.arange(width)
-    return plgpu.load(ref.at[at[0][:, None], at[1][None]], mask=(places < queries)[:, None], other=0)
+    return places < queries, (head // heads) * queries + places, (head % heads) * width + jnp.arange(width)
+
+
+def _query(ref: Any, **sizes: int) -> Array:
+    """The queries of a program's example and head, [high, K]; zeros beyond the Q-th."""
+    real, row, column = _places(**sizes)
+    return plgpu.load(ref.at[row[:, None], column[None]], mask=real[:, None], other=0)
 
 
 def _look(
@@ -316,28 +335,26 @@ def _look(
     keys_ref: Any,
     values_ref: Any,
     bias: Any,
-    used: Array,
-    *,
-    heads: int,
-    width: int,
-    queries: int,
-    slots: int,
+    first: Array,
+    last: Array,
+    blocks: Any,
+    block: int,
+    **sizes: int,
 ) -> Sums:
-    """The sums over the first `used` slots of keys [.., K, C] and values [.., C, K], a block after the other."""
-    head, columns = pl.program_id(0), jnp.arange(width)
-    query = _query(query_ref, heads=heads, width=width, queries=queries)
-    block = _holding(slots, 64 if width <= 64 else 32)
+    """The sums over slots from `first` up to `last` of keys [.., K, C] and values [.., C, K], block by block."""
+    head, columns = pl.program_id(0), jnp.arange(sizes["width"])
+    query = _query(query_ref, **sizes)
 
     def add(number: Array, sums: Sums) -> Sums:
-        slot = number * block + jnp.arange(block)
-        seen = slot < used
+        slot = first + number * block + jnp.arange(block)
+        seen = slot < last
         key = plgpu.load(keys_ref.at[head, columns[:, None], slot[None]], mask=seen[None], other=0)
         value = plgpu.load(values_ref.at[head, slot[:, None], columns[None]], mask=seen[:, None], other=0)
         return _more(sums, jnp.where(seen[None], plgpu.dot(query, key) + bias(slot, seen), LOWEST), value)
 
-    high = query.shape[0]
+    high, width = query.shape
     zero = jnp.full(high, LOWEST), jnp.zeros(high, jnp.float32), jnp.zeros((high, width), jnp.float32)
-    return jax.lax.fori_loop(0, pl.cdiv(used, block), add, zero)
+    return jax.lax.fori_loop(0, blocks, add, zero)
 
 
 def _more(sums: Sums, scores: Array, values: Array) -> Sums:
@@ -349,11 +366,10 @@ def _more(sums: Sums, scores: Array, values: Array) -> Sums:
     return now, total * kept + weights.sum(axis=1), found
 
 
-def _finish(sums: Sums, out_ref: Any, *, heads: int, width: int, queries: int) -> None:
-    head, places = pl.program_id(0), jnp.arange(sums[2].shape[0])
-    at = (head // heads) * queries + places, (head % heads) * width + jnp.arange(width)
+def _finish(sums: Sums, out_ref: Any, **sizes: int) -> None:
+    real, row, column = _places(**sizes)
     found = (sums[2] / sums[1][:, None]).astype(out_ref.dtype)
-    plgpu.store(out_ref.at[at[0][:, None], at[1][None]], found, mask=(places < queries)[:, None])
+    plgpu.store(out_ref.at[row[:, None], column[None]], found, mask=real[:, None])
 
 
 def _call(

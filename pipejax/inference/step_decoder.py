@@ -83,12 +83,13 @@ class StepDecoder:
         self, matrix: Matrix, x: Array, scale: Array, factor: float = 1.0, dtype: DTypeLike | None = None
     ) -> Array:
         """The matrix [O, I] times the norm of the columns x [I, N], times a factor: [O, N]; `dtype`: None is x's."""
+        return self._times(matrix, self._normed(x, scale, factor), dtype)
+
+    def _normed(self, x: Array, scale: Array, factor: float = 1.0) -> Array:
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
         hidden = (wide * inverse * scale[:, None]).astype(self.dtype)
-        if factor != 1.0:
-            hidden = hidden * jnp.asarray(factor, hidden.dtype)
-        return self._times(matrix, hidden, dtype)
+        return hidden if factor == 1.0 else hidden * jnp.asarray(factor, hidden.dtype)
 
     def _times(self, matrix: Matrix, columns: Array, dtype: DTypeLike | None = None) -> Array:
         found = jnp.matmul(matrix.rows.astype(self.dtype), columns, preferred_element_type=dtype)
