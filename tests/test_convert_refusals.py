@@ -202,6 +202,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("source/generation_config.json: eos_token_id: found '</s>'; expected a whole number",),
     ),
     "text tie": (setting(tie_word_embeddings="no", scale_decoder_outputs=...), ("tie_word", "'no'")),
+    "text tie beside a scale": (
+        setting(tie_word_embeddings="no"),
+        ("tie_word_embeddings: found 'no'; expected true or false",),
+    ),
     "activation": (setting(feed_forward_proj="gated-tanh"), ("_proj: found 'gated-tanh'", "gated-gelu")),
     "activation list": (setting(feed_forward_proj=["relu"]), ("feed_forward_proj: found ['relu']",)),
     "other gelu": (setting(dense_act_fn="gelu"), ("config.json: dense_act_fn: found 'gelu'", "'gelu_new'")),

@@ -167,7 +167,7 @@ TABLES: Table = (
     ("NUL", TABLE[:-6] + b"a\x00b\n", ("t.csv:3",), EITHER, ()),
     ("a column too many", TABLE + b"a,b,c\n", ("t.csv:4",), REFUSED, ()),
     ("a column too many, skipped", TABLE + b"a,b,c\n", (), TAKEN, ("t.csv:4",), ("--skip-bad",)),
-    ("spaces in the header", TABLE.replace(b"source,", b" source ,"), ('"source"',), REFUSED, ()),
+    ("spaces in the header", TABLE.replace(b"source,", b" source ,"), (), TAKEN, ()),
     ("upper case in the header", TABLE.replace(b"source,", b"Source,"), ('"source"',), REFUSED, ()),
     ("columns without a name", b"source,targets,,\nhoney maps,honey,,\n", ("t.csv",), EITHER, ()),
     ("the header again", TABLE + b"source,targets\n", (), EITHER, ()),
@@ -224,15 +224,16 @@ FILES: Table = (
     ("another script", ("données ✓.jsonl", GOOD), (), TAKEN, ()),
     ("a line break", ("a\nb.jsonl", GOOD), ("b.jsonl",), EITHER, ()),
 )
+START = ("decoder_start_token_id",)
 # Keys of config.json.
 FACTS: Table = (
     ("an end that the tokenizer has not", {"eos_token_id": 2}, ("eos",), EITHER, ("eos",)),
     ("a filler that the tokenizer has not", {"pad_token_id": 3}, ("pad",), EITHER, ("pad",)),
     ("no end", {"eos_token_id": None}, ("eos",), EITHER, ()),
-    ("an end below nothing", {"eos_token_id": -1}, ("eos_token_id",), REFUSED, ()),
-    ("an end in words", {"eos_token_id": "</s>"}, ("eos_token_id",), REFUSED, ()),
-    ("true for a filler", {"pad_token_id": True}, ("pad_token_id",), REFUSED, ()),
-    ("a start beyond the vocabulary", {"decoder_start_token_id": 64}, ("decoder_start_token_id",), REFUSED, ()),
+    ("an end below nothing", {"eos_token_id": -1}, ("eos_token_id",), EITHER, ("eos_token_id",)),
+    ("an end in words", {"eos_token_id": "</s>"}, ("eos_token_id",), EITHER, ("eos_token_id",)),
+    ("true for a filler", {"pad_token_id": True}, ("pad_token_id",), EITHER, ("pad_token_id",)),
+    ("a start beyond the vocabulary", {"decoder_start_token_id": 64}, START, EITHER, START),
     ("a list for a width", {"d_model": [16]}, ("d_model",), REFUSED, ()),
     ("a fraction for a vocabulary", {"vocab_size": 64.0}, ("vocab_size",), REFUSED, ()),
     ("a word for a tie", {"tie_word_embeddings": "yes"}, ("tie_word_embeddings",), REFUSED, ()),
@@ -257,7 +258,7 @@ GENERATION: Table = (
 # The tokenizer of a Hugging Face directory.
 TOKENIZERS: Table = (
     ("the end is a word's", lambda t: _swap(t, "</s>", ";"), ("eos",), EITHER, ("eos",)),
-    ("the filler is a word's", lambda t: _swap(t, "<pad>", ";"), ("pad",), EITHER, ("pad",)),
+    ("the filler is a word's", lambda t: _swap(t, "<pad>", ";"), START, EITHER, START),
     ("end and filler exchanged", lambda t: _swap(t, "</s>", "<pad>"), ("eos",), EITHER, ("eos",)),
     ("an added word twice", lambda t: t["added_tokens"].append(_added("</s>", id=1)), ("tokenizer",), EITHER, ()),
     ("an added id beyond", lambda t: t["added_tokens"].append(_added("<x>", id=4096)), ("hf",), EITHER, ()),
@@ -272,12 +273,12 @@ WEIGHTS: Table = (
     ("of DataParallel", _prefixed("module."), (), TAKEN, ("module.",)),
     ("of PEFT", _prefixed("base_model.model."), (), TAKEN, ("base_model.model.",)),
     ("of two wrappers", _prefixed("module._orig_mod."), ("module._orig_mod.",), EITHER, ("_orig_mod.",)),
-    ("of another model", _prefixed("bert.encoder."), ("model.safetensors",), REFUSED, ()),
+    ("of another model", _prefixed("bert.encoder."), ("model.safetensors",), EITHER, ("bert.encoder.",)),
     ("float16", _cast("float16"), (), TAKEN, ()),
     ("float64", _cast("float64"), ("F64",), EITHER, ()),
     ("complex", _cast("complex64"), ("model.safetensors",), REFUSED, ()),
     ("a pointer of Git LFS", _put("hf/model.safetensors", LFS), ("hf/model.safetensors", "LFS"), REFUSED, ()),
-    ("a tokenizer as a pointer", _put("hf/tokenizer.json", LFS), ("{here}/hf/tokenizer.json", "LFS"), REFUSED, ()),
+    ("a tokenizer as a pointer", _put("hf/tokenizer.json", LFS), ("{here}/hf", "tokenizer.json", "LFS"), REFUSED, ()),
     ("a config as a pointer", _put("hf/config.json", LFS), ("hf/config.json",), REFUSED, ()),
     ("of TensorFlow", _replaced("hf/model.safetensors", "hf/tf_model.h5"), ("tf_model.h5",), REFUSED, ()),
     (
@@ -287,7 +288,7 @@ WEIGHTS: Table = (
         REFUSED,
         (),
     ),
-    ("an adapter", _replaced("hf/model.safetensors", "hf/adapter_model.safetensors"), ("weights",), REFUSED, ()),
+    ("an adapter", _replaced("hf/model.safetensors", "hf/adapter_model.safetensors"), ("adapter",), REFUSED, ()),
     (
         "an index that is a list",
         _all(

@@ -224,6 +224,9 @@ def _read_architecture(directory: Path) -> tuple[T5Config, dict[str, Path]]:
     for key in REQUIRED:
         if key not in facts:
             raise UserError(f"{file}: {key}: missing; expected it, as in every T5's config.json")
+    for key in ("tie_word_embeddings", "scale_decoder_outputs"):
+        if not isinstance(facts.get(key, True), bool):
+            raise UserError(f"{file}: {key}: found {facts[key]!r}; expected true or false")
     values = {key: facts[key] for key in T5Config.__dataclass_fields__ if key in facts}
     # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the head
     # of v1.1 is untied. mT5 never scales, whatever its config.json says.
