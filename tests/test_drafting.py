@@ -150,6 +150,16 @@ def test_calls_and_what_they_accept_are_those_of_the_wavefront(delay, time_max, 
     assert in_vain > 4 or sub_max == 1 or delay == 0  # there all rows begin
 
 
+def test_time_runs_on_after_the_last_row_that_fits_into_it():
+    """By hand: rows start at 0 and 4 and end at 2 and 6; the third would start at 8, and time ends at 7."""
+    inner, answer = Pipelined(delay=4, time_max=7, sub_max=4), [[2], [3]]
+    table = [[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, [], []]]
+    found = scripted.decode(Drafted(inner, Table(), 2), [[x for row in table for x in row]], [answer], width=8)
+    plain = oracle.algorithm1(oracle.scripted_next_tokens(answer), delay=4, time_max=7, sub_max=4, stop="empty_row")
+    assert found.steps[0] == plain.steps == 7
+    assert [row for row in rows_of(found, 0) if row] == answer
+
+
 def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
     """In a batch each example has its own; without it the loop carries nothing more, and does the same."""
     answers = [[[2, 3, 4], [5]], [[6] * 5, [7, 8], [2]], []]
