@@ -137,7 +137,6 @@ class RunningBatch:
         for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(choice, field.name)
         self._in_use[place] = self._begins[place] = True
-        self._ends[place] = False
         return place
 
     def drop(self, place: int) -> None:
