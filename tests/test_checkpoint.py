@@ -87,6 +87,16 @@ def test_writes_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whole_arrays_of_another_step_are_damage(tmp_path):
+    """Their files are in order; only the digests in the manifest tell."""
+    save_all(Store(tmp_path, keep=2, writable=True), 1, 2)
+    shutil.rmtree(tmp_path / "2/params")
+    shutil.copytree(tmp_path / "1/params", tmp_path / "2/params")
+    with pytest.raises(Damaged, match="params: "):
+        Store(tmp_path).restore(2)
+    assert Store(tmp_path).restore(1).items["params"]["a"][0, 0] == 1
+
+
 def test_metadata_is_of_a_step_that_is_whole(tmp_path, said):
     save_all(Store(tmp_path, writable=True), 1, 2, 3)
     assert Store(tmp_path).newest_metadata() == {"score": [3]}

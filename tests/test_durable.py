@@ -517,6 +517,13 @@ def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch, said):
     assert Store(tmp_path).steps() == [2]
 
 
+def test_of_equal_scores_the_first_stays_the_best(tmp_path):
+    best = Best(tmp_path, CONFIG)
+    for step in (1, 2):
+        best.offer(step, (2.0,), tree(float(step))["params"])
+    assert best.close() and Store(tmp_path).steps() == [1]
+
+
 def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
     raised = []
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))

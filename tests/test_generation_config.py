@@ -229,6 +229,8 @@ def test_every_setting_alone_is_told_from_its_neutral_value(tmp_path: Path, caps
         ({"num_beams": 2, "length_penalty": 9.0}, {"beams": 2}, "length_penalty=9.0"),
         ({"max_new_tokens": "many"}, {}, 'max_new_tokens="many"'),
         ({"max_length": 1}, {}, "max_length=1"),
+        ({"do_sample": True, "temperature": 1000.0, "top_k": 7}, {}, "do_sample=true, top_k=7"),
+        ({"do_sample": True, "temperature": 0.0, "top_k": 7}, {}, ""),  # greedily
     ],
 )
 def test_settings_of_draws_and_beams(given: Any, decode: Any, lost: str, tmp_path: Path, capsys: Any) -> None:

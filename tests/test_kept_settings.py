@@ -14,8 +14,9 @@ import transformers
 
 import pipejax
 from pipejax import checkpoint
-from pipejax.config import Config, to_json
-from pipejax.convert import huggingface, quantize
+from pipejax.config import Config, DataConfig, TrainConfig, to_json
+from pipejax.convert import description, huggingface, quantize
+from pipejax.data import make_task
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -146,6 +147,12 @@ def test_transformers_writes_the_first_row(in_rows: Path) -> None:
     assert "the first row of an answer alone" in card
     assert f"'notes : {{note}} things : {{my-thing}}'.format_map({dict.fromkeys(('note', 'my-thing'), '...')})" in card
     assert '{"note": "...", "my-thing": "..."}' in card and "' # '" in card and "3 rows and 9 steps" in card
+
+
+def test_the_card_of_a_published_task_has_its_template() -> None:
+    config = Config(data=DataConfig(task="kp20k"), train=TrainConfig(objective="pipelined"))
+    card = description.card("k", config, tokenizer=True)
+    assert '{"title": "...", "abstract": "..."}' in card and make_task(config.data).template in card
 
 
 @pytest.mark.slow

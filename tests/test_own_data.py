@@ -280,6 +280,12 @@ def test_ragged_rows_are_skipped_and_open_quotes_are_not(tmp_path, said):
     assert "a.csv:3: not CSV (a quote is never closed)" in refusal(
         tmp_path, 'source,targets\na,x\n"b,y\nc,z\n', "a.csv", **settings
     )
+    # A byte that is no UTF-8 within that quote is the smaller fault: after it no row is found.
+    assert "a.csv:3: not CSV (a quote is never closed)" in refusal(
+        tmp_path, b'source,targets\na,x\n"b,y\nc\xe9,z\nd,z\n', "a.csv", **settings
+    )
+    message = refusal(tmp_path, b'source,targets\na,x\n"b\n\xe9",y\nc,z\n', "a.csv", rows="delimiter")
+    assert "a.csv:4: found byte 0xe9" in message and message.endswith("in lines 3 to 4")
 
 
 # Answers that are none.

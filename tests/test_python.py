@@ -352,6 +352,10 @@ def test_a_dict_is_a_config_and_a_run_goes_on(
         ({"dev": [{"text": "x", "targets": []}]}, r'dev:1: found no "source"'),
         ({"train": None}, r"data\.train: found nothing; expected the examples to train on"),
         ({"train": Path("absent.jsonl")}, r"absent\.jsonl: no such file"),
+        (
+            {"train": "a.jsonl", "overrides": {"data.task": "demo"}},
+            r"train: found a file with data\.task = demo; expected",
+        ),
     ],
 )
 def test_refused_trainings(tmp_path: Path, given: dict[str, Any], line: str) -> None:

@@ -675,6 +675,23 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
     assert target.read_bytes() == made and made.count(b"\n") == 5
 
 
+def test_cells_of_a_table_come_back_as_they_are(tmp_path):
+    """Line ends of all kinds, quotes and delimiters; lists are lists in Parquet, and JSON elsewhere."""
+    texts = ["a\rb", "a\nb", "a\r\nb", 'a"b', "a,b\tc", "é"]
+    values = [{"id": text, "text": text, "repeated": [i]} for i, text in enumerate(texts)]
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("a.parquet", "")):
+        lines = Path(record_tables.lines_for(str(tmp_path / name)))
+        lines.write_text(as_lines(values))
+        record_tables.write(lines, str(tmp_path / name))
+        if delimiter:
+            with (tmp_path / name).open(newline="") as file:
+                found = list(csv.DictReader(file, delimiter=delimiter))
+            found = [row | {"repeated": json.loads(row["repeated"])} for row in found]
+        else:
+            found = pyarrow.parquet.read_table(tmp_path / name).to_pylist()
+        assert found == values
+
+
 def test_outputs_that_no_table_can_be(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("{}")
     for name in ("a.jsonl.gz", "a.csv.GZ", "a.zst"):
@@ -736,6 +753,16 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     out, err = run("--checkpoint", checkpoints / "none", "--input", "-", "--output", "-", "--skip-bad")
     assert [json.loads(line) for line in out] == expected and "standard input: 8 bad lines skipped" in err
+    drawn, err = decoded(content, "--skip-bad", "--set=decode.samples=2", "--set=decode.temperature=1")
+    assert len(drawn) == 8 and f"{tmp_path}/in.jsonl: 8 bad lines skipped, 4 good ones kept" in err
+
+
+def test_a_blank_id_is_none():
+    """As null; an empty one is an id, as in lines of JSON."""
+    config = Config(model=MODEL)
+    given = ({"id": " "}, {"id": None}, {"id": float("nan")}, {}, {"id": ""}, {"id": 7})
+    found = [sources.of_record(value | {"source": "x"}, "source 0", 0, config).id for value in given]
+    assert found == [0, 0, 0, 0, "", 7]
 
 
 def test_a_field_that_no_record_has_is_told(tmp_path):

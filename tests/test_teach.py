@@ -102,6 +102,26 @@ def test_beams_are_the_checkpoints(given, tmp_path):
     assert pipejax.load(tmp_path / "run").config.decode.beams == 1
 
 
+def test_labels_are_not_drawn_whatever_the_checkpoint_does(given, tmp_path, tokenizer_files, monkeypatch, caplog):
+    """The run neither; both are opened and nothing is labelled."""
+    decode = dataclasses.replace(TEACHER.decode, temperature=0.7, top_k=5, samples=2)
+    params = checkpoint.open_run(given / "teacher").items["params"]
+    drawing = dataclasses.replace(TEACHER, decode=decode)
+    checkpoint.save_params(tmp_path / "teacher", drawing, params, tokenizer_source=tokenizer_files)
+    opened = []
+
+    def stop(generator, source):
+        opened.append(generator.config.decode)
+        raise UserError("enough")
+
+    monkeypatch.setattr(labels, "read", stop)
+    caplog.set_level("INFO")
+    with pytest.raises(UserError, match="enough"):
+        teach.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
+    assert opened == [TEACHER.decode]
+    assert "whose answers are written with temperature 0" in caplog.text
+
+
 def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
     read, trained, examined = loop.TrainingBatches, [], []
 

@@ -234,9 +234,15 @@ def test_float32_is_not_rounded_in_products(dtype, precise):
     assert products and all(("HIGHEST" in line) == precise for line in products)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize(
+    "name, poison",
+    [
+        ("adamw", float("nan")),
+        pytest.param("adamw", float("inf"), marks=pytest.mark.slow),
+        pytest.param("adafactor", float("nan"), marks=pytest.mark.slow),
+        pytest.param("adafactor", float("inf"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
     config = change(CONFIG, train={"optimizer": name, "accumulate": 2})
     trainer, arrays = shared_trainer(config), dict(batches[0].arrays)

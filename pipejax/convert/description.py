@@ -13,6 +13,7 @@ from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
+from pipejax.data import PUBLISHED, make_task
 from pipejax.data.text import Template, tells_rows_apart
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
@@ -138,6 +139,8 @@ def card(name: str, config: Config, *, tokenizer: bool) -> str:
     """The text of README.md; arguments as of `write`."""
     data, grid = config.data, config.grid
     template, between, core = data.source_template, data.separator, data.separator.strip(" ")
+    if data.task in PUBLISHED:  # it has a template of its own
+        template = make_task(data).template
     fields = (
         dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}
     )

@@ -139,6 +139,9 @@ def decoding(generation: Generation, model: T5Config) -> tuple[DecodeConfig, lis
             lost.append(key)
         else:
             decode = changed
+    if generation.drawn and not decode.temperature:  # nothing narrows draws where nothing is drawn
+        lost += [key for key in ("top_k", "top_p") if key in generation.values and "do_sample" in lost]
+        decode = replace(decode, top_k=DecodeConfig.top_k, top_p=DecodeConfig.top_p)
     file, lines = generation.file, []
     if taken := [f"decode.{key}={x}" for key, x in vars(decode).items() if x != getattr(DecodeConfig, key)]:
         lines.append(f"{file}: followed as {', '.join(taken)}")

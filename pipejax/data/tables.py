@@ -104,7 +104,10 @@ class Table:
                     cells = _NeverClosed(f"{self.where}:{begun}: not CSV (a quote is never closed)")
                 else:
                     cells = UserError(f"{self.where}:{begun}: not CSV ({error}){_span(begun, reader.line_num + first)}")
-            yield begun, first + reader.line_num - begun, broken[0] if broken else cells
+            count = first + reader.line_num - begun
+            if broken and not isinstance(cells, _NeverClosed):  # after that quote nothing is a row any more
+                cells = UserError(f"{broken[0]}{_span(begun, begun + count)}")
+            yield begun, count, cells
 
     def records(self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
         """Yields ("FILE:LINE", {column name: text}) for each row that is not blank; LINE is the row's first.

@@ -22,6 +22,7 @@ _TYPES = {
     "text": ("string", 0),
     "rows": ("string", 1),
     "row_ids": ("int32", 2),
+    "repeated": ("int64", 1),
     "steps": ("int64", 0),
     "calls": ("int64", 0),
     "truncated": ("string", 0),
@@ -74,11 +75,15 @@ def _records(lines: Path) -> Iterator[dict[str, Any]]:
 
 def _write_text(lines: Path, partial: Path, target: str) -> None:
     with partial.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file, delimiter=DELIMITERS[Path(target).suffix.lower()], lineterminator="\n")
+        delimiter = DELIMITERS[Path(target).suffix.lower()]
+        rows = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        # Older Pythons quote a carriage return only where lines end with one.
+        quoted = csv.writer(file, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
         for number, record in enumerate(_records(lines)):
             if number == 0:
                 rows.writerow(record)
-            rows.writerow([_json(value) if isinstance(value, list | dict) else value for value in record.values()])
+            cells = [_json(value) if isinstance(value, list | dict) else value for value in record.values()]
+            (quoted if any("\r" in x for x in cells if isinstance(x, str)) else rows).writerow(cells)
 
 
 def _write_parquet(lines: Path, partial: Path, target: str) -> None:

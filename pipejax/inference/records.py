@@ -100,7 +100,7 @@ def decode_file(
         given = list(read_records(source, delimiter=generator.config.data.csv_delimiter, bad=bad))
         check_fields(fields_of(generator.config), (value for _, value in given), source)
         checked = list(read_sources(generator, given, name, bad))
-        bad.end(len(checked))
+        bad.end(sum(s.sample == 0 for s in checked))
         if not checked:
             raise UserError(f"{source}: found no lines; expected at least one source")
         twice, times = Counter(str(s.id) for s in checked if s.sample == 0).most_common(1)[0]
@@ -148,7 +148,7 @@ def decode_file(
                 )
             raise
     if total is None:
-        bad.end(report.examples)
+        bad.end(report.examples // generator.config.decode.samples)
     if not report.examples and total is None:
         raise UserError("standard input: found no lines; expected at least one source")
     if target != STANDARD:

@@ -9,7 +9,7 @@ import numpy as np
 from pipejax.config import Config, T5Config
 from pipejax.data import OWN_FILES, TASKS, make_task, own_files
 from pipejax.data.encoding import prefix_ids
-from pipejax.data.lines import id_of, kind, text_of
+from pipejax.data.lines import id_of, is_blank, kind, text_of
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
@@ -35,7 +35,8 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
     value = dict(value)
     if "source" in value and "source_ids" in value:
         raise UserError(f'{place}: found "source" and "source_ids"; expected one of them')
-    name = name if value.get("id") is None else id_of(value, place)
+    own = value.get("id")
+    name = name if own != "" and is_blank(own) else id_of(value, place)
     prefixes, max_rows = value.get("row_prefixes") or (), value.get("max_rows")
     if not isinstance(prefixes, list | tuple) or not all(isinstance(x, str | list) for x in prefixes):
         raise UserError(

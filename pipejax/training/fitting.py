@@ -33,6 +33,8 @@ def fit(config: Any, workdir: str | Path, *, train: Any, dev: Any, overrides: Ov
     given: dict[str, list[Example]] = {}
     for split, source in (("train", train), ("dev", dev)):
         if isinstance(source, str | os.PathLike):
+            if config.data.task not in OWN_FILES:
+                raise UserError(f"{split}: found a file with data.task = {config.data.task}; expected jsonl or csv")
             config = config_lib.override(config, {f"data.{split}": source}, where=split)
         elif source is not None:
             given[split] = examples_of(source, split, config.data)

@@ -53,7 +53,7 @@ def read(generator: Generator, path: str) -> list[Source]:
       UserError: a line is no source, or has token ids in the place of text; there is none.
     """
     sources = []
-    for place, value in read_records(path):
+    for place, value in read_records(path, delimiter=generator.config.data.csv_delimiter):
         if "source_ids" in value:
             raise UserError(f'{place}: found "source_ids"; expected text, which training reads')
         sources.append(generator.source(value, place, place.rpartition(":")[2]))

@@ -47,6 +47,8 @@ FREE = (
     "data.csv_delimiter",
     "data.metric",
 )
+# Labels are not drawn, whatever the checkpoint does.
+GREEDILY = ("decode.beams=1", "decode.temperature=0", "decode.top_k=0", "decode.top_p=1", "decode.samples=1")
 SET_HERE = ("train.objective", "train.init_from", "train.init_best")
 
 
@@ -82,11 +84,13 @@ def teach(
                 f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
             )
         own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & {*DECODING_KEYS}]
-        generator = load(checkpoint, best=best, overrides=["decode.beams=1", *own])
+        generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
             raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read and write text")
-        logger.info(f"learning from {checkpoint}, {'best ' if best else ''}step {generator.origin['step']}")
+        decode, step = generator.config.decode, f"{'best ' if best else ''}step {generator.origin['step']}"
+        way = f"{decode.beams} beams" if decode.beams > 1 else f"temperature {decode.temperature:g}"
+        logger.info(f"learning from {checkpoint}, {step}, whose answers are written with {way}")
         sources = labels.read(generator, source)
         chosen = labels.choose_held_out(sources, held_out, config.train.seed)
         labels.begin(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
