@@ -261,6 +261,15 @@ def test_bad_lines_are_skipped_and_told(tmp_path, said):
     assert "train.jsonl: found 3 bad lines and no good one; first " in message and "train.jsonl:1: not JSON" in message
 
 
+@pytest.mark.parametrize("between, said_so", [("|", False), (";", True)])
+def test_a_delimiter_that_parts_nothing_is_told(between, said_so, tmp_path, caplog):
+    caplog.set_level("INFO")
+    content = "source,targets\n" + "".join(f"s{i},a{i}|b\n" for i in range(20))
+    read(tmp_path, content, "a.csv", rows="delimiter", delimiter=between)
+    line = f"a.csv: data.delimiter {between!r} parts none of 20 targets: each is one row"
+    assert (line in caplog.text) == said_so
+
+
 def test_ragged_rows_are_skipped_and_open_quotes_are_not(tmp_path, said):
     content = 'source,targets\na,x\nb\nc,y,z\n"d"d,y\n"e\ne",y,z\nf,y\n,y\ng,x\n'
     settings = {"rows": "delimiter", "skip_bad": True}

@@ -697,6 +697,8 @@ def test_outputs_that_no_table_can_be(tmp_path, monkeypatch):
     for name in ("a.jsonl.gz", "a.csv.GZ", "a.zst"):
         with pytest.raises(UserError, match="found the name of a packed file; expected another"):
             records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / name))
+    with pytest.raises(UserError, match=r"found the name of a workbook; expected \.csv, \.tsv"):
+        records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / "a.XLSX"))
     os.mkfifo(tmp_path / "pipe.csv")
     with pytest.raises(UserError, match=r"pipe\.csv: found no regular file"):
         records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / "pipe.csv"))

@@ -56,7 +56,7 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff")  # with which UTF-16 begins
 
 def seems(encoding: str) -> str:
     """A guess at the encoding, in brackets, with what to do about it."""
-    return f" (it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts it)"
+    return f" (it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts a file that is so throughout)"
 
 
 def _single_bytes(line: bytes) -> str:

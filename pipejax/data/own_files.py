@@ -25,6 +25,7 @@ from pipejax.system.errors import UserError
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "dev", "test")
+MANY = 20  # examples from which on it is worth a line that none has several rows
 
 
 class FilesTask:
@@ -136,6 +137,9 @@ class FilesTask:
             examples.append(Example(name, source, rows, place))
         if examples:
             check_fields((*self.fields, self.config.targets), [fields], where)
+        between = self.config.delimiter
+        if self.config.rows == "delimiter" and len(examples) >= MANY and not any(len(e.targets) > 1 for e in examples):
+            logger.info(f"{where}: data.delimiter {between!r} parts none of {len(examples)} targets: each is one row")
         return examples
 
     def _part(self, examples: Sequence[Example]) -> dict[str, list[Example]]:

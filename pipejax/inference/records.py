@@ -30,6 +30,7 @@ from pipejax.system.progress import Progress
 logger = logging.getLogger(__name__)
 
 STANDARD = "-"
+WORKBOOKS = (".xlsx", ".xls", ".ods")
 
 
 def check_input(source: str) -> Path:
@@ -51,6 +52,8 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
         return
     if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):
         raise UserError(f"--output {target}: found the input itself; expected another file")
+    if wanted.suffix.lower() in WORKBOOKS:
+        raise UserError(f"--output {target}: found the name of a workbook; expected .csv, .tsv, .parquet or .jsonl")
     if wanted.suffix.lower() in PACKED:
         raise UserError(f"--output {target}: found the name of a packed file; expected another, as nothing is packed")
     cli.check_output("--output", target)
