@@ -255,7 +255,8 @@ def test_rows_are_taught_by_the_best_step(
 
         told = begun(tmp_path, caplog, taught)
         name = "best step 3" if best else "step 0"
-        assert told[0] == f"learning from {run_with_best}, {name}" and told[1].endswith(f"(its {name})")
+        way = f"learning from {run_with_best}, {name}, whose answers are written with temperature 0"
+        assert told[0] == way and told[1].endswith(f"(its {name})")
         answers.append(json.loads((workdir / "labels" / "settings.json").read_text())["weights"])
         taught()  # the same again has nothing to do
     assert answers[0] != answers[1]
