@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.decoding import Carry, Decoded, Pipelined, Query, Sequential, SourceIds, Stretch
+from pipejax.decoding import Carry, Decoded, Pipelined, Plain, Query, Sequential, SourceIds, Stretch
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend
@@ -53,7 +53,7 @@ class Fixed(Pipelined):
 
 
 @dataclasses.dataclass(frozen=True)
-class Forced:
+class Forced(Plain):
     """A strategy that takes the model's choices, except that each row ends when its length says so."""
 
     inner: Pipelined | Sequential

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.decoding import Carry, Decoded, Drafted, Query, Sizes, SourceIds, Step, Stretch
+from pipejax.decoding import Carry, Decoded, Drafted, Plain, Query, Sizes, SourceIds, Step, Stretch
 
 Array = jax.Array
 
@@ -25,7 +25,7 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted:
+class Scripted(Plain):
     """Drafted decoding in which the model's answers are those of the script, whatever it is asked."""
 
     inner: Drafted

@@ -11,12 +11,13 @@ from transformers import T5ForConditionalGeneration
 
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.huggingface import write_hf
-from pipejax.decoding import TRUNCATIONS, Sizes, make
+from pipejax.decoding import TRUNCATIONS, Sizes
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
 from support import oracle
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
+from support.strategies import make
 
 V1_0 = T5Config(
     vocab_size=10,

@@ -1,6 +1,5 @@
 """Sampling, limits and log-probabilities, beside Hugging Face's processors, plain NumPy and the model's own logits."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +10,7 @@ import torch
 from scipy import stats
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pipejax import grid
+from pipejax import grid, methods
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Sampling, Step, Wishes, choice
 from pipejax.inference.generator import Generator
@@ -166,9 +165,9 @@ def test_only_tokens_of_the_source_are_written(strategy):
 def test_what_parts_rows_may_be_written_beside_them(tokenizer):
     """The separator's tokens, and none of the letters that it is encoded between."""
     made = generator("sequential", params=None)
-    made.tokenizer = tokenizer
-    assert tokenizer.decode(made._separator).strip() == made.config.data.separator.strip()
-    assert not {*tokenizer.encode("a")} & {*made._separator}
+    allowed = made.method().allowed(tokenizer)
+    assert tokenizer.decode(allowed).strip() == made.config.data.separator.strip()
+    assert not {*tokenizer.encode("a")} & {*allowed}
 
 
 @pytest.mark.parametrize(
@@ -185,11 +184,9 @@ def test_what_parts_rows_may_be_written_beside_them(tokenizer):
 )
 def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
     """The ids are those of T5's own tokenizer, 3 at the beginning of a word, 9 a letter a; but for the last ones."""
-    made = generator("sequential", params=None)
     ids = {"a": [3, 9], f"a{separator}": begun, f"a{separator}a": whole}
-    made.tokenizer = SimpleNamespace(encode=ids.__getitem__)
-    made.config = dataclasses.replace(made.config, data=dataclasses.replace(made.config.data, separator=separator))
-    assert made._separator == expected
+    method = methods.Sequential(max_length=9, separator=separator, delay=1)
+    assert method.allowed(SimpleNamespace(encode=ids.__getitem__)) == expected
 
 
 @pytest.mark.parametrize(

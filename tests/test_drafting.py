@@ -21,9 +21,9 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
-from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed, make
+from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
-from pipejax.inference import answers, kernels, programs
+from pipejax.inference import answers, kernels
 from pipejax.inference.backends import XLA, OwnKernel, call_costs
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture import command as picture
@@ -33,6 +33,7 @@ from pipejax.system.errors import UserError
 from support import oracle, wavefront
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
+from support.strategies import make
 from support.tiny import FEW_WORDS as TINY
 from support.tiny import MODEL
 
@@ -253,7 +254,8 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     narrow = next(level for level in kernels.LEVELS if level.name == "vnni")
     for backend, each in zip((XLA, OwnKernel(level=narrow), OwnKernel()), drafted.split(), strict=True):
         costs = call_costs(weights, backend)
-        strategy = programs.for_drafts(Drafted(Sequential(20), FromSource(), 3), "cpu", costs, backend)
+        drafted = Drafted(Sequential(20), FromSource(), 3)
+        strategy = drafted.suited("cpu", costs=costs, skips_fillers=backend.skips_fillers)
         for odds, tokens in zip((0.3, 0.12), each, strict=True):
             assert strategy._chosen(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == int(tokens)
 
@@ -355,7 +357,7 @@ def test_t5s_that_cannot_draft_are_refused(tmp_path):
         opened(model=dataclasses.replace(MODEL, vocab_size=65))
     with pytest.raises(UserError, match=r"^decode\.draft_checkpoint: .*absent: no such checkpoint directory"):
         opened("absent")
-    with pytest.raises(UserError, match=rf"^{where}found a T5 trained with delay 1; expected 2$"):
+    with pytest.raises(UserError, match=rf"^{where}found a T5 trained with grid\.delay = 1; expected 2$"):
         opened(grid=GridConfig(delay=1)).decode([[5, 1]])
     with pytest.raises(UserError, match=rf"^{where}found a T5 trained for sequential decoding; expected pipelined$"):
         opened(train=TrainConfig(objective="sequential")).decode([[5, 1]])

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.methods import losses
 from pipejax.model import embedding
 from pipejax.model.embedding import look_up, summed_by_token
-from pipejax.training import losses
 from pipejax.training.plan import longest_batch
 from pipejax.training.step import Trainer
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
+from pipejax.decoding import Sampling
 from pipejax.inference.backends import OwnKernel
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
@@ -45,7 +46,8 @@ def texts(count):
 
 
 def request(i, ids, strategy="pipelined", **more):
-    return Request(Source(i, ids), strategy, **more)
+    chosen = {name: more.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in more}
+    return Request(Source(i, ids), strategy, Sampling(**chosen), **more)
 
 
 def assert_same(found, expected):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipejax.data.text import split_rows
+from pipejax.methods import split_rows
 
 
 @pytest.mark.parametrize(

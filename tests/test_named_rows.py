@@ -12,7 +12,7 @@ from jax import export as jax_export
 from experiments import named_rows as experiment
 from pipejax import checkpoint
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig, override
-from pipejax.data.encoding import encode, prefix_ids
+from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.engine import Engine, Request
@@ -22,6 +22,7 @@ from pipejax.inference.picture.command import main as draw
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.inference.unfinished import settings_of
+from pipejax.methods import prefix_ids
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support import oracle

@@ -106,7 +106,9 @@ def test_the_engine_gets_what_is_asked_for(client: TestClient, engine: ScriptedE
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
     sources = [Source(i, ids, sample=k) for i, ids in enumerate(prompts) for k in (0, 1)]
     assert [r.source for r in engine.requests] == sources
-    assert [r.seed for r in engine.requests] == [seed_of(source, 2**31 - 1) for source in sources]  # as decode draws
+    assert [r.sampling.seed for r in engine.requests] == [
+        seed_of(source, 2**31 - 1) for source in sources
+    ]  # as decode draws
     assert all({name: getattr(r, name) for name in settings} == settings for r in engine.requests)
     assert {r.strategy for r in engine.requests} == {"sequential"}
 
@@ -114,7 +116,12 @@ def test_the_engine_gets_what_is_asked_for(client: TestClient, engine: ScriptedE
 def test_defaults_are_those_of_an_offline_decode(client: TestClient, engine: ScriptedEngine) -> None:
     client.post(PATH, json={"prompt": TEXT, "temperature": None, "stop": None, "echo": False, "best_of": 1})
     (request,) = engine.requests
-    assert (request.temperature, request.top_k, request.top_p, request.max_tokens) == (0, 0, 1, None)
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p, request.max_tokens) == (
+        0,
+        0,
+        1,
+        None,
+    )
     assert request.strategy == "pipelined"
 
 
@@ -259,7 +266,9 @@ def test_ids_of_records_are_kept(client: TestClient, engine: ScriptedEngine) -> 
     client.post(PATH, json={"prompt": prompts, "temperature": 1, "seed": 4})
     assert [request.source.id for request in engine.requests] == ["a1", 7, 2]
     assert list(engine.requests[2].source.content) == [6, 1]
-    assert engine.requests[0].seed == seed_of(Source("a1", [5, 1]), 4)  # as decode draws for a record of that id
+    assert engine.requests[0].sampling.seed == seed_of(
+        Source("a1", [5, 1]), 4
+    )  # as decode draws for a record of that id
 
 
 @pytest.mark.parametrize(
@@ -347,7 +356,7 @@ def test_half_a_character_waits(text: str) -> None:
 
 def write(rows: list[str], *, delay: int = 1, order: int = 99, **settings: Any) -> str:
     """The text when rows of letters are written on the grid up to so many letters; "|" is where they end."""
-    writing = Writing(Bytes(), delay=delay, separator=" ; ", **settings)  # type: ignore[arg-type]
+    writing = Writing(Bytes(), start=lambda row: row * delay, separator=" ; ", **settings)  # type: ignore[arg-type]
     letters = sorted((i * delay + j, i, byte) for i, row in enumerate(rows) for j, byte in enumerate(row.encode()))
     said = [writing.add(row, byte, 0.0) for _, row, byte in letters[:order]]
     return "".join(piece.text for pieces in said for piece in pieces) + "|" + "".join(p.text for p in writing.end())
@@ -487,8 +496,10 @@ def test_an_unknown_field_gets_the_one_that_was_meant(client: TestClient, field:
 @pytest.mark.parametrize("seed", [-1, 0, 2**31, 2**53 + 1, 2**63 - 1, -(2**63)])
 def test_seeds_are_all_whole_numbers_of_64_bits(client: TestClient, engine: ScriptedEngine, seed: int) -> None:
     client.post(PATH, json={"prompt": TEXT, "temperature": 1, "seed": seed})
-    assert engine.requests[0].seed == seed_of(engine.requests[0].source, seed)
-    assert engine.requests[0].seed not in {seed_of(engine.requests[0].source, seed + n) for n in (-1, 1, 2**32)}
+    assert engine.requests[0].sampling.seed == seed_of(engine.requests[0].source, seed)
+    assert engine.requests[0].sampling.seed not in {
+        seed_of(engine.requests[0].source, seed + n) for n in (-1, 1, 2**32)
+    }
 
 
 def test_null_is_not_given(client: TestClient, engine: ScriptedEngine) -> None:

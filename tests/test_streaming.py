@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from pipejax import methods
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.inference.generator import Generator
 from pipejax.inference.records import decode_file
@@ -167,7 +168,7 @@ def test_elsewhere_each_row_is_a_line(tmp_path, capsys):
     for live in (False, True):
         report = decode_file(made, str(source), str(tmp_path / f"{live}"), strategy=None, batch_size=None, live=live)
         assert report.examples == 4
-        assert ("(compilation included)" in report.lines("pipelined")[0]) == live
+        assert ("(compilation included)" in report.lines(methods.make("pipelined", Config()))[0]) == live
     assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes()
     lines = capsys.readouterr().err.splitlines()
     records = [json.loads(line) for line in (tmp_path / "True").read_text().splitlines()]

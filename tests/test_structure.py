@@ -35,6 +35,7 @@ LAYERS = (
     ("config", "config.*"),
     ("metrics", "metrics.[!_]*"),
     ("decoding", "decoding.*", "model", "model.*"),
+    ("methods", "methods.*"),
     ("data", "data.[!_]*"),
     ("checkpoint", "checkpoint.[!_]*"),
     ("convert", "convert.[!_]*"),

@@ -14,11 +14,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from pipejax import grid
 from pipejax.config import DecodeConfig, GridConfig, T5Config
 from pipejax.convert.huggingface import read_hf
-from pipejax.decoding import make
 from pipejax.model import t5
 from pipejax.model.sharding import path_of
 from support import oracle
 from support.one_program import compiled
+from support.strategies import make
 
 SMALL = {
     "vocab_size": 90,

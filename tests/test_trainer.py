@@ -18,10 +18,11 @@ from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.data.padding import bucket
 from pipejax.data.shapes import deal
+from pipejax.methods import losses
 from pipejax.model import lora, sharding, t5
 from pipejax.system import cli
 from pipejax.system.errors import UserError
-from pipejax.training import losses, optimizer
+from pipejax.training import optimizer
 from pipejax.training.costs import training_flops
 from pipejax.training.step import Trainer, batch_loss, take_apart, train_step
 from support import oracle
@@ -85,7 +86,7 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
     targets, weights = rng.integers(0, 50, (3, 24)), rng.integers(0, 2, (3, 24)).astype(np.float32)
 
     def loss(hidden, table):
-        return losses.cross_entropy_in_parts(lambda h: h @ table, hidden, targets, weights, vocabulary=50)
+        return losses.in_parts(losses.cross_entropy, lambda h: h @ table, hidden, targets, weights, vocabulary=50)
 
     whole = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, table)
     monkeypatch.setattr(losses, "LOGITS", 3 * 50 * 5)  # five slots at once do not divide 24: six parts of four

@@ -16,7 +16,7 @@ import pytest
 from pipejax import grid
 from pipejax.data.batches import collate
 from pipejax.data.encoding import Encoded
-from pipejax.training import losses
+from pipejax.methods import losses
 from pipejax.training.step import TrainState, batch_loss, train_step
 from support import oracle
 from support.tiny import FEW_WORDS
@@ -111,7 +111,7 @@ def test_what_has_no_weight_has_no_part_in_a_mean(monkeypatch):
     expected = -sum(np.log(likely[g, n, targets[g, n]]) for g in range(3) for n in range(24) if weights[g, n])
     for most in (losses.LOGITS, 3 * WORDS * 5):
         monkeypatch.setattr(losses, "LOGITS", most)
-        found = losses.cross_entropy_in_parts(lambda x: x, logits, targets, weights, vocabulary=WORDS)
+        found = losses.in_parts(losses.cross_entropy, lambda x: x, logits, targets, weights, vocabulary=WORDS)
         np.testing.assert_allclose(found, (expected, weights.sum()), rtol=1e-5)
 
 

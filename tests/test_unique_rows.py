@@ -1,14 +1,17 @@
 """Rows that repeat one above them: left out of records, streams and chunks, and the end of an answer in circles."""
 
 import dataclasses
+import operator
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from pipejax import methods
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Pipelined, Trace
+from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Pipelined, Sampling, Trace
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.inference import streaming
 from pipejax.inference.answers import count, record_of
@@ -62,12 +65,16 @@ def decoded(rows, *, truncated=None, **more):
     )
 
 
+METHOD = methods.make("pipelined", Config())
+
+
 def record(of: Generator, source: Source, strategy: str, found: Any, place: int) -> Any:
-    return record_of(source, strategy, found, place, config=of.config, tokenizer=of.tokenizer)
+    start = of.make_strategy(strategy).start
+    return record_of(source, of.method(strategy), found, place, start=start, config=of.config, tokenizer=of.tokenizer)
 
 
 def counted(of: Generator, one: Any, strategy: str, report: Report) -> None:
-    count(one, strategy, report, config=of.config, tokenizer=of.tokenizer)
+    count(one, of.method(strategy), report, config=of.config, tokenizer=of.tokenizer)
 
 
 def test_a_record_has_no_two_equal_rows(made):
@@ -87,7 +94,7 @@ def test_a_record_has_no_two_equal_rows(made):
     counted(made, found, "pipelined", report)
     counted(made, record(made, Source("y", [1]), "pipelined", decoded([[A], [A], []]), 0), "pipelined", report)
     assert Report.of_all([report, report]).repeated == 6
-    assert report.lines("pipelined")[-1].endswith("; rows left out, as they repeat one above: 3")
+    assert report.lines(METHOD)[-1].endswith("; rows left out, as they repeat one above: 3")
 
 
 def test_without_the_setting_all_rows_stay_and_nothing_is_told(made):
@@ -98,7 +105,7 @@ def test_without_the_setting_all_rows_stay_and_nothing_is_told(made):
     assert found["row_ids"] == [[A], [A]] and "repeated" not in found
     report = Report()
     counted(other, found, "pipelined", report)
-    assert "repeat" not in "".join(report.lines("pipelined"))
+    assert "repeat" not in "".join(report.lines(METHOD))
 
 
 def test_an_unfinished_row_that_is_equal_so_far_is_left_out(made):
@@ -204,7 +211,9 @@ def test_chunks_add_up_to_the_record(made, end, as_written):
     for seed in range(200):
         rows, delay, _ = answers([seed, end, 7], end=end)
         tokenizer: Any = Letters()
-        writing = Writing(tokenizer, delay=delay, separator=" ; ", as_written=as_written, unique=True)
+        writing = Writing(
+            tokenizer, start=partial(operator.mul, delay), separator=" ; ", as_written=as_written, unique=True
+        )
         letters = sorted((i * delay + j, i, token) for i, row in enumerate(rows) for j, token in enumerate(row))
         pieces = [piece for _, row, token in letters for piece in writing.add(row, token, 0.0)]
         some_waited += len(pieces) < len(letters)
@@ -289,7 +298,7 @@ def test_streams_and_running_batches_give_the_records_of_decode(temperature):
         assert [row for row in by_row if row] == wanted["row_ids"]
     engine = Engine(made, places=3, queue=99)
     requests = [
-        Request(source, "pipelined", temperature=temperature, seed=seed_of(source, 0), max_tokens=most)
+        Request(source, "pipelined", Sampling(temperature, seed=seed_of(source, 0)), max_tokens=most)
         for most in (None, 4)
         for source in given
     ]

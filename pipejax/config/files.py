@@ -5,9 +5,13 @@ A config file is a short Python file that assigns `config = Config(...)`, or the
 
 import dataclasses
 import difflib
+import importlib
 import json
+import operator
+import os
 import re
 import runpy
+import sys
 import traceback
 import typing
 from pathlib import Path
@@ -65,6 +69,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set") -
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
+    config = _with_method(config)
     check(config, where=str(path))
     return override(config, overrides, where=where)
 
@@ -111,7 +116,48 @@ def _values(values: typing.Mapping[Any, Any], prefix: str, where: str) -> typing
 
 def to_json(config: Config) -> str:
     """The resolved config as JSON text."""
-    return json.dumps(dataclasses.asdict(config), indent=2, ensure_ascii=False) + "\n"
+    values = dataclasses.asdict(config)
+    if dataclasses.is_dataclass(config.method):
+        values["method"] = {"class": class_of(config.method), **values["method"]}
+    elif config.method is None:
+        del values["method"]
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def class_of(value: Any) -> str:
+    """The class of an object as MODULE:CLASS."""
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def find_class(name: str) -> Any:
+    """The class that "MODULE:CLASS" names; modules of the current directory are found as well.
+
+    Raises:
+      UserError: there is no such module, it does not run, or it has no such class.
+    """
+    module, _, attribute = name.partition(":")
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"method: found {name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)}); expected "
+            "MODULE:CLASS"
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    return found
+
+
+def _with_method(config: Config) -> Config:
+    """The config whose method, if it is only named, is made with its defaults."""
+    if not isinstance(config.method, str) or not config.method:
+        return config
+    return dataclasses.replace(config, method=find_class(config.method)())
 
 
 def from_json(text: str | bytes, *, where: str) -> Config:
@@ -120,7 +166,16 @@ def from_json(text: str | bytes, *, where: str) -> Config:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
+    method = values.pop("method", None) if isinstance(values, dict) else None
     config: Config = _build(Config, values, "", where)
+    if isinstance(method, dict) and isinstance(name := method.pop("class", None), str):
+        try:
+            method = _build(find_class(name), method, "method.", where)
+        except UserError as error:  # whoever opens the run may bring the class along
+            method = str(error)
+    elif method is not None:
+        raise UserError(f'{where}: method: found {shown(method)}; expected an object with "class"')
+    config = dataclasses.replace(config, method=method)
     check(config, where=where)
     return config
 
@@ -131,6 +186,10 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = prefix + field.name
+        if key == "method":
+            if value is not None:
+                leaves |= {"method.class": class_of(value), **flat(value, "method.")}
+            continue
         value = list(value) if isinstance(value, tuple) else value
         leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return leaves
@@ -149,6 +208,8 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
+    if full == "method":
+        return _with_method(dataclasses.replace(node, method=value or None))
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
         raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, old)}")
     return dataclasses.replace(node, **{keys[0]: parse(value, kind, full) if written else plain(value, kind)})

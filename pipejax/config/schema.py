@@ -1,6 +1,7 @@
 """The schema of an experiment: frozen dataclasses, and the checks that need no files. Standard library only."""
 
 import dataclasses
+from typing import Any
 
 from pipejax.system.errors import UserError
 from pipejax.system.fields import check_fields, setting
@@ -168,6 +169,7 @@ class Config:
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    method: Any = setting(None)  # a way to write answers of your own: docs/methods.md; none: as train.objective says
 
 
 def check(config: Config, *, where: str) -> None:

@@ -9,12 +9,14 @@ import json
 from pathlib import Path
 
 from pipejax import config as config_lib
+from pipejax import methods
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import PUBLISHED, make_task
-from pipejax.data.text import Template, tells_rows_apart
+from pipejax.data.text import Template
+from pipejax.methods import tells_rows_apart
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
@@ -76,7 +78,7 @@ def write(directory: Path, name: str, config: Config, *, tokenizer: bool) -> lis
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (directory / CARD).write_text(card(name, config, tokenizer=tokenizer), encoding="utf-8")
     lines = []
-    if config.train.objective == "pipelined":
+    if "generate" not in methods.trained(config).can:
         lines.append(
             "these weights were trained to write rows side by side: transformers' generate writes the first row alone; "
             f"{CARD} there says how to decode all"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipejax import methods
 from pipejax.config import Config, DecodeConfig, T5Config, check
 from pipejax.convert.tensor_files import read_json
 from pipejax.system.errors import UserError
@@ -155,7 +156,7 @@ def written(config: Config) -> dict[str, Any]:
     """The content of generation_config.json for a run, with which `generate` comes as near to it as it can."""
     assert config.model is not None
     decode, values = config.decode, {key: getattr(config.model, key) for key in IDS}
-    if config.train.objective == "pipelined":  # the first row is what `generate` writes
+    if "generate" not in methods.trained(config).can:  # the first row is what `generate` writes
         return values | {"max_new_tokens": config.grid.time_max}
     values |= {"max_new_tokens": decode.max_length}
     if decode.beams > 1:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipejax import grid
+from pipejax import grid, methods
 from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
@@ -48,21 +48,17 @@ def pack_size(config: TrainConfig) -> int:
 
 
 def longest(config: Config) -> Pair:
-    """The shape of a batch whose sources and targets all have the greatest length that the config allows.
-
-    A pipelined target has one more slot for each row whose eos is fed to the decoder (see `grid.flatten`). A row has at
-    least two tokens, eos included, so a target of n tokens has at most (n - 1) // 2 such slots.
-    """
-    slots = config.data.max_target
-    if config.train.objective != "sequential":
-        slots += (slots - 1) // 2
+    """The shape of a batch whose sources and targets all have the greatest length that the config allows."""
+    slots = methods.trained(config).most_slots(config.data.max_target)
     return round_up(config.data.max_source), round_up(slots * pack_size(config.train))
 
 
-def abstract_batch(config: TrainConfig, shape: Pair) -> dict[str, tuple[int, ...]]:
-    """The shapes of a batch's arrays, by name; `shape` is (L, N)."""
+def abstract_batch(config: TrainConfig, shape: Pair, choices: int = 0) -> dict[str, tuple[int, ...]]:
+    """The shapes of a batch's arrays, by name; `shape` is (L, N), `choices` as in `Method`."""
     size, rows = config.batch_size, config.batch_size // pack_size(config)
-    slots = dict.fromkeys((*grid.Flat._fields, "example"), (rows, shape[1]))
+    slots: dict[str, tuple[int, ...]] = dict.fromkeys((*grid.Flat._fields, "example"), (rows, shape[1]))
+    if choices:
+        slots |= dict.fromkeys(("targets", "weights"), (rows, shape[1], choices))
     return {"source": (size, shape[0]), "source_length": (size,), "slots": (rows,), **slots}
 
 

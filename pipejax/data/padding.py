@@ -10,8 +10,8 @@ import numpy as np
 
 
 def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """[B, length], rows with zeros at the end. Lengths and weights tell what is padding, never an id of 0."""
-    padded = np.zeros((len(rows), length), rows[0].dtype)
+    """[B, length, ...], rows with zeros at the end. Lengths and weights tell what is padding, never an id of 0."""
+    padded = np.zeros((len(rows), length, *rows[0].shape[1:]), rows[0].dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded

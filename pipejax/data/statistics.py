@@ -8,11 +8,11 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data.encoding import place_of, shown, spell
+from pipejax.data.encoding import place_of
 from pipejax.data.examples import Example
-from pipejax.data.text import tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
+from pipejax.methods import shown, spell, tells_rows_apart
 
 _UNBOUNDED = 2**30  # a bound that no target reaches
 TEXTS = ("sources", "targets")  # of which the tokenizer may not give all back

@@ -1,6 +1,5 @@
 """Text rules of tasks: spelling for T5's vocabulary, templates of fields, and splitting a target into rows."""
 
-import re
 import string
 from collections.abc import Mapping, Sequence
 
@@ -86,27 +85,3 @@ class Template:
     def fill(self, values: Mapping[str, str]) -> str:
         """The text with each field replaced by its value."""
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)
-
-
-def tells_rows_apart(separator: str) -> bool:
-    """Whether rows can be found again in a text that joins them with it: spaces alone separate nothing."""
-    return bool(separator.strip(" "))
-
-
-def split_rows(text: str, separator: str) -> list[str]:
-    """Splits a decoded sequential target into rows; if the separator is only spaces, the whole text is one row."""
-    if not tells_rows_apart(separator):
-        return [text] if text else []
-    parts = re.split(separator_pattern(separator), text)
-    return [row for row in map(str.strip, parts) if row]
-
-
-def separator_pattern(separator: str) -> str:
-    """A regular expression for the separator in decoded text.
-
-    Tokenizers change the number of spaces around the separator, and drop them at the ends of the text.
-    """
-    core = separator.strip(" ")
-    before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
-    after = r"(?:$| +)" if separator.endswith(" ") else ""
-    return before + re.escape(core) + after

@@ -1,14 +1,14 @@
 """Token by token over several hypotheses: beam search, the stronger baseline. A row of the grid is a beam."""
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.gathering import Query
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
 
 
 @flax.struct.dataclass
@@ -29,7 +29,7 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beam:
+class Beam(Plain):
     """The best hypothesis by log-probability / length**length_penalty that `beams` of them side by side lead to.
 
     Hypotheses, scores and end are those of Hugging Face's `generate` with its default early_stopping=False: each step
@@ -55,6 +55,15 @@ class Beam:
     def slots(self) -> int:
         """bos once, then one a beam and step."""
         return 1 + self.beams * (self.max_length - 1)
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """None: an answer is several candidates."""
+        return 0, 0
+
+    def start(self, row: Any) -> Any:
+        """At once."""
+        return 0 * row
 
     def init(self, batch: int, source: SourceIds | None = None) -> State:
         """bos alone, in the first row."""
@@ -123,9 +132,6 @@ class Beam:
             done=state.done | over,
         )
 
-    def kept(self, state: State) -> None:
-        """All."""
-
     def done(self, state: State) -> Array:
         """As found by the last step."""
         return state.done
@@ -139,7 +145,3 @@ class Beam:
             steps=state.steps,
             truncated=code.astype(jnp.int32),
         )
-
-    def calls(self, decoded: Decoded) -> np.ndarray:
-        """One a step."""
-        return np.asarray(decoded.steps)

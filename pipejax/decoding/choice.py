@@ -7,12 +7,14 @@ batch, and the same with drafts, which are then accepted exactly where the sampl
 Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipejax.decoding.gathering import Query, Step
 
@@ -23,12 +25,22 @@ BLOCK = 256  # tokens whose weights are added up together
 
 @flax.struct.dataclass
 class Sampling:
-    """From which distribution tokens are drawn, for each example."""
+    """From which distribution tokens are drawn: for one answer, or as arrays for each example of a batch."""
 
-    temperature: Any  # f32 [B], what logits are divided by; 0: the most likely token is taken
-    top_k: Any  # i32 [B], of so many most likely tokens; 0: of all
-    top_p: Any  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
-    seed: Any  # u32 [B]
+    temperature: Any = 0.0  # f32 [B], what logits are divided by; 0: the most likely token is taken
+    top_k: Any = 0  # i32 [B], of so many most likely tokens; 0: of all
+    top_p: Any = 1.0  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
+    seed: Any = 0  # u32 [B]
+
+    @classmethod
+    def together(cls, each: "Sequence[Sampling]") -> "Sampling":
+        """Those of several answers as arrays of NumPy, [B] each."""
+        dtypes = np.float32, np.int32, np.float32, np.uint32
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(*(np.asarray([getattr(x, n) for x in each], t) for n, t in zip(names, dtypes, strict=True)))
+
+
+MOST_LIKELY = Sampling()
 
 
 @flax.struct.dataclass

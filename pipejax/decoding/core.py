@@ -1,4 +1,4 @@
-"""The decoding loop and the interface of a strategy.
+"""The decoding loop.
 
 A strategy is a frozen dataclass of plain numbers (static under jit). It says which tokens a step feeds, at which
 places of the grid they stand, and what it takes from the logits; the loop gathers the live ones, keeps the
@@ -17,7 +17,7 @@ example, C cache slots in reach, V vocabulary.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import flax.struct
 import jax
@@ -26,92 +26,10 @@ import numpy as np
 
 from pipejax.decoding import choice
 from pipejax.decoding.choice import GREEDILY, Wishes
-from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, gather, taken, without
-from pipejax.decoding.trace import Trace
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, taken, without
+from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, Stepper
 
-Array = jax.Array
-Cache = TypeVar("Cache")
-
-TRUNCATIONS = (None, "time_max", "sub_max", "max_length")  # what the codes in Decoded.truncated stand for
-
-
-@flax.struct.dataclass
-class SourceIds:
-    """A batch of sources, for strategies that read them."""
-
-    ids: Any  # i32 [B, L]
-    length: Any  # i32 [B], how many are real
-    memory: Any = None  # what a drafter's own model made of them
-
-
-@flax.struct.dataclass
-class Decoded:
-    """The result of a strategy: rows of tokens without bos and eos."""
-
-    tokens: Array  # i32 [B, R, W], R rows, W their longest; meaningless beyond `lengths`
-    lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
-    steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
-    truncated: Array  # i32 [B], index into TRUNCATIONS
-    calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
-    log_probs: Any = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
-    trace: Trace | None = None  # what became of drafts, if `Drafted.trace`
-
-
-class Strategy(Protocol):
-    """What a decoding strategy offers. Its state is a pytree of fixed shapes."""
-
-    @property
-    def rows(self) -> int:
-        """S, the most queries of an example in one step."""
-
-    @property
-    def slots(self) -> int:
-        """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
-
-    def init(self, batch: int, source: SourceIds | None = None) -> Any:
-        """The state before the first step; `source`: for strategies that read it."""
-
-    def query(self, state: Any) -> tuple[Any, Query]:
-        """Opens the next step: the state with any new rows, and what to ask."""
-
-    @property
-    def choose(self) -> Callable[[Array], Any] | None:
-        """What it takes from logits f32 [V, N]: arrays [N, ...], the answers; None: the most likely tokens i32 [N]."""
-
-    def advance(self, state: Any, answers: Any) -> Any:
-        """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
-
-    def kept(self, state: Any) -> Array | None:
-        """bool [B, S], True at queries of the last step that later ones may see; None: at all."""
-
-    def done(self, state: Any) -> Array:
-        """bool [B], True at finished examples."""
-
-    def result(self, state: Any) -> Decoded:
-        """The rows, once all are done."""
-
-    def calls(self, decoded: Decoded) -> Any:
-        """i32 [B], decoder calls that an example takes by itself, in NumPy."""
-
-
-class Refillable(Strategy, Protocol):
-    """A strategy each of whose examples has a state of its own: all arrays of its state have a first axis of B."""
-
-    def stopped(self, state: Any, which: Array) -> Any:
-        """The state with the examples bool [B] done."""
-
-
-class Model(Protocol[Cache]):
-    """The decoder of a batch, as the loop sees it."""
-
-    def cache(self, slots: int, old: Cache | None) -> Cache:
-        """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
-
-    def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written."""
-
-    def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """As a call, but instead of logits the tokens i32 [N] with the highest, the lowest id of equals."""
+QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +41,7 @@ class Sizes:
 
     @classmethod
     def fit(
-        cls, strategy: Strategy, batch: int, *, queries: tuple[int, ...] = (), slots: tuple[int, ...] = ()
+        cls, strategy: Stepper, batch: int, *, queries: tuple[int, ...] = (), slots: tuple[int, ...] = ()
     ) -> "Sizes":
         """The sizes that hold every decode of that strategy.
 
@@ -182,7 +100,7 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
 
 
 def begin(
-    strategy: Strategy,
+    strategy: Stepper,
     model: Model[Cache],
     state: Any,
     sizes: Sizes,
@@ -216,7 +134,7 @@ def begin(
 
 
 def decode(
-    strategy: Strategy,
+    strategy: Stepper,
     model: Model[Cache],
     carry: Carry,
     *,

@@ -12,19 +12,21 @@ call already, and begins if they turn out right.
 
 import dataclasses
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipejax.config import DecodeConfig
+from pipejax.decoding import drafters
 from pipejax.decoding import trace as tracing
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
-from pipejax.decoding.drafters.interface import Drafter, Written
+from pipejax.decoding.core import QUERIES
+from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
 from pipejax.decoding.gathering import Query, taken
+from pipejax.decoding.interface import Array, Decoded, Model, SourceIds, Strategy
 from pipejax.decoding.pipelined import NEVER, Pipelined, below
-from pipejax.decoding.sequential import Sequential
 from pipejax.grid import start
 
 MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
@@ -58,6 +60,17 @@ class State:
     trace: Any = None  # a `Trace` of what became of drafts, if it is kept
 
 
+class OnGrid(Strategy, Protocol):
+    """A greedy strategy whose answers are rows of a grid, each on its own: what drafts can be verified for."""
+
+    @property
+    def on_grid(self) -> Pipelined:
+        """The grid on which Algorithm 1 writes the same answers."""
+
+    def cut(self, cut: Array, complete: Array, started: Array) -> Array:
+        """Codes i32 [B], as `Pipelined.cut`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Drafted:
     """What `inner` writes, in fewer calls.
@@ -66,7 +79,7 @@ class Drafted:
     often drafts are right is learned as they are judged, for each example and each degree of trust.
     """
 
-    inner: Pipelined | Sequential
+    inner: OnGrid
     drafter: Drafter
     tokens: int = 8  # D, drafted for a row in a call, at the most
     queries: tuple[int, ...] = ()  # the sizes of calls of a whole batch, ascending, but for the largest
@@ -77,10 +90,48 @@ class Drafted:
     @cached_property
     def grid(self) -> Pipelined:
         """The inner strategy on a grid: a sequential answer is its only row."""
-        inner = self.inner
-        if isinstance(inner, Pipelined):
-            return inner
-        return Pipelined(delay=1, time_max=inner.max_length, sub_max=1, bos=inner.bos, eos=inner.eos)
+        return self.inner.on_grid
+
+    @property
+    def eos(self) -> int:
+        """The inner strategy's."""
+        return self.inner.eos
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """The inner strategy's."""
+        return self.inner.places
+
+    def start(self, row: Any) -> Any:
+        """As the inner strategy."""
+        return self.inner.start(row)
+
+    @property
+    def reads_source(self) -> bool:
+        """The drafter does."""
+        return True
+
+    @property
+    def borrows(self) -> bool:
+        """If the drafter is a model."""
+        return isinstance(self.drafter, Borrower)
+
+    def lent(self, model: Model[Any], batch: int) -> "Drafted":
+        """See `Strategy`."""
+        assert isinstance(self.drafter, Borrower), "it asks no model"
+        # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
+        few = (self.queries or ())[:: max(len(self.queries or ()) // 2, 1)]
+        drafter = self.drafter.over(model, self.grid, self.width - 1, queries=few, batch=batch)
+        return dataclasses.replace(self, drafter=drafter)
+
+    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> "Drafted":
+        """With the sizes of calls that it may choose from there, and the price of a call."""
+        if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
+            return dataclasses.replace(self, queries=(64, 256), fixed=256.0)
+        one_row = (1, 2, 4) if self.grid.rows == 1 else ()
+        if skips_fillers:  # sizes differ in small things only, and each is one more loop
+            return dataclasses.replace(self, queries=() if one_row else QUERIES, fixed=costs, rounded=False)
+        return dataclasses.replace(self, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
     @property
     def width(self) -> int:
@@ -268,9 +319,7 @@ class Drafted:
         cut = (started & ~state.ended).any(axis=1)
         over = ~cut & (self.grid.literal | complete | (state.started == self.grid.sub_max))
         last = jnp.where(started, self._first + state.length, 0).max(axis=1)
-        truncated = self.grid.truncated(cut, complete, state.started)
-        if isinstance(self.inner, Sequential):
-            truncated = jnp.where(cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
+        truncated = self.inner.cut(cut, complete, state.started)
         return Decoded(
             tokens=state.tokens,
             lengths=state.length - state.ended,
@@ -345,6 +394,12 @@ class Drafted:
         judged = right + ((counts == run) & (run < drafted))
         sums = (jnp.where(of, x[:, :, None], 0).sum(axis=1) for x in (right, judged))
         return {name: MEMORY * getattr(state, name) + x for name, x in zip(("right", "judged"), sums, strict=True)}
+
+
+def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> Drafted:
+    """The strategy with drafts of `drafter`, or of the one that `decode.draft` names."""
+    on_grid: Any = inner  # the method said that it can
+    return Drafted(on_grid, drafter or drafters.make(decode.draft), decode.draft_tokens, trace=decode.trace)
 
 
 def _flat(x: Array) -> Array:

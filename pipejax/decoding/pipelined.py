@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import grid
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.gathering import Query
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
 
 NEVER = 2**30  # the end of a row that has not ended: later than any time
 
@@ -31,7 +32,7 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipelined:
+class Pipelined(Plain):
     """A new row every `delay` steps, one token a step for every open row. With a delay of 0 all rows start at once.
 
     By default only an empty row, or the last of `sub_max` rows, ends spawning, and decoding stops once no row can start
@@ -65,6 +66,20 @@ class Pipelined:
         if not self.delay:
             return self.rows * self.time_max
         return self.time_max + sum(self.time_max - 1 - i * self.delay for i in range(self.rows - 1))
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """The grid."""
+        return self.rows, self.time_max
+
+    def start(self, row: Any) -> Any:
+        """That of its bos."""
+        return grid.start(row, self.delay)
+
+    @property
+    def on_grid(self) -> "Pipelined":
+        """Itself."""
+        return self
 
     def init(self, batch: int, source: SourceIds | None = None) -> State:
         """An empty grid."""
@@ -100,10 +115,6 @@ class Pipelined:
         time = jnp.where(ended, state.end, state.time[:, None])
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
         return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
-
-    @property
-    def choose(self) -> None:
-        """Greedily."""
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13).
@@ -147,9 +158,6 @@ class Pipelined:
         """See `Refillable`."""
         return dataclasses.replace(state, done=state.done | which)
 
-    def kept(self, state: State) -> None:
-        """All."""
-
     def done(self, state: State) -> Array:
         """As found by the last step."""
         return state.done
@@ -162,7 +170,7 @@ class Pipelined:
         stop = jnp.minimum(state.end, state.steps[:, None] + 1)  # the eos, or just beyond the last token
         lengths = jnp.where(exists, jnp.maximum(stop - first, 0), 0)
         cut = (exists & (state.end == NEVER)).any(axis=1)
-        truncated = self.truncated(cut, state.complete, state.started)
+        truncated = self.cut(cut, state.complete, state.started)
         return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated)
 
     def _moved(self, tokens: Array) -> Array:
@@ -171,7 +179,7 @@ class Pipelined:
         places = jnp.minimum(first[:, None] + jnp.arange(self.time_max), self.time_max)
         return jnp.take_along_axis(tokens, places[None], axis=2)
 
-    def truncated(self, cut: Array, complete: Array, started: Array) -> Array:
+    def cut(self, cut: Array, complete: Array, started: Array) -> Array:
         """Codes i32 [B], from whether a row was open at the end, whether rows ended it, and how many had started.
 
         Rows that start together are as many as there are to be: none is missing.

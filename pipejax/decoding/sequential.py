@@ -1,13 +1,14 @@
 """Token by token: the ordinary greedy decoder of T5, the baseline. One row of the grid."""
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-import numpy as np
 
-from pipejax.decoding.core import TRUNCATIONS, Array, Decoded, SourceIds
 from pipejax.decoding.gathering import Query
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
+from pipejax.decoding.pipelined import Pipelined
 
 
 @flax.struct.dataclass
@@ -22,7 +23,7 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequential:
+class Sequential(Plain):
     """At most `max_length` tokens, eos included."""
 
     max_length: int
@@ -39,6 +40,24 @@ class Sequential:
         """One a step."""
         return self.max_length
 
+    @property
+    def places(self) -> tuple[int, int]:
+        """One row."""
+        return 1, self.max_length
+
+    def start(self, row: Any) -> Any:
+        """At once."""
+        return 0 * row
+
+    @property
+    def on_grid(self) -> Pipelined:
+        """The same answers as the only row of a grid."""
+        return Pipelined(delay=1, time_max=self.max_length, sub_max=1, bos=self.bos, eos=self.eos)
+
+    def cut(self, cut: Array, complete: Array, started: Array) -> Array:
+        """Codes i32 [B]: only the first argument, whether eos did not come, matters to one row."""
+        return jnp.where(cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
+
     def init(self, batch: int, source: SourceIds | None = None) -> State:
         """bos alone."""
         first = jnp.full(batch, self.bos, jnp.int32)
@@ -49,10 +68,6 @@ class Sequential:
         """The last token sees all before it."""
         row = jnp.zeros((1, 1), jnp.int32)
         return state, Query(state.last[:, None], row, time=state.length[:, None], live=~self.done(state)[:, None])
-
-    @property
-    def choose(self) -> None:
-        """Greedily."""
 
     def advance(self, state: State, next_tokens: Array) -> State:
         """Appends where no eos came yet."""
@@ -70,23 +85,15 @@ class Sequential:
         """See `Refillable`."""
         return dataclasses.replace(state, given_up=state.given_up | which)
 
-    def kept(self, state: State) -> None:
-        """All."""
-
     def done(self, state: State) -> Array:
         """eos, or no room left."""
         return state.ended | state.given_up | (state.length >= self.max_length)
 
     def result(self, state: State) -> Decoded:
         """One row."""
-        code = jnp.where(state.ended, TRUNCATIONS.index(None), TRUNCATIONS.index("max_length"))
         return Decoded(
             tokens=state.tokens[:, None],
             lengths=(state.length - state.ended)[:, None],
             steps=state.length,
-            truncated=code.astype(jnp.int32),
+            truncated=self.cut(~state.ended, state.ended, state.length),
         )
-
-    def calls(self, decoded: Decoded) -> np.ndarray:
-        """One a step."""
-        return np.asarray(decoded.steps)

@@ -1,17 +1,17 @@
 """From decoded ids to records, which Python is given and `pipejax decode` writes."""
 
+from collections.abc import Callable
 from itertools import chain
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-from pipejax import config as config_lib
-from pipejax import decoding, grid
+from pipejax import decoding
 from pipejax.config import Config
-from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded
 from pipejax.inference import wishes
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
+from pipejax.methods import Method, tells_rows_apart
 
 
 class Record(TypedDict):
@@ -41,10 +41,11 @@ def texts(record: Record) -> list[str]:
 
 def record_of(
     source: Source,
-    strategy: str,
+    method: Method,
     found: Decoded,
     place: int,
     *,
+    start: Callable[[int], Any],
     config: Config,
     tokenizer: Tokenizer | None,
     ends: bool = True,
@@ -53,29 +54,27 @@ def record_of(
 
     Args:
       source: of the example.
-      strategy: that decoded it.
+      method: that decoded it.
       found: in NumPy, calls included.
       place: of the example in the batch.
+      start: `Strategy.start` of what decoded it.
       config: that it was decoded with.
       tokenizer: for texts.
       ends: whether `log_prob` counts what follows the last token of each row, its eos.
     """
-    separator = config.data.separator
     rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
     exist, told = len(rows), found.log_probs is not None or found.trace is not None
-    if told and strategy == "pipelined" and config.grid.delay == 0:  # unnamed rows end as they begin
-        exist = wishes.rows_of(source, strategy, config.grid, tokenizer).most or 0
-    kept = [(i, row[:n].tolist()) for i, (row, n) in enumerate(rows) if n or strategy == "sequential"]
+    if told:
+        exist = method.exist(exist, wishes.rows_of(source, method, tokenizer).most)
+    kept = [(i, rows[i][0][: rows[i][1]].tolist()) for i in method.order([n for _, n in rows])]
     unique = config.decode.unique_rows
     repeated = [i for k, (i, row) in enumerate(kept) if unique and row in (above for _, above in kept[:k])]
     kept = [(i, row) for i, row in kept if i not in repeated]
     text: str | None = None
     said: list[str] | None = None
     if tokenizer is not None:
-        said = [tokenizer.decode(row) for _, row in kept]
-        text = separator.join(row for row in said if row.strip() or strategy == "sequential")
-        said = split_rows(text, separator) if strategy == "sequential" else said
-        if unique and strategy == "sequential":
+        text, said = method.read([tokenizer.decode(row) for _, row in kept], config.data.separator)
+        if unique and method.parts_text:
             repeated = [k for k, row in enumerate(said) if row in said[:k]]
             said = [*dict.fromkeys(said)]
     record: Record = {
@@ -92,8 +91,7 @@ def record_of(
     if config.decode.samples > 1:
         record["sample"] = source.sample
     if found.log_probs is not None:
-        delay = config.grid.delay if strategy == "pipelined" else 1
-        by_time, first = found.log_probs[place], [int(grid.start(i, delay)) for i in range(len(rows))]
+        by_time, first = found.log_probs[place], [int(start(i)) for i in range(len(rows))]
         record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
         spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows[:exist])]
         record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
@@ -110,7 +108,7 @@ def record_of(
     return record
 
 
-def count(record: Record, strategy: str, report: Report, *, config: Config, tokenizer: Tokenizer | None) -> None:
+def count(record: Record, method: Method, report: Report, *, config: Config, tokenizer: Tokenizer | None) -> None:
     """Adds a record to the report."""
     report.examples += 1
     report.steps += record["steps"]
@@ -121,14 +119,11 @@ def count(record: Record, strategy: str, report: Report, *, config: Config, toke
     if report.other_steps is None:
         return
     parted = tells_rows_apart(config.data.separator)
-    if strategy != "sequential":
+    if not method.parts_text:
         lengths = [len(row) for row in record["row_ids"]]
-        report.other_steps += grid.sequential_steps(lengths, separator=parted)
+        report.other_steps += method.rival_steps(lengths, separator=parted)
     elif tokenizer is None or not parted:  # where a row ends cannot be seen
         report.other_steps = None
     else:
         lengths = [len(tokenizer.encode(row)) for row in texts(record)]
-        delay = config.grid.delay
-        report.other_steps += grid.pipelined_steps(
-            lengths, delay=delay, sub_max=config_lib.GRID, time_max=config_lib.GRID**2
-        )  # no bounds
+        report.other_steps += method.rival_steps(lengths, separator=parted)

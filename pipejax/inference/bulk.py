@@ -80,10 +80,12 @@ def checked(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(work: Work) -> dict[str, Any]:
-    """The "settings" that the records depend on, what the weights were "trained" for, and the template's "fields"."""
+    """The "settings" that the records depend on, a "doubt" whether they mean much, and the template's "fields"."""
     generator = _open(work)
     config = generator.config
-    return {"settings": _settings(work, generator), "trained": config.train.objective, "fields": fields_of(config)}
+    strategy = work.strategy or generator.default_strategy
+    doubt = records.doubt(strategy, config)
+    return {"settings": _settings(work, generator), "doubt": doubt, "fields": fields_of(config)}
 
 
 def _open(work: Work) -> Generator:
@@ -168,7 +170,8 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
     """
     described = checked(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
-    records.warn_of_objective(described["settings"]["strategy"], described["trained"])
+    if described["doubt"]:
+        logger.warning(described["doubt"])
     inputs, blocks = _read(files, block, described)
     wanted = names(blocks)
     if not wanted:

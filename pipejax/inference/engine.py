@@ -10,16 +10,16 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from pipejax.decoding import Decoded, Drafted, Pipelined, Sequential
+from pipejax.decoding import MOST_LIKELY, Decoded, Sampling
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record, record_of
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import NO_END, Choice, RunningBatch, Switch
+from pipejax.inference.running_batch import NO_END, RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 
@@ -36,10 +36,7 @@ class Request:
 
     source: Source  # as `Generator.source` gives it
     strategy: str
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    sampling: Sampling = MOST_LIKELY
     max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
     log_probs: bool = True  # whether events and record have them; else they are 0, or lack
     at_once: bool = True  # whether events come as tokens are written; else they may all come in the end
@@ -177,7 +174,7 @@ class Engine:
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
         self._strategy(request.strategy)
-        self.generator.rows_of(request.source, request.strategy)
+        wishes.rows_of(request.source, self.generator.method(request.strategy), self.generator.tokenizer)
         answer = Answer(request, self._switch.throw)
         with self._change:
             if not self._open:
@@ -196,8 +193,8 @@ class Engine:
         source = Source("", [self.generator.architecture.eos_token_id] * length)
         for lane in {_Lane(name, 1), _Lane(name, self.places)}:
             batch = self._batch(lane, source)
-            for choice in (Choice(log_probs=False), Choice()):
-                place = batch.add(self.generator.ids_of(source), choice)
+            for log_probs in (False, True):
+                place = batch.add(self.generator.ids_of(source), log_probs=log_probs)
                 batch.advance(1)
                 batch.drop(place)
 
@@ -263,12 +260,11 @@ class Engine:
             try:
                 batch = self._batch(lane, request.source)
                 ids = self.generator.ids_of(request.source)
-                choice = Choice(request.temperature, request.top_k, request.top_p, request.seed, request.log_probs)
-                place = batch.add(ids, choice)
+                place = batch.add(ids, request.sampling, log_probs=request.log_probs)
             except Exception as error:
                 answer.give(error)  # the others are told where this is caught
                 raise
-            self._running[lane][place] = _Running(answer, np.zeros(batch.strategy.rows, np.int64))
+            self._running[lane][place] = _Running(answer, np.zeros(len(batch.starts), np.int64))
 
     def _next(self) -> Answer | None:
         """Takes the first of those that wait who may have a place, or was cancelled."""
@@ -288,23 +284,21 @@ class Engine:
         """That of the lane; `source`: one of its requests, as the rows of all begin alike."""
         if lane not in self._batches:
             made = self._strategy(lane.strategy)
-            forced = wishes.forced_of(self.generator.rows_of(source, lane.strategy), made)
+            method = self.generator.method(lane.strategy)
+            forced = wishes.forced_of(wishes.rows_of(source, method, self.generator.tokenizer), made)
             programs = self.generator.programs
             self._batches[lane] = RunningBatch(programs, made, lane.places, self._switch, forced=forced)
             self._running[lane] = {}
         return self._batches[lane]
 
-    def _strategy(self, name: str) -> Pipelined | Sequential:
+    def _strategy(self, name: str) -> Any:
         """Without drafts, whose states hold a whole batch."""
+        method = self.generator.method(name)
+        method.require("serve", f"strategy: found {name}")
+        method.check()
         if self.generator.config.decode.limit != "none":
             raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")
-        if name == "pipelined":
-            wishes.check_names(self.generator.config.grid)
-        strategy = self.generator.make_strategy(name)
-        strategy = strategy.inner if isinstance(strategy, Drafted) else strategy
-        if not isinstance(strategy, Pipelined | Sequential):
-            raise UserError("decode.beams: found more than 1; expected 1, since beams are not served")
-        return strategy
+        return self.generator.make_strategy(name, drafts=False)
 
     def _advance(self, lane: _Lane) -> None:
         """Some steps of all requests of a lane: no pause but for those who wait for something."""
@@ -339,12 +333,19 @@ class Engine:
         only = jax.tree.map(lambda x: x[place : place + 1], decoded)
         kept = np.minimum(only.lengths, one.lengths)
         cut |= bool((kept < only.lengths).any())
-        only = dataclasses.replace(only, lengths=kept, calls=self._batches[lane].strategy.calls(only))
+        strategy = self._batches[lane].strategy
+        only = dataclasses.replace(only, lengths=kept, calls=strategy.calls(only))
         if not one.answer.request.log_probs:
             only = dataclasses.replace(only, log_probs=None)
-        config, tokenizer = self.generator.config, self.generator.tokenizer
         record = record_of(
-            one.answer.request.source, lane.strategy, only, 0, config=config, tokenizer=tokenizer, ends=not cut
+            one.answer.request.source,
+            self.generator.method(lane.strategy),
+            only,
+            0,
+            start=strategy.start,
+            config=self.generator.config,
+            tokenizer=self.generator.tokenizer,
+            ends=not cut,
         )
         if cut:
             record["truncated"] = "max_tokens"

@@ -20,12 +20,13 @@ from pipejax import metrics
 from pipejax.data import OWN_FILES, make_task
 from pipejax.data.examples import Example
 from pipejax.data.own_files import FilesTask
-from pipejax.data.text import sentences, tells_rows_apart
+from pipejax.data.text import sentences
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
+from pipejax.methods import tells_rows_apart
 from pipejax.system import cli, distributed
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -71,7 +72,7 @@ def evaluate(
         "examples": len(examples),
         "metric": metric,
         **scores,
-        **report.summary(name),
+        **report.summary(generator.method(name)),
     }
     return result, records
 

@@ -22,19 +22,20 @@ import jax
 import numpy as np
 from jax import export as jax_export
 
-from pipejax import checkpoint, decoding
+from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
-from pipejax.decoding import TRUNCATIONS, Carry, Decoded, Drafted, SourceIds, Strategy, Wishes
+from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
 from pipejax.inference.backends import Xla, call_costs
 from pipejax.inference.programs import Ready
-from pipejax.inference.records import warn_of_objective
+from pipejax.inference.records import warn_of_method
 from pipejax.inference.sources import Source, template_of
 from pipejax.inference.weights import Weights
 from pipejax.inference.wishes import forced_of, rows_of
+from pipejax.methods import Ids
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.sharding import path_of
 from pipejax.model.t5 import T5
@@ -100,15 +101,14 @@ def export(
         if field.name not in FOLLOWED and found != field.default:
             raise UserError(f"decode.{field.name}: found {found}; expected {field.default}, all that an export knows")
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
-    objective = config.train.objective
-    names = tuple(dict.fromkeys(strategies)) or ("sequential" if objective == "none" else objective,)
+    names = tuple(dict.fromkeys(strategies)) or (methods.default(config),)
     for name in names:
-        warn_of_objective(name, objective)
+        warn_of_method(name, config)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
     model, ready = _prepared(config, restored.items["params"], platforms)
     chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
-    rows = {name: rows_of(Source("any", ""), name, config.grid, spells) for name in names}
+    rows = {name: rows_of(Source("any", ""), methods.make(name, config), spells) for name in names}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
     stored, unpacked = _stored(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
@@ -135,9 +135,10 @@ def export(
 
 def _strategy(config: Config, name: str, platform: str, weights: Weights) -> Strategy:
     assert config.model is not None  # `open_run` checks it
-    bos, eos = config.model.decoder_start_token_id, config.model.eos_token_id
-    made = decoding.make(name, config.grid, config.decode, bos=bos, eos=eos)
-    return programs.for_drafts(made, platform, call_costs(weights)) if isinstance(made, Drafted) else made
+    method = methods.make(name, config)
+    ids = Ids(config.model.decoder_start_token_id, config.model.eos_token_id)
+    made = methods.make_strategy(method, config.decode, ids)
+    return made.suited(platform, costs=call_costs(weights), skips_fillers=False)
 
 
 def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5, Ready]:
@@ -209,7 +210,7 @@ def _decode(
     memory = programs.encode_batch(model, ready.encoding, source, length)
     sizes = programs.schedule(strategy, len(source), platform)
     read = None
-    if isinstance(strategy, Drafted):
+    if strategy.reads_source:
         read = SourceIds(jax.numpy.pad(source, ((0, 0), (0, memory.mask.shape[1] - source.shape[1]))), length)
 
     wishes = Wishes(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))

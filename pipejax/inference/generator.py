@@ -4,18 +4,17 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import jax
 
-from pipejax import decoding
-from pipejax.config import Config, GridConfig
+from pipejax import methods
+from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Drafted, Drafter, Pipelined, Sequential, Strategy, Wishes
+from pipejax.decoding import Decoded, Drafter, Strategy, Wishes
 from pipejax.inference import programs, small, sources, streaming, wishes
 from pipejax.inference import settings as settings_lib
 from pipejax.inference.answers import Record, count, record_of
@@ -23,10 +22,10 @@ from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.opened import Opened, dtype_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.inference.running_batch import Choice, RunningBatch
+from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
-from pipejax.inference.wishes import Rows
+from pipejax.methods import Ids, Method
 from pipejax.system.errors import UserError
 
 WINDOW = 16  # batches that are read ahead and sorted by length
@@ -62,11 +61,11 @@ class Generator:
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self._devices = list(devices or programs.devices())
         self._opened = Opened(config, params, self._devices, backend)
-        # Of `stream_rows`, by strategy and the names of its rows; each has one place.
-        self._streams: dict[tuple[Strategy, tuple[str, ...]], list[RunningBatch]] = {}
+        # Of `stream_rows`, by strategy and method, which may name rows; each has one place.
+        self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
         self.checkpoint = ""  # the directory that the weights are from
         self.origin: dict[str, Any] = {}  # its step, and params_fp
-        self.trained: GridConfig | None = None  # that they were trained with; None: unknown
+        self.trained: Method | None = None  # by which they were; None: unknown
         self._told: set[str] = set()  # settings that were warned of
 
     def __repr__(self) -> str:
@@ -85,9 +84,12 @@ class Generator:
 
     @property
     def default_strategy(self) -> str:
-        """The objective the weights were trained with; sequential for converted weights."""
-        objective = self.config.train.objective
-        return "sequential" if objective == "none" else objective
+        """The method that the weights were trained for; sequential for converted weights."""
+        return methods.default(self.config)
+
+    def method(self, name: str | None = None) -> Method:
+        """The method of that name with this config's settings; None: `default_strategy`."""
+        return methods.make(name or self.default_strategy, self.config)
 
     def decode(
         self,
@@ -147,31 +149,32 @@ class Generator:
 
     def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
         """As `stream_rows`, of a checked source; what a stream does not have is refused at once."""
-        config, made = self.config.decode, self.make_strategy(strategy)
-        if not isinstance(made, Pipelined | Sequential) or config.limit != "none":
-            key = "draft" if isinstance(made, Drafted) else "limit" if config.limit != "none" else "beams"
-            raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
+        config, method = self.config.decode, self.method(strategy)
+        method.require("stream", "stream_rows: found a stream of rows")
+        for key in ("draft", "limit"):
+            if getattr(config, key) != "none":
+                raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
         if source.prefixes or source.max_rows is not None:
             raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
-        return self._streamed(source, strategy, made)
+        return self._streamed(source, method, self.make_strategy(strategy))
 
-    def _streamed(self, source: Source, strategy: str, made: Pipelined | Sequential) -> Iterator[RowEvent | Record]:
-        config, batches = self.config.decode, self._streams.setdefault((made, self.config.grid.row_names), [])
+    def _streamed(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
+        config, batches = self.config.decode, self._streams.setdefault((made, method), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
-            forced = wishes.forced_of(self.rows_of(source, strategy), made)
+            forced = wishes.forced_of(wishes.rows_of(source, method, self.tokenizer), made)
             batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1, forced=forced)
             batches.append(batch)
-        seed, ids, unique = wishes.seed_of(source, config.seed), self.ids_of(source), config.unique_rows
-        choice = Choice(config.temperature, config.top_k, config.top_p, seed, config.scores)
+        ids, sampling = self.ids_of(source), wishes.sampling_of(source, config)
+        wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
-            for event in streaming.events(batch, ids, choice, self.tokenizer, unique=unique):
+            for event in streaming.events(batch, ids, sampling, self.tokenizer, **wanted):
                 if isinstance(event, RowEvent):
                     yield event
                 else:
                     scores = event.log_probs if config.scores else None
                     found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
-                    yield record_of(source, strategy, found, 0, config=self.config, tokenizer=self.tokenizer)
+                    yield self._record(source, method, made, found, 0)
         except Exception:  # of the device, of memory: what the batch holds is lost
             batches.remove(batch)
             batch.clear()  # its twins share its programs, which know it
@@ -200,12 +203,11 @@ class Generator:
           what it took.
         """
         own, report = self._with("warm_up", settings, batch_size="batch_sizes, a list"), Report()
-        name = strategy or own.default_strategy
-        chosen = own.make_strategy(name)
+        method, chosen = own.method(strategy), own.make_strategy(strategy)
         for size in map(own.batch_size_for, batch_sizes):
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
-                wished = own.wishes_of([Source("", ids)] * size, [ids] * size, name, chosen)
+                wished = own.wishes_of([Source("", ids)] * size, [ids] * size, method, chosen)
                 own.programs.warm_up(chosen, batch_size=size, length=length, report=report, wishes=wished)
         return report
 
@@ -235,15 +237,14 @@ class Generator:
         Raises:
           UserError: the strategy cannot do what a source asks for.
         """
-        name = strategy or self.default_strategy
+        method = self.method(strategy)
         for source in given:
-            self.rows_of(source, name)
-            if name == "sequential":
-                if len(source.prefixes) > 1 or source.max_rows is not None:
-                    what = "max_rows" if source.max_rows is not None else "several row_prefixes"
-                    raise UserError(f"source {source.id}: found {what} with sequential decoding; expected pipelined")
-                if self.config.decode.beams > 1 and source.prefixes:
-                    raise UserError(f"source {source.id}: found row_prefixes with beams; expected decode.beams = 1")
+            wishes.rows_of(source, method, self.tokenizer)
+            if len(source.prefixes) > 1 or source.max_rows is not None:
+                found = "max_rows" if source.max_rows is not None else "several row_prefixes"
+                method.require("rows", f"source {source.id}: found {found}")
+            elif source.prefixes:
+                method.require("prefix", f"source {source.id}: found row_prefixes")
             yield from (source._replace(sample=k) for k in range(self.config.decode.samples))
 
     def stream(
@@ -261,8 +262,7 @@ class Generator:
 
         Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
         """
-        name = strategy or self.default_strategy
-        chosen = self.make_strategy(name, drafter)
+        method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
         wanted = batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
@@ -275,28 +275,35 @@ class Generator:
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                wished = self.wishes_of([chunk[i] for i in part], ids, name, chosen)
+                wished = self.wishes_of([chunk[i] for i in part], ids, method, chosen)
                 found = self.programs.decode(
                     ids, chosen, batch_size=batch_size, across=across, report=report, wishes=wished
                 )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
-                    records[i] = record_of(chunk[i], name, found, b, config=self.config, tokenizer=self.tokenizer)
+                    records[i] = self._record(chunk[i], method, chosen, found, b)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
-                    count(records[i], name, report, config=self.config, tokenizer=self.tokenizer)
+                    count(records[i], method, report, config=self.config, tokenizer=self.tokenizer)
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
 
-    def wishes_of(self, batch: Sequence[Source], ids: Sequence[Sequence[int]], strategy: str, made: Strategy) -> Wishes:
-        """What is wished for in the answers to a batch of sources, of these token ids, by the strategy of that name."""
+    def _record(self, source: Source, method: Method, made: Strategy, found: Decoded, place: int) -> Record:
+        config, tokenizer = self.config, self.tokenizer
+        return record_of(source, method, found, place, start=made.start, config=config, tokenizer=tokenizer)
+
+    def wishes_of(
+        self, batch: Sequence[Source], ids: Sequence[Sequence[int]], method: Method, made: Strategy
+    ) -> Wishes:
+        """What is wished for in the answers to a batch of sources of these token ids."""
+        more = method.allowed(self.tokenizer) if self.tokenizer else []
         return wishes.of_batch(
             batch,
             ids,
             self.config.decode,
             made,
-            rows=[self.rows_of(source, strategy) for source in batch],
-            separator=self._separator if strategy == "sequential" else [],
+            rows=[wishes.rows_of(source, method, self.tokenizer) for source in batch],
+            more=more if self.config.decode.limit != "none" else [],
             vocabulary=self.architecture.vocab_size,
         )
 
@@ -305,14 +312,23 @@ class Generator:
         on_cpu = self._devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
-    def make_strategy(self, name: str, drafter: Drafter | None = None) -> Strategy:
-        """The strategy of that name with this config's settings; `drafter`: instead of the config's."""
-        if name == "pipelined" and self.trained:
-            settings_lib.warn_of_grid(self.trained, self.config.grid, self._told)
-        bos, eos = self.architecture.decoder_start_token_id, self.architecture.eos_token_id
-        made = decoding.make(name, self.config.grid, self.config.decode, bos=bos, eos=eos, drafter=drafter)
-        small.check(self._opened.small, made, name, self.config.grid)
-        return self.programs.for_drafts(made) if isinstance(made, Drafted) else made
+    def make_strategy(
+        self, name: str | None = None, drafter: Drafter | None = None, *, drafts: bool = True
+    ) -> Strategy:
+        """What decodes by the method of that name, checked, with this config's settings.
+
+        Args:
+          name: None: `default_strategy`.
+          drafter: instead of the config's.
+          drafts: whether drafts are verified if the config says so.
+        """
+        method, model = self.method(name), self.architecture
+        if self.trained:
+            settings_lib.warn_of_method(self.trained, method, self._told)
+        ids = Ids(model.decoder_start_token_id, model.eos_token_id)
+        made = methods.make_strategy(method, self.config.decode, ids, drafter, drafts=drafts)
+        small.check(self._opened.small, made, method)
+        return self.programs.suited(made) if made.reads_source else made  # else nothing is laid out before it must be
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
@@ -326,24 +342,6 @@ class Generator:
         if report:
             report.cut_sources += len(cut) < len(content)
         return cut
-
-    def rows_of(self, source: Source, strategy: str) -> Rows:
-        """What is known of the rows of its answer; raises a UserError if too little to start all at once."""
-        return wishes.rows_of(source, strategy, self.config.grid, self.tokenizer)
-
-    @cached_property
-    def _separator(self) -> list[int]:
-        """The ids that part the rows of a sequential answer."""
-        if self.tokenizer is None:
-            return []
-        between = self.config.data.separator
-        letter, begun, whole = (self.tokenizer.encode(text) for text in ("a", f"a{between}", f"a{between}a"))
-        if begun[: len(letter)] != letter or whole[: len(letter)] != letter:
-            return whole
-        # What follows has other ids after a separator that ends within a word, so it is told by what comes before.
-        parts = begun[len(letter) :]
-        joined = whole[: len(begun)] != begun  # its end becomes one token with what follows
-        return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts
 
 
 def _kind(given: Any) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipejax import checkpoint
+from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
@@ -31,6 +31,6 @@ def load(path: str | Path, *, best: bool = False, overrides: Overrides = (), whe
     tokenizer = checkpoint.tokenizer_of(restored)
     generator = Generator(config, restored.items["params"], tokenizer, backend=None)
     generator.checkpoint = str(path)
-    generator.trained = restored.config.grid if restored.config.train.objective == "pipelined" else None
+    generator.trained = methods.trained(restored.config)
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator

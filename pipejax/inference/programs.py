@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
-from pipejax.decoding import GREEDILY, Carry, Decoded, Drafted, Sizes, SourceIds, Strategy, Stretch, Wishes
-from pipejax.decoding.drafters import FromModel
+from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
 from pipejax.inference.backends import XLA, Backend, call_costs
 from pipejax.inference.report import Report
 from pipejax.inference.weights import Layer, Weights
@@ -31,7 +30,6 @@ from pipejax.model.t5 import T5, Memory
 
 logger = logging.getLogger(__name__)
 
-QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
 SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
 # Larger batches are slower on a CPU. Eight already share the reading of the weights, while attention is computed for
 # the example with the most live rows, and all steps for the one with the longest answer.
@@ -93,24 +91,14 @@ def _whole(params: Any) -> Any:
     return lora.merge_factors(quantization.whole(params))
 
 
-def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
+def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
     """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
     """
     on_cpu = (platform or jax.default_backend()) == "cpu"
-    queries = strategy.queries if isinstance(strategy, Drafted) else QUERIES if on_cpu else ()
+    queries = (QUERIES if on_cpu else ()) if strategy.queries is None else strategy.queries
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:])
-
-
-def for_drafts(strategy: Drafted, platform: str, costs: float, backend: Backend = XLA) -> Drafted:
-    """The strategy with the sizes of calls that it may choose from there, and what a call costs (`call_costs`)."""
-    if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
-        return dataclasses.replace(strategy, queries=(64, 256), fixed=256.0)
-    one_row = (1, 2, 4) if strategy.grid.rows == 1 else ()
-    if backend.skips_fillers:  # sizes differ in small things only, and each is one more loop
-        return dataclasses.replace(strategy, queries=() if one_row else QUERIES, fixed=costs, rounded=False)
-    return dataclasses.replace(strategy, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
 
 def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA) -> Memory:
@@ -133,20 +121,15 @@ class Drafting:
     model: T5
     backend: Backend
 
-    def lent(self, strategy: Drafted, weights: Weights, source: SourceIds) -> Drafted:
-        """The strategy whose drafter has the decoder of a batch; traced.
+    def lent(self, strategy: Strategy, weights: Weights, source: SourceIds) -> Strategy:
+        """The strategy with the decoder of a batch; traced.
 
         Args:
-          strategy: drafts with a `FromModel`.
+          strategy: borrows one.
           weights: those of `Ready.decoding`.
           source: with what the model made of it.
         """
-        assert isinstance(strategy.drafter, FromModel)
-        decoder = self.backend.decoder(self.model, weights, source.memory)
-        # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
-        few, batch = strategy.queries[:: max(len(strategy.queries) // 2, 1)], len(source.ids)
-        drafter = strategy.drafter.over(decoder, strategy.grid, strategy.width - 1, queries=few, batch=batch)
-        return dataclasses.replace(strategy, drafter=drafter)
+        return strategy.lent(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
 
 
 def decode_batch(
@@ -180,7 +163,7 @@ def decode_batch(
     """
     if isinstance(weights, tuple):
         weights, small = weights
-        assert drafting is not None and source is not None and isinstance(strategy, Drafted)
+        assert drafting is not None and source is not None
         strategy = drafting.lent(strategy, small, source)
     decoder = backend.decoder(model, weights, memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
@@ -220,9 +203,10 @@ class Programs:
         self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 
-    def for_drafts(self, strategy: Drafted) -> Drafted:
-        """See the function."""
-        return for_drafts(strategy, self.devices[0].platform, self._call_costs, self.backend)
+    def suited(self, strategy: Strategy) -> Strategy:
+        """The strategy as it is the fastest with these weights on these devices."""
+        platform, fillers = self.devices[0].platform, self.backend.skips_fillers
+        return strategy.suited(platform, costs=self._call_costs, skips_fillers=fillers)
 
     def on_first(self) -> Ready:
         """The weights on the first device."""
@@ -270,7 +254,7 @@ class Programs:
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
         weights: Any = ready.decoding
         read: SourceIds | None = None
-        if isinstance(strategy, Drafted):
+        if strategy.reads_source:
             wide = np.zeros(shape, source.dtype)
             wide[..., : source.shape[2]] = source
             read = SourceIds(wide, lengths)
@@ -301,7 +285,7 @@ class Programs:
         carry = None
         weights: Any = ready.decoding
         read: SourceIds | None = None
-        if isinstance(strategy, Drafted):
+        if strategy.reads_source:
             read = SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
             if small := self._small(strategy):
                 own = small._on(1)
@@ -313,7 +297,7 @@ class Programs:
 
     def _small(self, strategy: Strategy) -> "Programs | None":
         """Those of the T5 that drafts, if the strategy has one."""
-        if not (isinstance(strategy, Drafted) and isinstance(strategy.drafter, FromModel)):
+        if not strategy.borrows:
             return None
         assert self.small is not None, "the generator saw to it"
         return self.small

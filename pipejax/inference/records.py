@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from pipejax import methods
+from pipejax.config import Config
 from pipejax.data.bad_lines import BadLines, Refusal, refuse
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import Placed, read_objects
@@ -60,11 +62,19 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     record_tables.check(target, resume=resume)
 
 
-def warn_of_objective(strategy: str, trained: str) -> None:
-    """Logs a warning unless weights that were trained with that objective can be decoded so."""
-    if strategy != trained and not (trained == "none" and strategy == "sequential"):
-        what = "never trained for any objective here" if trained == "none" else f"trained with the {trained} objective"
-        logger.warning(f"these weights were {what}; {strategy} decoding runs, but its output means little")
+def doubt(strategy: str, config: Config) -> str:
+    """A warning unless weights that were trained as the config says can be decoded so; else ""."""
+    if strategy == (trained := methods.default(config)):
+        return ""
+    never = config.method is None and config.train.objective == "none"
+    found = "never trained for any objective here" if never else f"trained with the {trained} objective"
+    return f"these weights were {found}; {strategy} decoding runs, but its output means little"
+
+
+def warn_of_method(strategy: str, config: Config) -> None:
+    """Logs the doubt, if there is one."""
+    if line := doubt(strategy, config):
+        logger.warning(line)
 
 
 def decode_file(
@@ -91,7 +101,8 @@ def decode_file(
         that is of other work.
     """
     name = strategy or generator.default_strategy
-    warn_of_objective(name, generator.config.train.objective)
+    warn_of_method(name, generator.config)
+    method = generator.method(name)
     total: int | None = None
     kept, unfinished = Kept(0, 0), None
     table, target = target, record_tables.lines_for(target)
@@ -160,7 +171,7 @@ def decode_file(
         record_tables.write(Path(target), table)
     if unfinished:  # only now: what is lost of an output that says it is complete is lost for good
         unfinished.end()
-    for line in report.lines(name):
+    for line in report.lines(method):
         logger.info(f"{name}: {line}")
     return report
 
@@ -214,7 +225,8 @@ def _shown(generator: Generator, sources: Iterable[Source], strategy: str, repor
                 screen.show(event)
             else:
                 report.seconds += time.perf_counter() - begun
-                count(event, strategy, report, config=generator.config, tokenizer=generator.tokenizer)
+                config, tokenizer = generator.config, generator.tokenizer
+                count(event, generator.method(strategy), report, config=config, tokenizer=tokenizer)
                 yield event
 
 

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from pipejax.methods import Method
+
 
 @dataclasses.dataclass
 class Report:
@@ -39,17 +41,18 @@ class Report:
             truncated=sum((Counter(part.truncated) for part in parts), Counter()),
         )
 
-    def summary(self, strategy: str) -> dict[str, Any]:
+    def summary(self, method: Method) -> dict[str, Any]:
         """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""
         count = max(self.examples, 1)
         own, other = self.steps / count, self.other_steps / count if self.other_steps else None
-        sequential, pipelined = (own, other) if strategy == "sequential" else (other, own)
+        both = (method.name, own), (method.rival, other)
+        (slow, most), (fast, least) = both if method.parts_text else both[::-1]
         return {
             "steps": own,
             "calls": self.calls / count,
-            "sequential_steps": sequential,
-            "pipelined_steps": pipelined,
-            "step_ratio": sequential / pipelined if sequential and pipelined else None,
+            f"{slow}_steps": most,
+            f"{fast}_steps": least,
+            "step_ratio": most / least if most and least else None,
             "examples_per_second": self.examples / self.seconds if self.seconds else None,
             "compile_seconds": self.compile_seconds,
             "compiled_shapes": self.shapes,
@@ -57,12 +60,13 @@ class Report:
             "cut_sources": self.cut_sources,
         }
 
-    def lines(self, strategy: str) -> list[str]:
+    def lines(self, method: Method) -> list[str]:
         """The summary for people."""
-        s = self.summary(strategy)
+        s = self.summary(method)
+        slow, fast = (key.removesuffix("_steps") for key in s if key.endswith("_steps"))
         ratio = s["step_ratio"] and (
-            f"; ideal step ratio sequential/pipelined {s['step_ratio']:.2f} "
-            f"({s['sequential_steps']:.1f} / {s['pipelined_steps']:.1f})"
+            f"; ideal step ratio {slow}/{fast} {s['step_ratio']:.2f} "
+            f"({s[f'{slow}_steps']:.1f} / {s[f'{fast}_steps']:.1f})"
         )
         compiled = f"left out: {self.compile_seconds:.1f} s for {self.shapes} shapes"
         if self.compiles_within:

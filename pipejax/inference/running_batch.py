@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax import decoding, grid
+from pipejax import decoding
 from pipejax.data.padding import bucket, memory_length, pad
-from pipejax.decoding import Carry, Decoded, Pipelined, Refillable, Sampling, Sequential, Stretch, Wishes
+from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Refillable, Sampling, Stretch, Wishes
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.weights import Weights
 from pipejax.model.precision import precision
@@ -25,17 +25,6 @@ Array = jax.Array
 SLICE = 0.1  # seconds between two looks at what is written; to stop and go on costs some milliseconds
 MOST_STEPS = 256  # in between, at the most
 NO_END = 1 << 30  # steps, more than any decode takes
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """How the tokens of an answer are chosen (`decoding.choice.Sampling`)."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    log_probs: bool = True  # whether they are computed; they cost a little
 
 
 class Switch:
@@ -70,15 +59,15 @@ class RunningBatch:
     def __init__(
         self,
         programs: Programs,
-        strategy: Pipelined | Sequential,
+        strategy: Refillable,
         places: int,
         switch: "Switch | None" = None,
         *,
         forced: np.ndarray | None = None,
     ) -> None:
         """Nothing compiles yet. `switch`: lets `advance` pause; `forced`: `Wishes.forced` of every answer, [R, W]."""
-        self.strategy: Refillable = strategy
-        self.delay = strategy.delay if isinstance(strategy, Pipelined) else 1
+        self.strategy = strategy
+        self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
         self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
         self._sizes = schedule(strategy, places)
@@ -96,12 +85,7 @@ class RunningBatch:
         """Nobody uses it, and it holds no memory."""
         places = self.places
         self._in_use, self._scored = np.zeros(places, bool), np.zeros(places, bool)
-        self._sampling = Sampling(
-            temperature=np.zeros(places, np.float32),
-            top_k=np.zeros(places, np.int32),
-            top_p=np.ones(places, np.float32),
-            seed=np.zeros(places, np.uint32),
-        )
+        self._sampling = Sampling.together([MOST_LIKELY] * places)
         self._begins, self._ends = np.zeros(places, bool), np.zeros(places, bool)
         self._memory: Memory | None = None
         self._carry: Carry | None = None
@@ -118,8 +102,14 @@ class RunningBatch:
         """Places that nobody uses."""
         return np.flatnonzero(~self._in_use).tolist()
 
-    def add(self, ids: Any, choice: Choice = Choice()) -> int:
-        """Encodes a source, gives it a free place and returns that; it begins with the next `advance`."""
+    def add(self, ids: Any, sampling: Sampling = MOST_LIKELY, *, log_probs: bool = True) -> int:
+        """Encodes a source, gives it a free place and returns that; it begins with the next `advance`.
+
+        Args:
+          ids: of the source.
+          sampling: how its tokens are chosen.
+          log_probs: whether theirs are computed, which costs a little.
+        """
         place = self.free[0]
         source = pad([np.asarray(ids, np.int32)], bucket(len(ids)))
         with precision(self._model.dtype):
@@ -133,9 +123,9 @@ class RunningBatch:
             if memory.mask.shape[1] < self._memory.mask.shape[1]:
                 memory = self._widen(memory, self._memory.mask.shape[1])
             self._memory = self._place(self._memory, memory, place) if self.places > 1 else memory
-        self._scored[place] = choice.log_probs
+        self._scored[place] = log_probs
         for field in dataclasses.fields(self._sampling):
-            getattr(self._sampling, field.name)[place] = getattr(choice, field.name)
+            getattr(self._sampling, field.name)[place] = getattr(sampling, field.name)
         self._in_use[place] = self._begins[place] = True
         return place
 
@@ -163,11 +153,11 @@ class RunningBatch:
 
     def steps_for(self, tokens: int, taken: int) -> int:
         """The fewest steps, after those that an example took, in which its answer can grow by so many tokens."""
-        step, rows = taken, self.strategy.rows
-        while tokens > 0 and step < (rows - 1) * self.delay:  # as long as not all rows have begun
-            tokens -= step // self.delay + 1
+        step = taken
+        while tokens > 0 and step < self.starts.max():  # as long as not all rows have begun
+            tokens -= int((self.starts <= step).sum())
             step += 1
-        return step - taken + max(-(-tokens // rows), 0)
+        return step - taken + max(-(-tokens // len(self.starts)), 0)
 
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
         """Time, row and place in the row of each token that is not known yet, in the order of steps.
@@ -176,7 +166,7 @@ class RunningBatch:
         """
         lengths = decoded.lengths[place]
         rows = np.flatnonzero(lengths > known)
-        first, begin, end = (x[rows].tolist() for x in (grid.start(np.arange(len(known)), self.delay), known, lengths))
+        first, begin, end = (x[rows].tolist() for x in (self.starts, known, lengths))
         return sorted((first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k]))
 
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:

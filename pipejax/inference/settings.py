@@ -7,6 +7,7 @@ from typing import Any
 
 from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.methods import Method
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import shown
 
@@ -51,13 +52,14 @@ def of_call(
     return config_lib.override(config, {NAMES[name]: value for name, value in settings.items()}, where=f"{call}()")
 
 
-def warn_of_grid(trained: GridConfig, wanted: GridConfig, told: set[str]) -> None:
-    """Warns of settings of the grid that are others than the weights were trained with; `told`: lines said before."""
-    for key in ("delay", "row_names"):
-        then, now = getattr(trained, key), getattr(wanted, key)
+def warn_of_method(trained: Method, wanted: Method, told: set[str]) -> None:
+    """Warns of settings that are others than the weights were trained with; `told`: lines said before."""
+    before = trained.learned() if trained.name == wanted.name else {}
+    for key, now in wanted.learned().items():
+        then = before.get(key, now)
         line = (
-            f"grid.{key}: found {now!r}, but these weights were trained with {then!r}; "
-            "what pipelined decoding writes means little"
+            f"{key}: found {now!r}, but these weights were trained with {then!r}; "
+            f"what {wanted.label} writes means little"
         )
         if then != now and line not in told:
             told.add(line)

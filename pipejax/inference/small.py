@@ -6,13 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pipejax import checkpoint
-from pipejax.config import Config, GridConfig
-from pipejax.decoding import Drafted, Strategy
-from pipejax.decoding.drafters import FromModel
+from pipejax import checkpoint, methods
+from pipejax.config import Config
+from pipejax.decoding import Strategy
 from pipejax.inference import backends
 from pipejax.inference.backends import Xla
 from pipejax.inference.programs import Programs
+from pipejax.methods import Method
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -63,22 +63,23 @@ def lend(small: Small, large: Programs, weights: str) -> None:
     large.small.set_params(small.params)
 
 
-def check(small: Small | None, made: Strategy, name: str, grid: GridConfig) -> None:
+def check(small: Small | None, made: Strategy, method: Method) -> None:
     """Raises a UserError if a T5 is to draft that is not there, or is known to be trained for something else.
 
     Args:
       small: that was opened.
       made: the strategy.
-      name: its name.
-      grid: of the large T5.
+      method: that made it.
     """
-    if not (isinstance(made, Drafted) and isinstance(made.drafter, FromModel)):
+    if not made.borrows:
         return
     if small is None:
         raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")
-    trained, delay = small.config.train.objective, small.config.grid.delay
-    where = f"decode.draft_checkpoint: {small.directory}"
-    if trained not in ("none", name):
-        raise UserError(f"{where}: found a T5 trained for {trained} decoding; expected {name}")
-    if trained == "pipelined" and delay != grid.delay:
-        raise UserError(f"{where}: found a T5 trained with delay {delay}; expected {grid.delay}")
+    trained, where = methods.trained(small.config), f"decode.draft_checkpoint: {small.directory}"
+    if small.config.train.objective == "none":
+        return
+    if trained.name != method.name:
+        raise UserError(f"{where}: found a T5 trained for {trained.label}; expected {method.name}")
+    key, wanted = "grid.delay", method.learned()
+    if (found := trained.learned().get(key)) != wanted.get(key):
+        raise UserError(f"{where}: found a T5 trained with {key} = {found}; expected {wanted[key]}")

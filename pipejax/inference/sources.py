@@ -8,11 +8,11 @@ import numpy as np
 
 from pipejax.config import Config, T5Config
 from pipejax.data import OWN_FILES, TASKS, make_task, own_files
-from pipejax.data.encoding import prefix_ids
 from pipejax.data.lines import id_of, is_blank, kind, text_of
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.methods import prefix_ids
 from pipejax.system.errors import UserError
 
 

@@ -4,16 +4,15 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 import numpy as np
 
-from pipejax import grid
 from pipejax.data.growing import Growing
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Decoded
-from pipejax.inference.running_batch import Choice, RunningBatch
+from pipejax.decoding import Decoded, Sampling
+from pipejax.inference.running_batch import RunningBatch
 
 
 class RowEvent(NamedTuple):
@@ -26,44 +25,51 @@ class RowEvent(NamedTuple):
 
 
 def events(
-    batch: RunningBatch, ids: Sequence[int], choice: Choice, tokenizer: Tokenizer | None, *, unique: bool = False
+    batch: RunningBatch,
+    ids: Sequence[int],
+    sampling: Sampling,
+    tokenizer: Tokenizer | None,
+    *,
+    log_probs: bool = True,
+    unique: bool = False,
 ) -> Iterator[RowEvent | Decoded]:
     """Gives what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
 
     Args:
       batch: with a free place.
       ids: of the source.
-      choice: how tokens are chosen.
+      sampling: how tokens are chosen.
       tokenizer: of the model, if it has one.
+      log_probs: whether they are computed.
       unique: without the rows that repeat one above them.
     """
-    found = _all_events(batch, ids, choice, tokenizer)
+    found = _all_events(batch, ids, sampling, tokenizer, log_probs)
     return _of_unique_rows(found) if unique else found
 
 
 def _all_events(
-    batch: RunningBatch, ids: Sequence[int], choice: Choice, tokenizer: Tokenizer | None
+    batch: RunningBatch, ids: Sequence[int], sampling: Sampling, tokenizer: Tokenizer | None, log_probs: bool
 ) -> Iterator[RowEvent | Decoded]:
-    strategy: Any = batch.strategy
-    place = batch.add(ids, choice)
-    known, ended, over = np.zeros(strategy.rows, np.int64), np.zeros(strategy.rows, bool), False
+    rows = len(batch.starts)
+    place = batch.add(ids, sampling, log_probs=log_probs)
+    known, ended, over = np.zeros(rows, np.int64), np.zeros(rows, bool), False
     growing, said = defaultdict[int, Growing](lambda: Growing(tokenizer)), defaultdict[int, str](str)  # by row
     try:
         while not over:
             decoded, done = batch.advance()
             over, news = bool(done[place]), batch.news(decoded, place, known)
             known = np.maximum(known, decoded.lengths[place])
-            rows = [row for _, row, _ in news]
-            tokens: list[int] = decoded.tokens[place][rows, [j for _, _, j in news]].tolist()
-            for row, token in zip(rows, tokens, strict=True):
+            of_rows = [row for _, row, _ in news]
+            tokens: list[int] = decoded.tokens[place][of_rows, [j for _, _, j in news]].tolist()
+            for row, token in zip(of_rows, tokens, strict=True):
                 said[row] += growing[row].add(token)
                 yield RowEvent(row, token, said[row] if tokenizer else None, False)
             # Of an open row every step up to now has written a token.
-            now = int(decoded.steps[place]) - grid.start(np.arange(strategy.rows), batch.delay)
+            now = int(decoded.steps[place]) - batch.starts
             for row in np.flatnonzero((decoded.lengths[place] < now) & ~ended & (known > 0)).tolist():
                 ended[row] = True
                 said[row] += growing[row].rest()
-                yield RowEvent(row, strategy.eos, said[row] if tokenizer else None, True)
+                yield RowEvent(row, batch.strategy.eos, said[row] if tokenizer else None, True)
     finally:
         batch.drop(place)
     only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)

@@ -54,6 +54,10 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
     kinds = types_of(type(node))
     for field in dataclasses.fields(node):
         key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
+        if kind is Any:  # what brings its own fields, or says what is wrong once it is used
+            if dataclasses.is_dataclass(value):
+                check_fields(value, f"{key}.", where)
+            continue
         if dataclasses.is_dataclass(value) and type(value) in alternatives(kind):
             check_fields(value, f"{key}.", where)
             continue

@@ -36,7 +36,7 @@ def bounded(config: Config, encoded: Sequence[Encoded]) -> Config:
     A model that has not learned to stop fills whatever it may, and its first evaluation would take minutes. What a
     `data.max_target` has cut tells no bound.
     """
-    if not encoded or any(e.target_was_cut for e in encoded):
+    if not encoded or config.method is not None or any(e.target_was_cut for e in encoded):
         return config
 
     def bound(most: int, needed: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 
 from pipejax import config as config_lib
-from pipejax import decoding
+from pipejax import methods
 from pipejax.checkpoint import Best, Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
@@ -20,7 +20,6 @@ from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, p
 from pipejax.data.encoding import answered
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.shapes import EVERY, Shapes
-from pipejax.inference import wishes
 from pipejax.metrics import require
 from pipejax.model import sharding
 from pipejax.system import distributed, environment
@@ -54,12 +53,12 @@ def fit(
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
     """
-    if config.train.objective == "none":
+    if config.method is None and config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
-    if config.train.objective == "pipelined":
-        wishes.check_names(config.grid)  # else the first decode would refuse them
+    method = methods.make(methods.default(config), config)
+    method.check()  # else the first decode would refuse it
     environment.check()
-    decoding.check(config.train.objective, config.decode)  # what evaluations will ask for
+    methods.check(method, config.decode)  # what evaluations will ask for
     examples = Examples.of(config, given)
     stop = Stop()
     try:

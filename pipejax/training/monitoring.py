@@ -13,9 +13,10 @@ import numpy as np
 
 from pipejax.config import Config
 from pipejax.data.batches import Batch
-from pipejax.data.encoding import place_of, shown
+from pipejax.data.encoding import place_of
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.methods import shown
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.costs import peak, training_flops

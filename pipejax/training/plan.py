@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pipejax import config as config_lib
+from pipejax import methods
 from pipejax.config import Config
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -107,7 +108,7 @@ def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the arrays of a batch whose sources and targets are all as long as they may be."""
     from pipejax.data.batches import abstract_batch, longest
 
-    return abstract_batch(config.train, longest(config))
+    return abstract_batch(config.train, longest(config), methods.trained(config).choices)
 
 
 def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dict[str, float]]:

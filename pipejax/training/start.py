@@ -5,13 +5,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from pipejax import checkpoint
+from pipejax import checkpoint, methods
 from pipejax.checkpoint import Restored, Store
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
-from pipejax.data.text import split_rows, tells_rows_apart
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
@@ -113,8 +112,7 @@ def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
             f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
             "the size of the tokenizer"
         )
-    if config.train.objective == "sequential":
-        _check_separator(config.data.separator, tokenizer)
+    methods.trained(config).check_text(tokenizer)
     return Trainer(config), tokenizer, origin
 
 
@@ -168,15 +166,3 @@ def _compare(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> bo
     learned = f", but {kept} keeps the table as it is" if kept else ""
     logger.warning(f"{name}: {found}; their embeddings have to be learned anew{learned}")
     return False
-
-
-def _check_separator(separator: str, tokenizer: Tokenizer) -> None:
-    """A sequential target can be taken apart again only if the tokenizer knows what parts its rows."""
-    if (
-        tells_rows_apart(separator)
-        and len(split_rows(tokenizer.decode(tokenizer.encode(f"the{separator}the")), separator)) != 2
-    ):
-        raise UserError(
-            f"data.separator: found {separator!r}, which the tokenizer does not give back; expected text that it does, "
-            "such as ' ; ', or spaces where rows need not be told apart"
-        )

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from pipejax import grid
+from pipejax import grid, methods
 from pipejax.config import Config, T5Config
 from pipejax.data.batches import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
+from pipejax.methods import Loss, losses
 from pipejax.model import lora, sharding
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
-from pipejax.training import losses
 from pipejax.training.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
 
 with extra("train", "training"):
@@ -44,7 +44,9 @@ class TrainState:
     optimizer: optax.OptState
 
 
-def batch_loss(model: T5, params: Any, batch: Arrays, dropout: Array | None) -> tuple[Array, Array]:
+def batch_loss(
+    model: T5, params: Any, batch: Arrays, dropout: Array | None, loss: Loss = losses.cross_entropy
+) -> tuple[Array, Array]:
     """Summed loss and target tokens of a batch of flat slots (paper section 3.3); without a key no dropout."""
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -72,9 +74,7 @@ def batch_loss(model: T5, params: Any, batch: Arrays, dropout: Array | None) -> 
         answer: Any = model.apply(variables, hidden, method="logits")
         return answer
 
-    return losses.cross_entropy_in_parts(
-        logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size
-    )
+    return losses.in_parts(loss, logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size)
 
 
 def take_apart(batch: Arrays, parts: int) -> Arrays:
@@ -99,6 +99,7 @@ def train_step(
     batch: Arrays,
     key: Array,
     *,
+    loss: Loss = losses.cross_entropy,
     accumulate: int = 1,
     clip_norm: float = 1.0,
     is_trained: Callable[[str], bool] = lambda path: True,
@@ -120,7 +121,7 @@ def train_step(
     trained, fixed = split(state.params, is_trained)
 
     def summed(trained: Any, part: Arrays, key: Array) -> tuple[Array, Array]:
-        return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None)
+        return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None, loss)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -184,7 +185,13 @@ class Trainer:
         self.abstract = jax.eval_shape(partial(self._birth, config.model), self.key)
         self.shardings = self._shardings()
         replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
-        options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
+        self.method = methods.trained(config)
+        options: dict[str, Any] = {
+            "loss": self.method.loss,
+            "accumulate": train.accumulate,
+            "is_trained": self._is_trained,
+            "place": place,
+        }
         options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         options["branch"] = self.mesh.devices.flat[0].platform == "cpu"
         self._step = jax.jit(
@@ -196,6 +203,7 @@ class Trainer:
         self._programs: dict[tuple[Any, ...], Future[Any]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         loss = partial(batch_loss, T5(config.model, dtype=dtype, remat=train.remat, pin=pin), dropout=None)
+        loss = partial(loss, loss=self.method.loss)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
     def _birth(self, model: T5Config, key: Array) -> TrainState:
@@ -262,7 +270,7 @@ class Trainer:
     def prepare(self, pairs: Iterable[Pair]) -> None:
         """Compiles programs for batches of these shapes beside the work, one after the other."""
         for pair in pairs:
-            batch = abstract_batch(self.config.train, pair)
+            batch = abstract_batch(self.config.train, pair, self.method.choices)
             if _key(batch) not in self._programs:
                 self._programs[_key(batch)] = self._compiler.submit(self._compile_ahead, batch)
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pipejax import config as config_lib
-from pipejax import decoding, metrics
+from pipejax import methods, metrics
 from pipejax.config import Config
 from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
-from pipejax.data.text import sentences, tells_rows_apart
-from pipejax.inference import wishes
+from pipejax.data.text import sentences
 from pipejax.inference.answers import texts
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.loading import DECODING_KEYS, load
+from pipejax.methods import tells_rows_apart
 from pipejax.model import sharding
 from pipejax.system.errors import UserError
 from pipejax.system.files import write_text
@@ -123,7 +123,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
       UserError: the checkpoint is pipelined already, or an override does not fit.
     """
     full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
-    if full.objective == "pipelined":
+    if not methods.trained(saved).parts_text:
         raise UserError(f"{checkpoint}: found a checkpoint that writes rows already; expected a sequential one")
     counts = {key: -(-getattr(full, key) // PART) for key in COUNTED}
     train = dataclasses.replace(
@@ -153,8 +153,9 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))  # rows: none
     # What would end the work later ends it here.
     check_batch(config, sharding.make_mesh(config.mesh))
-    decoding.check(config.train.objective, config.decode)
-    wishes.check_names(config.grid)
+    method = methods.make(methods.default(config), config)
+    methods.check(method, config.decode)
+    method.check()
     metrics.require(config.data.metric or make_task(config.data).metric)
     if not tells_rows_apart(config.data.separator):
         sentences("")

@@ -3,11 +3,11 @@
 Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 
-from pipejax.decoding.core import Array, SourceIds
+from pipejax.decoding.interface import Array, SourceIds
 
 
 @flax.struct.dataclass
@@ -41,3 +41,11 @@ class Drafter(Protocol):
 
     def propose(self, state: Any, written: Written, most: int) -> tuple[Any, Draft]:
         """Drafts of D = `most` tokens at the most for every row; traced."""
+
+
+@runtime_checkable
+class Borrower(Protocol):
+    """A drafter that is a model itself, and borrows its decoder of each batch."""
+
+    def over(self, decoder: Any, grid: Any, most: int, *, queries: tuple[int, ...], batch: int) -> Any:
+        """The drafter for one batch (`FromModel.over`)."""

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.decoding.choice import first_argmax
-from pipejax.decoding.core import Array, Decoded, Model, Sizes, SourceIds, begin, decode, with_slots
+from pipejax.decoding.core import Sizes, begin, decode, with_slots
 from pipejax.decoding.drafters.interface import Draft, Written
 from pipejax.decoding.gathering import NOWHERE, Filled, Query
+from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds
 from pipejax.decoding.pipelined import NEVER, Pipelined, below
 from pipejax.grid import start
 
@@ -40,7 +41,7 @@ class Ahead:
 
 
 @dataclasses.dataclass(frozen=True)
-class Looking:
+class Looking(Plain):
     """The small T5's decoding of one draft: a `Strategy` that begins where rows stand and ends `most` tokens later.
 
     A token is fed once those are that it can see, as far as they are known; so a row waits for the rows above it.
@@ -125,9 +126,6 @@ class Looking:
             log_prob=state.log_prob + jnp.where(drafts, log_prob, 0),
         )
 
-    def kept(self, state: Ahead) -> None:
-        """All, until the draft is over."""
-
     def done(self, state: Ahead) -> Array:
         """Nothing is left to be fed."""
         return ~state.live.any(axis=(1, 2))
@@ -136,10 +134,6 @@ class Looking:
         """The rows; nobody needs the rest."""
         none = jnp.zeros(len(state.length), jnp.int32)
         return Decoded(tokens=state.tokens, lengths=state.length, steps=none, truncated=none)
-
-    def calls(self, decoded: Decoded) -> Any:
-        """As many as steps."""
-        return decoded.steps
 
 
 @flax.struct.dataclass

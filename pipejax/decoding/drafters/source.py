@@ -6,8 +6,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pipejax.decoding.core import Array, SourceIds
 from pipejax.decoding.drafters.interface import Draft, Written
+from pipejax.decoding.interface import Array, SourceIds
 
 LONGEST = 3  # tokens of a row that are looked up, at the most
 

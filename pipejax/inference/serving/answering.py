@@ -61,12 +61,13 @@ class Completion:
         self._begun = time.perf_counter()
         self._fingerprint = generator.origin.get("params_fp")
         count = len(asked.sources) * asked.n
+        start = generator.make_strategy(asked.strategy, drafts=False).start
         self.choices = [
             Choice(
                 i,
                 Writing(
                     generator.tokenizer,
-                    delay=generator.config.grid.delay if asked.strategy == "pipelined" else 1,
+                    start=start,
                     separator=generator.config.data.separator,
                     stop=asked.stop,
                     as_written=asked.rows and asked.stream,
@@ -242,10 +243,7 @@ def _request(asked: Asked, source: Source, *, log_probs: bool) -> Request:
     return Request(
         source,
         asked.strategy,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=wishes.seed_of(source, asked.seed),  # as `decode` draws
+        dataclasses.replace(asked.sampling, seed=wishes.seed_of(source, asked.sampling.seed)),  # as `decode` draws
         max_tokens=asked.max_tokens,
         log_probs=log_probs,
         at_once=asked.stream or bool(asked.stop),

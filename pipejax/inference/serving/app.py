@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from pipejax.config import STRATEGIES
+from pipejax import methods
 from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving import asked
@@ -123,7 +123,7 @@ class Service:
             "object": "model",
             "created": self.started,
             "owned_by": "pipejax",
-            "strategies": list(STRATEGIES),
+            "strategies": list(methods.names(config)),
             "default_strategy": self.generator.default_strategy,
             "delay": config.grid.delay,
             "max_prompt_tokens": config.data.max_source,

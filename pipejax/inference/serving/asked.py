@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipejax.config import STRATEGIES
+from pipejax import methods
 from pipejax.data.encoding import cut_source
+from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving.refusals import Refused, Shown, unsuitable
 from pipejax.inference.sources import Source, check_fields, fields_of
@@ -39,10 +40,7 @@ class Asked:
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # of the prompts, that the model will not read
     strategy: str
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    sampling: Sampling  # its seed is not yet the source's own
     n: int
     max_tokens: int | None
     logprobs: int | None
@@ -119,8 +117,8 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
     if logprobs and temperature > 0:
         raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
     strategy = given.get("strategy", generator.default_strategy)
-    if strategy not in STRATEGIES:
-        raise unsuitable("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
+    if strategy not in (known := methods.names(generator.config)):
+        raise unsuitable("strategy", strategy, f"one of {', '.join(known)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
     stop = _stop(given)
     if stop and rows:
@@ -138,10 +136,12 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
         sources=sources,
         cut_tokens=cut,
         strategy=strategy,
-        temperature=temperature,
-        top_k=_whole(given, "top_k", decode.top_k, least=0, most=2**31 - 1),
-        top_p=top_p,
-        seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
+        sampling=Sampling(
+            temperature=temperature,
+            top_k=_whole(given, "top_k", decode.top_k, least=0, most=2**31 - 1),
+            top_p=top_p,
+            seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
+        ),
         n=n,
         max_tokens=_whole(given, "max_tokens", 0, least=1, most=2**20, otherwise="null for no bound")
         if "max_tokens" in given

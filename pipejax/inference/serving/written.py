@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections import defaultdict, deque
+from collections.abc import Callable
 
-from pipejax import grid
 from pipejax.data.growing import Growing
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.streaming import Repeats
@@ -31,7 +31,7 @@ class Writing:
         self,
         tokenizer: Tokenizer | None,
         *,
-        delay: int,
+        start: Callable[[int], int],
         separator: str,
         stop: tuple[str, ...] = (),
         as_written: bool = False,
@@ -41,13 +41,13 @@ class Writing:
 
         Args:
           tokenizer: of the model, if it has one.
-          delay: time-steps between the starts of two rows.
+          start: the time of a row's first token (`Strategy.start`).
           separator: what is put between two rows.
           stop: texts, at the first of which the answer is cut off.
           as_written: for clients that put rows together themselves. Without separators, and not for `stop`.
           unique: whether the record leaves out rows that repeat one above them.
         """
-        self._delay, self._separator, self._as_written = delay, separator, as_written
+        self._start, self._separator, self._as_written = start, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
         self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # of later rows
         self._due: dict[int, int] = {}  # of rows that are not finished, the time of the next token
@@ -66,7 +66,7 @@ class Writing:
 
         Tokens come step by step, and in a step row by row. So a row that got none when it was its turn has ended.
         """
-        time = self._due.pop(row, grid.start(row, self._delay))
+        time = self._due.pop(row, self._start(row))
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             self._finish(other)
         self._due[row] = time + 1

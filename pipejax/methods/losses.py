@@ -5,6 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pipejax.methods.interface import Loss
+
 Array = jax.Array
 LOGITS = 2**25  # at the most at once: 128 MiB in float32, of which the backward pass needs a few copies
 
@@ -26,30 +28,31 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
     return (nll * weights).sum(), weights.sum()
 
 
-def cross_entropy_in_parts(
-    head: Callable[[Array], Array], hidden: Array, targets: Array, weights: Array, *, vocabulary: int
+def in_parts(
+    loss: Loss, head: Callable[[Array], Array], hidden: Array, targets: Array, weights: Array, *, vocabulary: int
 ) -> tuple[Array, Array]:
-    """`cross_entropy` of `head(hidden)`, with no more than LOGITS logits in memory at once where N can be parted so.
+    """The loss of `head(hidden)`, with no more than LOGITS logits in memory at once where N can be parted so.
 
     Args:
+      loss: as `Method.loss`.
       head: logits f32 [G, n, V] from [G, n, D].
       hidden: [G, N, D].
-      targets: i32 [G, N].
-      weights: f32 [G, N].
+      targets: i32 [G, N, ...].
+      weights: f32 of the same shape.
       vocabulary: V.
     """
-    groups, slots = targets.shape
+    groups, slots = targets.shape[:2]
     wanted = -(-groups * slots * vocabulary // LOGITS)
     parts = next(count for count in range(1, slots + 1) if slots % count == 0 and count >= min(wanted, slots))
     if parts == 1:
-        return cross_entropy(head(hidden), targets, weights)
+        return loss(head(hidden), targets, weights)
 
     def apart(x: Array) -> Array:
         return x.reshape(groups, parts, slots // parts, *x.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
     def add(sums: tuple[Array, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
-        total, count = cross_entropy(head(part[0]), *part[1:])
+        total, count = loss(head(part[0]), *part[1:])
         return (sums[0] + total, sums[1] + count), None
 
     zero = jnp.float32(0), jnp.float32(0)

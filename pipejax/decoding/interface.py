@@ -1,0 +1,164 @@
+"""What the decoding loop is given: a strategy, which says what is asked, and a model, which answers.
+
+Shapes as in `core`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import flax.struct
+import jax
+import numpy as np
+
+from pipejax.decoding.gathering import Query, Step
+from pipejax.decoding.trace import Trace
+
+Array = jax.Array
+Cache = TypeVar("Cache")
+
+TRUNCATIONS = (None, "time_max", "sub_max", "max_length")  # what the codes in Decoded.truncated stand for
+
+
+@flax.struct.dataclass
+class SourceIds:
+    """A batch of sources, for strategies that read them."""
+
+    ids: Any  # i32 [B, L]
+    length: Any  # i32 [B], how many are real
+    memory: Any = None  # what a drafter's own model made of them
+
+
+@flax.struct.dataclass
+class Decoded:
+    """The result of a strategy: rows of tokens without bos and eos."""
+
+    tokens: Array  # i32 [B, R, W], R rows, W their longest; meaningless beyond `lengths`
+    lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
+    steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
+    truncated: Array  # i32 [B], index into TRUNCATIONS
+    calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
+    log_probs: Any = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
+    trace: Trace | None = None  # what became of drafts, if `Drafted.trace`
+
+
+class Model(Protocol[Cache]):
+    """The decoder of a batch, as the loop sees it."""
+
+    def cache(self, slots: int, old: Cache | None) -> Cache:
+        """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
+
+    def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written."""
+
+    def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """As a call, but instead of logits the tokens i32 [N] with the highest, the lowest id of equals."""
+
+
+class Stepper(Protocol):
+    """What the loop asks, step by step. Its state is a pytree of fixed shapes."""
+
+    @property
+    def rows(self) -> int:
+        """S, the most queries of an example in one step."""
+
+    @property
+    def queries(self) -> tuple[int, ...] | None:
+        """The sizes of steps of a whole batch that suit it; None: those of the device."""
+
+    @property
+    def slots(self) -> int:
+        """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
+
+    def init(self, batch: int, source: SourceIds | None = None) -> Any:
+        """The state before the first step; `source`: for strategies that read it."""
+
+    def query(self, state: Any) -> tuple[Any, Query]:
+        """Opens the next step: the state with any new rows, and what to ask."""
+
+    @property
+    def choose(self) -> Callable[[Array], Any] | None:
+        """What it takes from logits f32 [V, N]: arrays [N, ...], the answers; None: the most likely tokens i32 [N]."""
+
+    def advance(self, state: Any, answers: Any) -> Any:
+        """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
+
+    def kept(self, state: Any) -> Array | None:
+        """bool [B, S], True at queries of the last step that later ones may see; None: at all."""
+
+    def done(self, state: Any) -> Array:
+        """bool [B], True at finished examples."""
+
+    def result(self, state: Any) -> Decoded:
+        """The rows, once all are done."""
+
+
+class Strategy(Stepper, Protocol):
+    """A way to decode: its steps, and facts about them that its users ask."""
+
+    @property
+    def eos(self) -> int:
+        """The token that ends a row."""
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """R and W, rows and times of the queries whose answers are tokens; (0, 0) if nothing can be wished of them."""
+
+    def start(self, row: Any) -> Any:
+        """The time of the query whose answer is a row's first token."""
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether `init` is given the source."""
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it asks a small model of its own, which `lent` gives it."""
+
+    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
+        """The strategy as it is the fastest there.
+
+        Args:
+          platform: one of JAX's.
+          costs: what a step costs whatever it computes, in queries.
+          skips_fillers: whether a step costs the queries that are asked, and not those that it has room for.
+        """
+
+    def lent(self, model: Model[Any], batch: int) -> "Strategy":
+        """The strategy with the small model's decoder of a batch, if it `borrows` one; traced."""
+
+    def calls(self, decoded: Decoded) -> Any:
+        """i32 [B], decoder calls that an example takes by itself, in NumPy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """What most strategies have in common: they read no source, borrow no model, and suit every device as they are."""
+
+    reads_source: ClassVar[bool] = False
+    borrows: ClassVar[bool] = False
+    queries: ClassVar[tuple[int, ...] | None] = None
+    choose: ClassVar[Any] = None  # greedily
+
+    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> Any:
+        """See `Strategy`."""
+        return self
+
+    def lent(self, model: Model[Any], batch: int) -> Any:
+        """See `Strategy`."""
+        return self
+
+    def kept(self, state: Any) -> Array | None:
+        """All."""
+        return None
+
+    def calls(self, decoded: Decoded) -> np.ndarray:
+        """One a step."""
+        return np.asarray(decoded.steps)
+
+
+class Refillable(Strategy, Protocol):
+    """A strategy each of whose examples has a state of its own: all arrays of its state have a first axis of B."""
+
+    def stopped(self, state: Any, which: Array) -> Any:
+        """The state with the examples bool [B] done."""

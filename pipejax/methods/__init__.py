@@ -1,0 +1,149 @@
+"""Methods of writing an answer, each one object from target to text: `interface` says what it is asked.
+
+A method of one's own comes in a config, as `method=Branching(0.3)` or `method="module:Branching"`.
+"""
+
+from typing import TYPE_CHECKING
+
+from pipejax.config import STRATEGIES, Config, DecodeConfig
+from pipejax.methods.interface import ABILITIES, Given, Ids, Loss, Method, Target
+from pipejax.methods.pipelined import NamedRows, Pipelined
+from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
+from pipejax.methods.spelling import Spells, prefix_ids, shown, spell
+from pipejax.system.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from pipejax.decoding import Drafter, Strategy
+
+__all__ = [
+    "ABILITIES",
+    "Beams",
+    "Given",
+    "Ids",
+    "Loss",
+    "Method",
+    "NamedRows",
+    "Pipelined",
+    "Sequential",
+    "Spells",
+    "Target",
+    "check",
+    "default",
+    "make",
+    "make_strategy",
+    "names",
+    "prefix_ids",
+    "shown",
+    "spell",
+    "split_rows",
+    "tells_rows_apart",
+    "trained",
+]
+
+
+def names(config: Config) -> tuple[str, ...]:
+    """The methods that the weights of this config can be asked for."""
+    return (*STRATEGIES, own.name) if (own := _own(config)) else STRATEGIES
+
+
+def default(config: Config) -> str:
+    """The method that the weights were trained for; of weights that were never trained here, the sequential one."""
+    if own := _own(config):
+        return own.name
+    return "sequential" if config.train.objective == "none" else config.train.objective
+
+
+def trained(config: Config) -> Method:
+    """The method by which a run is trained; settings that matter to decoding alone are not looked at."""
+    if own := _own(config):
+        return own
+    return (Pipelined if default(config) == Pipelined.name else Sequential).of(config)
+
+
+def make(name: str, config: Config) -> Method:
+    """The method of that name with the settings of a config.
+
+    Raises:
+      UserError: there is none; or its settings contradict each other.
+    """
+    known = names(config)
+    if name not in known:
+        raise UserError(f"strategy: found {name!r}; expected one of {', '.join(known)}{did_you_mean(name, known)}")
+    if (own := _own(config)) and name == own.name:
+        return own
+    beams = config.decode.beams
+    if name == Pipelined.name:
+        if beams > 1:
+            raise UserError(f"decode.beams: found {beams}; expected 1, since beam search is sequential, not {name}")
+        return Pipelined.of(config)
+    plain = Sequential.of(config)
+    if beams == 1:
+        return plain
+    return Beams(plain.max_length, plain.separator, plain.delay, beams, config.decode.length_penalty)
+
+
+def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None:
+    """Raises a UserError if the method cannot do what is asked for, or settings contradict each other.
+
+    Args:
+      method: that decodes.
+      decode: the settings.
+      drafts: whether a drafter is given that no setting names.
+    """
+    if decode.samples > 1 and decode.temperature == 0:
+        raise UserError(
+            f"decode.samples: found {decode.samples} with decode.temperature = 0; expected a temperature above 0, "
+            "since all of them would be the same"
+        )
+    for ability, key, plain in (
+        ("sample", "temperature", 0.0),
+        ("score", "scores", False),
+        ("limit", "limit", "none"),
+        ("draft", "draft", "none"),
+    ):
+        if (found := getattr(decode, key)) != plain:
+            method.require(ability, f"decode.{key}: found {found}")
+    if drafts:
+        method.require("draft", "drafter: found one")
+    elif decode.trace and decode.draft == "none":
+        raise UserError(
+            "decode.trace: found True with decode.draft = none; expected a drafter, since a trace shows drafts"
+        )
+
+
+def make_strategy(
+    method: Method, decode: DecodeConfig, ids: Ids, drafter: "Drafter | None" = None, *, drafts: bool = True
+) -> "Strategy":
+    """What decodes by a method, with drafts if the settings say so.
+
+    Args:
+      method: that decodes.
+      decode: the settings.
+      ids: bos and eos.
+      drafter: instead of the one that `decode.draft` names.
+      drafts: False: none are verified, whatever the settings say.
+
+    Raises:
+      UserError: as `check`.
+    """
+    check(method, decode, drafts=drafter is not None)
+    made = method.strategy(ids)
+    if not drafts or (drafter is None and decode.draft == "none"):
+        return made
+    from pipejax.decoding import drafted
+
+    return drafted(made, decode, drafter)
+
+
+def _own(config: Config) -> Method | None:
+    """The config's own method."""
+    own = config.method
+    if own is None:
+        return None
+    if not isinstance(own, Method):
+        raise UserError(f"method: {own}")
+    if own.name in ("", *STRATEGIES):
+        raise UserError(
+            f"method: found {type(own).__name__} with the name {own.name!r}; expected one that is not taken"
+        )
+    return own

@@ -1,0 +1,69 @@
+"""Texts as token ids, as far as an answer is to contain them."""
+
+import functools
+import logging
+import unicodedata
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Spells(Hashable, Protocol):
+    """A tokenizer (`pipejax.data.tokenizer.Tokenizer`)."""
+
+    @property
+    def eos(self) -> int | None:
+        """The id that ends a text, if it has one."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids."""
+
+    def vanishes(self, text: str) -> bool:
+        """Whether no token is left of a text but one that would end it."""
+
+    def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
+        """The words of a text that do not come back from its ids, and those that come instead."""
+
+
+def spell(targets: Sequence[str], tokenizer: Spells, eos: int | None) -> list[list[int]]:
+    """The ids of each row of a target; a row of which no id is left is none, neither in training nor in an answer.
+
+    An eos that a text spells out, as "</s>", would end its row in the middle, so it is left out.
+    """
+    return [[i for i in tokenizer.encode(row) if i != eos] for row in targets]
+
+
+def prefix_ids(tokenizer: Spells, text: str, where: str, eos: int | None = None) -> tuple[int, ...]:
+    """The ids of a text with which rows begin; `eos` is the model's, which not every tokenizer names.
+
+    Raises:
+      UserError: it has no id, or one that would end the row; the message begins with `where`.
+    """
+    ids = _prefix_ids(tokenizer, text)
+    if not ids or tokenizer.eos in ids or eos in ids:
+        found = "ends the row" if ids else "has no token"
+        raise UserError(f"{where}: found {text!r}, which {found} for this tokenizer; expected text that begins one")
+    return ids
+
+
+@functools.lru_cache(maxsize=1024)
+def _prefix_ids(tokenizer: Spells, text: str) -> tuple[int, ...]:
+    """The same few come again with every example."""
+    ids = tuple(tokenizer.encode(text))
+    if ids and (change := tokenizer.change(text, ids)):
+        logger.warning(f"a row that begins with {text!r}: {shown(change)} from the tokenizer")
+    return ids
+
+
+def shown(change: tuple[str, str]) -> str:
+    """What `Tokenizer.change` says, in words."""
+    composed = (unicodedata.normalize("NFC", text) for text in change)
+    show = ascii if len({*composed}) == 1 else repr  # else both may look alike
+    was, now = (show(text if len(text) <= 40 else f"{text[:40]}...") for text in change)
+    return f"{was} comes back as {now}"
