@@ -119,8 +119,6 @@ def to_json(config: Config) -> str:
     values = dataclasses.asdict(config)
     if dataclasses.is_dataclass(config.method):
         values["method"] = {"class": class_of(config.method), **values["method"]}
-    elif config.method is None:
-        del values["method"]
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -186,10 +184,8 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = prefix + field.name
-        if key == "method":
-            if value is not None:
-                leaves |= {"method.class": class_of(value), **flat(value, "method.")}
-            continue
+        if key == "method" and dataclasses.is_dataclass(value):
+            leaves |= {"method.class": class_of(value)}
         value = list(value) if isinstance(value, tuple) else value
         leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return leaves

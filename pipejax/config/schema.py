@@ -164,12 +164,12 @@ class Config:
 
     name: str = setting("experiment")  # of the experiment, for people
     model: T5Config | None = setting(None)  # the architecture, for random weights
+    method: Any = setting(None)  # a way to write answers of your own: docs/methods.md; none: as train.objective says
     grid: GridConfig = dataclasses.field(default_factory=GridConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    method: Any = setting(None)  # a way to write answers of your own: docs/methods.md; none: as train.objective says
 
 
 def check(config: Config, *, where: str) -> None:

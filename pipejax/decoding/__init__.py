@@ -1,10 +1,14 @@
 """Decoding strategies: which queries a step asks, what they may see, what becomes of the answers. No model in here."""
 
+from typing import Any
+
+from pipejax.config import DecodeConfig
+from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
 from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, Sampling, Wishes
 from pipejax.decoding.core import QUERIES, Carry, Sizes, Stretch, begin, decode, refilled, run, with_slots
 from pipejax.decoding.drafters import Drafter
-from pipejax.decoding.drafting import Drafted, drafted
+from pipejax.decoding.drafting import Drafted
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.interface import TRUNCATIONS, Decoded, Model, Plain, Refillable, SourceIds, Stepper, Strategy
 from pipejax.decoding.pipelined import Pipelined
@@ -45,3 +49,9 @@ __all__ = [
     "run",
     "with_slots",
 ]
+
+
+def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> Drafted:
+    """The strategy with drafts of `drafter`, or of the one that `decode.draft` names."""
+    on_grid: Any = inner  # the method said that it can
+    return Drafted(on_grid, drafter or drafters.make(decode.draft), decode.draft_tokens, trace=decode.trace)

@@ -12,21 +12,19 @@ call already, and begins if they turn out right.
 
 import dataclasses
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.config import DecodeConfig
-from pipejax.decoding import drafters
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERIES
 from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
 from pipejax.decoding.gathering import Query, taken
-from pipejax.decoding.interface import Array, Decoded, Model, SourceIds, Strategy
-from pipejax.decoding.pipelined import NEVER, Pipelined, below
+from pipejax.decoding.interface import Array, Decoded, Model, SourceIds
+from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, below
 from pipejax.grid import start
 
 MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
@@ -58,17 +56,6 @@ class State:
     drafter: object  # the drafter's own
     circle: Any = None  # i32 [B], as `Pipelined.circle`, if rows are to be unique
     trace: Any = None  # a `Trace` of what became of drafts, if it is kept
-
-
-class OnGrid(Strategy, Protocol):
-    """A greedy strategy whose answers are rows of a grid, each on its own: what drafts can be verified for."""
-
-    @property
-    def on_grid(self) -> Pipelined:
-        """The grid on which Algorithm 1 writes the same answers."""
-
-    def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """Codes i32 [B], as `Pipelined.cut`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,12 +381,6 @@ class Drafted:
         judged = right + ((counts == run) & (run < drafted))
         sums = (jnp.where(of, x[:, :, None], 0).sum(axis=1) for x in (right, judged))
         return {name: MEMORY * getattr(state, name) + x for name, x in zip(("right", "judged"), sums, strict=True)}
-
-
-def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> Drafted:
-    """The strategy with drafts of `drafter`, or of the one that `decode.draft` names."""
-    on_grid: Any = inner  # the method said that it can
-    return Drafted(on_grid, drafter or drafters.make(decode.draft), decode.draft_tokens, trace=decode.trace)
 
 
 def _flat(x: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds, Strategy
 
 NEVER = 2**30  # the end of a row that has not ended: later than any time
 
@@ -247,3 +247,14 @@ class Pipelined(Plain):
 def below(scan: Callable[..., Array], x: Array, first: int) -> Array:
     """The running extreme [B, R] of all rows before each one; `first` at the first row."""
     return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)
+
+
+class OnGrid(Strategy, Protocol):
+    """A greedy strategy whose answers are rows of a grid, each on its own: what drafts can be verified for."""
+
+    @property
+    def on_grid(self) -> Pipelined:
+        """The grid on which Algorithm 1 writes the same answers."""
+
+    def cut(self, cut: Array, complete: Array, started: Array) -> Array:
+        """Codes i32 [B], as `Pipelined.cut`."""

@@ -294,7 +294,7 @@ class Engine:
     def _strategy(self, name: str) -> Any:
         """Without drafts, whose states hold a whole batch."""
         method = self.generator.method(name)
-        method.require("serve", f"strategy: found {name}")
+        method.require("serve")
         method.check()
         if self.generator.config.decode.limit != "none":
             raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")

@@ -150,7 +150,7 @@ class Generator:
     def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
         """As `stream_rows`, of a checked source; what a stream does not have is refused at once."""
         config, method = self.config.decode, self.method(strategy)
-        method.require("stream", "stream_rows: found a stream of rows")
+        method.require("stream")
         for key in ("draft", "limit"):
             if getattr(config, key) != "none":
                 raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")

@@ -6,7 +6,7 @@ A method of one's own comes in a config, as `method=Branching(0.3)` or `method="
 from typing import TYPE_CHECKING
 
 from pipejax.config import STRATEGIES, Config, DecodeConfig
-from pipejax.methods.interface import ABILITIES, Given, Ids, Loss, Method, Target
+from pipejax.methods.interface import ABILITIES, Given, Ids, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
 from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, shown, spell
@@ -20,7 +20,6 @@ __all__ = [
     "Beams",
     "Given",
     "Ids",
-    "Loss",
     "Method",
     "NamedRows",
     "Pipelined",

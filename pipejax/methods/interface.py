@@ -9,7 +9,7 @@ import JAX: data are read without it. So what computes with JAX is imported when
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pipejax import grid
@@ -71,6 +71,11 @@ class Method:
     def label(self) -> str:
         """The method as messages call it."""
         return f"{self.name} decoding"
+
+    @property
+    def setting(self) -> str:
+        """How it was asked for, for messages."""
+        return f"strategy: found {self.name}"
 
     def check(self) -> None:
         """Raises a UserError if its settings contradict each other."""
@@ -141,10 +146,9 @@ class Method:
         """The settings that weights learn, by key: with other values, what they write means little."""
         return {f"method.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def require(self, ability: str, wish: str) -> None:
-        """Raises a UserError that names the wish unless the method has the ability, one of ABILITIES."""
+    def require(self, ability: str, wish: str = "") -> None:
+        """Raises a UserError unless the method has the ability, one of ABILITIES; `wish`: what needs it, as found."""
         if ability not in self.can:
+            if not wish:
+                raise UserError(f"{self.setting}; expected another, since it does not {ABILITIES[ability]}")
             raise UserError(f"{wish} with {self.label}; expected none, since it does not {ABILITIES[ability]}")
-
-
-Loss = Callable[["Array", "Array", "Array"], "tuple[Array, Array]"]  # `Method.loss`

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pipejax.methods.interface import Loss
-
 Array = jax.Array
+Loss = Callable[[Array, Array, Array], tuple[Array, Array]]  # `Method.loss`
 LOGITS = 2**25  # at the most at once: 128 MiB in float32, of which the backward pass needs a few copies
 
 

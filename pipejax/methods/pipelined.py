@@ -117,8 +117,13 @@ class NamedRows(Pipelined):
     def given(self, given: Given) -> Given:
         """If the source says nothing, as the grid names them."""
         names, says_nothing = self.grid.row_names, not given.prefixes and given.most is None
-        if says_nothing and (names or self.grid.delay == 0):
-            self.check()  # a setting is at fault, not a source
+        if says_nothing and self.grid.delay == 0 and not names:  # the setting is at fault, not a source
+            raise UserError(
+                "grid.delay: found 0 without grid.row_names; expected the names of the rows, or row_prefixes in each "
+                "source, since nothing else tells rows apart that start at once"
+            )
+        if says_nothing and names:
+            self.check()
             given = Given(names, len(names), "grid.row_names")
         if self.grid.delay:
             return super().given(given)

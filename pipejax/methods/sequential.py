@@ -111,6 +111,11 @@ class Beams(Sequential):
         """By its setting."""
         return f"decode.beams = {self.beams}"
 
+    @property
+    def setting(self) -> str:
+        """By its setting."""
+        return f"decode.beams: found {self.beams}"
+
     def strategy(self, ids: Ids) -> "Strategy":
         """Beam search."""
         from pipejax.decoding.beam import Beam

@@ -18,7 +18,8 @@ from pipejax import grid, methods
 from pipejax.config import Config, T5Config
 from pipejax.data.batches import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
-from pipejax.methods import Loss, losses
+from pipejax.methods import losses
+from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.t5 import T5, init_params
