@@ -90,7 +90,8 @@ class KernelDecoder:
         place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
         factor = c.d_model**-0.5 if c.scale_head else 1.0
         start = jnp.broadcast_to(step.start, len(memory.mask))
-        given = [step.tokens, w.bias, step.mask, step.distance, start, step.filled.row, step.filled.time]
+        given = [step.tokens, w.bias, step.mask, step.position, step.key_position]
+        given += [start, step.filled.row, step.filled.time]
         given += [place.astype(jnp.int32), memory.mask, w.norm * factor]
         given += _flat(*(x for x in (w.head, w.embedding) if x))
         aliases: dict[int, int] = {}  # the caches are written in place
@@ -170,8 +171,8 @@ def encode(
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
-    offsets = jnp.arange(1 - longest, longest)[None, None]
-    biases: Any = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, offsets)
+    offsets = jnp.zeros((1, 1), jnp.int32), jnp.arange(1 - longest, longest)[None]
+    biases: Any = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, *offsets)
     given: list[Array] = [x, length.astype(jnp.int32), biases.reshape(config.num_heads, -1), encoder.norm]
     for layer in encoder.layers:
         given += [layer.norm, *_flat(layer.inwards, layer.outwards)]

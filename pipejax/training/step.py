@@ -61,7 +61,7 @@ def batch_loss(model: T5, params: Any, batch: Arrays, dropout: Array | None) -> 
         source_mask,
         batch["inputs"],
         mask,
-        grid.distance(*pairs),
+        grid.position(row, time_),
         example[:, :, None] == owner,
         deterministic=dropout is None,
         rngs=None if dropout is None else {"dropout": dropout},

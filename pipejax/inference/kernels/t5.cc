@@ -84,8 +84,8 @@ constexpr int32_t kNowhere = 1 << 30;  // the row of a slot that nobody sees, as
 ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 
 // The arguments, N = columns, Q = places of an example, S >= C whole panels of slots, in that order:
-//   tokens i32 [N]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; distance i32 [B, Q, C]; start i32 [B];
-//   row and time of each slot i32 [B, C]; place of each column i32 [N], B * Q for none; mask of the memory pred [B, L];
+//   tokens i32 [N]; bias by distance f32 [H, distances]; mask pred [B, Q, C]; position of each query i32 [B, Q] and of each
+//   slot i32 [B, C]; start i32 [B]; row and time of each slot i32 [B, C]; place of each column i32 [N], B * Q for none; mask of the memory pred [B, L];
 //   last norm [D]; head [V, D]; embedding [V, D] if it is not `tied` to the head;
 //   a layer each: norm, qkv, out; norm, query, out, keys [B, H, L, K] and values [B, H, K, L] of the memory; norm, in, out;
 //   keys f32 [B * H, K, S] and values f32 [B * H, S, K] of the cache.
@@ -94,7 +94,7 @@ ffi::Error Wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, int64_t layers, int64_t heads,
                 int64_t feed, int64_t activation, int64_t vocabulary, int64_t tokens, int64_t tied, float epsilon) {
   const auto of_fed = given.get<ffi::AnyBuffer>(0).value().dimensions(), of_mask = given.get<ffi::AnyBuffer>(2).value().dimensions();
-  const auto of_bias = given.get<ffi::AnyBuffer>(1).value().dimensions(), of_memory = given.get<ffi::AnyBuffer>(8).value().dimensions();
+  const auto of_bias = given.get<ffi::AnyBuffer>(1).value().dimensions(), of_memory = given.get<ffi::AnyBuffer>(9).value().dimensions();
   const auto of_cache = given.get<ffi::AnyBuffer>(given.size() - 2).value().dimensions();
   if (of_fed.size() != 1 || of_mask.size() != 3 || of_bias.size() != 2 || of_memory.size() != 2 || of_cache.size() != 3 ||
       results.size() != static_cast<size_t>(1 + 2 * layers))
@@ -109,7 +109,8 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const int32_t* fed = arguments.Array<int32_t>(all);
   const float* biases = arguments.Array(heads * distances);
   const bool* mask = arguments.Array<bool>(batch * queries * slots);
-  const int32_t* distance = arguments.Array<int32_t>(batch * queries * slots);
+  const int32_t* position = arguments.Array<int32_t>(batch * queries);
+  const int32_t* key_position = arguments.Array<int32_t>(batch * slots);
   const int32_t* start = arguments.Array<int32_t>(batch);
   const int32_t* row_of = arguments.Array<int32_t>(batch * slots);
   const int32_t* time_of = arguments.Array<int32_t>(batch * slots);
@@ -166,11 +167,13 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
     Row(table, std::clamp<int64_t>(fed[columns[c]], 0, vocabulary - 1), rooms.x.data() + c * size);
   rooms.bias.resize(count * heads * room);
   team.Run(count * heads, 4, [&](int64_t i) {
-    const int64_t at = places[i / heads] * slots;
+    const int64_t at = places[i / heads], b = at / queries, own = position[at];
+    const bool* seen = mask + at * slots;
+    const int32_t* others = key_position + b * slots;
     const float* by_distance = biases + i % heads * distances;
     float* bias = rooms.bias.data() + i * room;
-    for (int32_t slot : order[places[i / heads] / queries].slots)
-      *bias++ = mask[at + slot] ? by_distance[std::clamp<int64_t>(distance[at + slot], 0, distances - 1)] : -1e9f;
+    for (int32_t slot : order[b].slots)
+      *bias++ = seen[slot] ? by_distance[std::clamp<int64_t>(own - others[slot], 0, distances - 1)] : -1e9f;
   });
 
   Stack stack{team, count, size, inner, feed, epsilon, static_cast<int>(activation), rooms.x, rooms.operand, rooms.hidden};
