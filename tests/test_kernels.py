@@ -16,6 +16,7 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.gathering import NOWHERE, Filled
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, fastest
+from pipejax.inference.kernels import fields
 from pipejax.inference.weights import narrowed
 from pipejax.model import t5
 from pipejax.model.quantization import quantize
@@ -287,6 +288,40 @@ def test_what_is_not_finite_stays_so(level, weights, trouble, columns):
     found, token = decoder(step, cache)[0], decoder.greedy(step, cache)[0]
     assert not np.isfinite(found).any()
     np.testing.assert_array_equal(token, first_argmax(found))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda w, s: (w.replace(norm=w.norm[:-1]), s), r"step: norm: found F32 \[\d+\]; expected F32 \[\d+\]"),
+        (
+            lambda w, s: (
+                w.replace(layers=(w.layers[0], w.layers[1].replace(cross_query=w.layers[1].self_inwards))),
+                s,
+            ),
+            r"step: layer 1: cross_query: found F32 \[6, \d+, 16, 1\]; expected F32 \[2, \d+, 16, 1\]",
+        ),
+        (lambda w, s: (w, s.replace(position=s.position * 1.0)), r"step: position: found F32 \[1, 3\]; expected S32 "),
+        (lambda w, s: (w, s.replace(start=s.start + 9)), "step: a cache that is full"),
+    ],
+    ids=["shape", "layer", "type", "full"],
+)
+def test_a_field_that_is_not_as_it_must_be_is_named(level, spoil, says):
+    model, own, ready, _ = made("small", "auto", level)
+    asked = Asked(np.random.default_rng(0), ((3,),), 48)
+    memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
+    weights, step = spoil(ready.decoding, asked.step(0, 0))
+    decoder = own.decoder(model, weights, laid_out(memory, "auto"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
+        jax.block_until_ready(decoder(step, decoder.cache(asked.slots, None)))
+
+
+def test_a_field_that_is_missing_or_unknown_is_named():
+    layer = dict.fromkeys(fields.TABLES["ENCODER_LAYER_FIELDS"])
+    assert fields.arrays("ENCODER_LAYER_FIELDS", layer) == []
+    del layer["feed_norm"]
+    with pytest.raises(TypeError, match=r"^ENCODER_LAYER_FIELDS: found norm, .*; expected .* \(feed_norm, weight\)$"):
+        fields.arrays("ENCODER_LAYER_FIELDS", layer | {"weight": None})
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
