@@ -26,6 +26,11 @@ def distance(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> An
     return abs(query_time - key_time) + abs(query_row - key_row)
 
 
+def position(row: Any, time: Any) -> Any:
+    """Where a slot stands: a query lies as far from a key that it sees as its position exceeds the key's."""
+    return row + time
+
+
 def start(row: Any, delay: int) -> Any:
     """The time of a row's bos (paper section 3.2: "the j-th token in the i-th subsequence")."""
     return row * delay

@@ -23,7 +23,7 @@ from support.tiny import MORE_WORDS
 def asked(row, time):
     """A step of as many examples with one query each."""
     row, time = (jnp.asarray(x, jnp.int32)[:, None] for x in (row, time))
-    return Step(row[:, 0], None, None, None, None, row, time, None, None)
+    return Step(row[:, 0], None, None, None, None, None, row, time, None, None)
 
 
 def sampling(count, temperature=1.0, top_k=0, top_p=1.0, seed=None):
@@ -119,9 +119,9 @@ def test_log_probabilities_are_the_models(strategy, draft):
         final = strategy == "pipelined" and len(rows) < GRID.sub_max and record["truncated"] is None
         flat = grid.flatten(rows, delay=delay, bos=0, eos=1, final=final)
         pairs = flat.row[:, None], flat.time[:, None], flat.row[None, :], flat.time[None, :]
-        seen, distance = grid.visible(*pairs)[None], grid.distance(*pairs)[None]
+        seen, position = grid.visible(*pairs)[None], grid.position(flat.row, flat.time)[None]
         mask = np.ones((1, len(text)), bool)
-        logits = model.apply({"params": params}, np.asarray([text]), mask, flat.inputs[None], seen, distance)[0]
+        logits = model.apply({"params": params}, np.asarray([text]), mask, flat.inputs[None], seen, position)[0]
         wanted = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(flat.targets)), flat.targets]
         at = {(r, t): p for r, t, p, w in zip(flat.row, flat.time, wanted, flat.weights, strict=True) if w}
         for i, found in enumerate(record["log_probs"]):

@@ -56,6 +56,17 @@ def test_mask_and_distances_of_figure_2(places, sees, array):
             assert int(grid.distance(*pair)) == sees[query][key], (query, key)
 
 
+@pytest.mark.parametrize("delay", range(6))
+def test_positions_differ_by_the_distance_of_what_is_visible(delay):
+    row, time = (x.reshape(-1) for x in np.meshgrid(np.arange(6), np.arange(30), indexing="ij"))
+    row, time = (x[time >= grid.start(row, delay)] for x in (row, time))
+    pairs = row[:, None], time[:, None], row[None], time[None]
+    position = grid.position(row, time)
+    apart, seen = position[:, None] - position, grid.visible(*pairs)
+    np.testing.assert_array_equal(apart[seen], grid.distance(*pairs)[seen])
+    assert seen.sum() > 3000
+
+
 def test_flattening_figure_2():
     flat = grid.flatten([[A, B, C], [D, E]], delay=1, bos=BOS, eos=EOS)
     assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E, BOS]

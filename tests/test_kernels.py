@@ -16,6 +16,7 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.gathering import NOWHERE, Filled
 from pipejax.inference import kernel_decoder, kernels, programs
 from pipejax.inference.backends import OwnKernel, fastest
+from pipejax.inference.kernels import fields
 from pipejax.inference.weights import narrowed
 from pipejax.model import t5
 from pipejax.model.quantization import quantize
@@ -62,7 +63,7 @@ def in_rows(panels):
 
 
 class Asked:
-    """Tokens that examples feed in several calls, who sees whom and how far apart they are, at random."""
+    """Tokens that examples feed in several calls, who sees whom and where they stand, at random."""
 
     def __init__(self, rng, calls, vocabulary):
         """Each call: how many each example asks."""
@@ -70,7 +71,7 @@ class Asked:
         counts = np.sum(calls, axis=0)
         self.tokens = [rng.integers(0, vocabulary, n) for n in counts]
         self.visible = [np.tril(rng.random((n, n)) < 0.6) | np.eye(n, dtype=bool) for n in counts]
-        self.distance = [rng.integers(0, 40, (n, n)) for n in counts]
+        self.position = [rng.integers(0, 40, n) for n in counts]
         self.slots = sum(max(live) for live in calls) + 3  # a call writes one a place, from where its example is
 
     def of(self, b, call):
@@ -78,16 +79,22 @@ class Asked:
         before = sum(live[b] for live in self.calls[:call])
         return range(before, before + self.calls[call][b])
 
+    def distances(self, b):
+        """Between an example's tokens; one that lies ahead counts as being here."""
+        return np.maximum(self.position[b][:, None] - self.position[b], 0)
+
     def step(self, call, fillers):
         """As the decoder gets it; the last queries are fillers."""
         places = max(self.calls[call])
-        mask, distance = np.zeros((2, self.batch, places, self.slots), np.int32)
+        mask = np.zeros((self.batch, places, self.slots), bool)
+        position, key_position = (np.zeros((self.batch, n), np.int32) for n in (places, self.slots))
         number, columns, tokens = np.zeros((self.batch, places), np.int32), [], []
         for b in range(self.batch):
             queries = self.of(b, call)
+            key_position[b, : queries.stop] = self.position[b][: queries.stop]
             for q, query in enumerate(queries):
                 mask[b, q, : queries.stop] = self.visible[b][query, : queries.stop]
-                distance[b, q, : queries.stop] = self.distance[b][query, : queries.stop]
+                position[b, q] = self.position[b][query]
                 number[b, q] = len(columns)
                 columns.append(b * places + q)
                 tokens.append(self.tokens[b][query])
@@ -95,7 +102,7 @@ class Asked:
             columns, tokens = columns + [self.batch * places] * fillers, tokens + [1] * fillers
         several = (None, None) if self.batch == 1 else (jnp.asarray(number), jnp.asarray(columns, jnp.int32))
         nowhere, start = jnp.zeros((self.batch, places), jnp.int32), [self.of(b, call).start for b in range(self.batch)]
-        seen = jnp.asarray(mask, bool), jnp.asarray(distance), nowhere, nowhere
+        seen = jnp.asarray(mask), jnp.asarray(position), jnp.asarray(key_position), nowhere, nowhere
         fed = np.arange(self.slots) < np.asarray([[self.of(b, call).stop] for b in range(self.batch)])
         filled = Filled(
             jnp.asarray(np.where(fed, 0, NOWHERE), jnp.int32), jnp.broadcast_to(jnp.arange(self.slots), fed.shape)
@@ -131,7 +138,7 @@ def check_calls(level, shape, weights, calls):
     with rounding(weights, level):
         wanted = [
             quantised.logits(
-                exact, c, seen[b, :, :, : lengths[b]], asked.tokens[b], asked.visible[b], asked.distance[b]
+                exact, c, seen[b, :, :, : lengths[b]], asked.tokens[b], asked.visible[b], asked.distances(b)
             )
             if len(asked.tokens[b])
             else np.zeros((0, c.vocab_size))
@@ -281,6 +288,40 @@ def test_what_is_not_finite_stays_so(level, weights, trouble, columns):
     found, token = decoder(step, cache)[0], decoder.greedy(step, cache)[0]
     assert not np.isfinite(found).any()
     np.testing.assert_array_equal(token, first_argmax(found))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda w, s: (w.replace(norm=w.norm[:-1]), s), r"step: norm: found F32 \[\d+\]; expected F32 \[\d+\]"),
+        (
+            lambda w, s: (
+                w.replace(layers=(w.layers[0], w.layers[1].replace(cross_query=w.layers[1].self_inwards))),
+                s,
+            ),
+            r"step: layer 1: cross_query: found F32 \[6, \d+, 16, 1\]; expected F32 \[2, \d+, 16, 1\]",
+        ),
+        (lambda w, s: (w, s.replace(position=s.position * 1.0)), r"step: position: found F32 \[1, 3\]; expected S32 "),
+        (lambda w, s: (w, s.replace(start=s.start + 9)), "step: a cache that is full"),
+    ],
+    ids=["shape", "layer", "type", "full"],
+)
+def test_a_field_that_is_not_as_it_must_be_is_named(level, spoil, says):
+    model, own, ready, _ = made("small", "auto", level)
+    asked = Asked(np.random.default_rng(0), ((3,),), 48)
+    memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
+    weights, step = spoil(ready.decoding, asked.step(0, 0))
+    decoder = own.decoder(model, weights, laid_out(memory, "auto"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
+        jax.block_until_ready(decoder(step, decoder.cache(asked.slots, None)))
+
+
+def test_a_field_that_is_missing_or_unknown_is_named():
+    layer = dict.fromkeys(fields.TABLES["ENCODER_LAYER_FIELDS"])
+    assert fields.arrays("ENCODER_LAYER_FIELDS", layer) == []
+    del layer["feed_norm"]
+    with pytest.raises(TypeError, match=r"^ENCODER_LAYER_FIELDS: found norm, .*; expected .* \(feed_norm, weight\)$"):
+        fields.arrays("ENCODER_LAYER_FIELDS", layer | {"weight": None})
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

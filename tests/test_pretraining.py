@@ -72,12 +72,14 @@ def test_some_heads_look_at_neighbours_from_the_start():
 
     def favourite(stack, bidirectional):
         bias = RelativeBias(model, bidirectional=bidirectional)
-        seen = offsets if bidirectional else -offsets[offsets <= 0]
-        found = bias.apply({"params": params[stack]["relative_bias"]}, seen[None, None])  # [1, H, 1, C]
+        seen = offsets if bidirectional else offsets[offsets <= 0]
+        found = bias.apply(
+            {"params": params[stack]["relative_bias"]}, np.zeros((1, 1), int), seen[None]
+        )  # [1, H, 1, C]
         return [int(seen[i]) for i in np.argmax(found[0, :, 0], axis=-1)]
 
     assert favourite("encoder", True)[:3] == [-1, 1, 0]
-    assert favourite("decoder", False)[:2] == [0, 1]  # distances back
+    assert favourite("decoder", False)[:2] == [0, -1]
 
 
 @pytest.mark.slow

@@ -80,9 +80,9 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
     for b, rows in enumerate(all_rows):
         flat = grid.flatten(rows, delay=delay, bos=0, eos=1)
         pairs = flat.row[:, None], flat.time[:, None], flat.row[None, :], flat.time[None, :]
-        seen, distance = grid.visible(*pairs)[None], grid.distance(*pairs)[None]
+        seen, position = grid.visible(*pairs)[None], grid.position(flat.row, flat.time)[None]
         mask = (np.arange(6) < lengths[b])[None]
-        forced.append(model.apply({"params": params}, source[b : b + 1], mask, flat.inputs[None], seen, distance)[0])
+        forced.append(model.apply({"params": params}, source[b : b + 1], mask, flat.inputs[None], seen, position)[0])
         at.append({(int(r), int(t)): i for i, (r, t) in enumerate(zip(flat.row, flat.time, strict=True))})
 
     strategy = Pipelined(delay=delay, time_max=30, sub_max=6)
@@ -121,6 +121,11 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
         assert (int(state.steps[0]), calls) == (expected.steps, expected.calls)
 
 
+def back(step):
+    """How far back each slot lies from each query."""
+    return step.position[:, :, None] - step.key_position[:, None]
+
+
 def test_pack_puts_each_live_query_in_one_place():
     live = np.asarray([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], bool)
     tokens = np.arange(10, 22).reshape(3, 4)
@@ -146,7 +151,7 @@ def test_pack_puts_each_live_query_in_one_place():
         [1, 1, 0, 0, 1, 1, 1],
     ]
     assert step.mask[2, 0].nonzero()[0].tolist() == [0, 4]
-    assert step.distance[0, 1, [0, 1, 4, 5]].tolist() == [3, 1, 2, 0]
+    assert back(step)[0, 1, [0, 1, 4, 5]].tolist() == [3, 1, 2, 0]
 
 
 def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
@@ -165,7 +170,7 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
     step, _, filled = gather(query, before, jnp.asarray([4]), 4, 2)
     assert filled.row[0].tolist() == [1, 0, 0, NOWHERE, 0, 2, NOWHERE, 9]
     assert step.mask[0].astype(int).tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 0, 0]]
-    assert step.distance[0, :, [0, 1, 2, 4, 5]].T.tolist() == [[1, 2, 1, 0, 0]] * 2
+    assert back(step)[0, :, [0, 1, 2, 4, 5]].T.tolist() == [[1, 2, 1, 0, 0]] * 2
 
 
 def test_schedule_holds_every_decode():

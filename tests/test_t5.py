@@ -70,7 +70,7 @@ def ragged(rng, vocab, lengths):
 
 def causal(n):
     i = jnp.arange(n)
-    return (i[None, :] <= i[:, None])[None], jnp.abs(i[None, :] - i[:, None])[None]
+    return (i[None, :] <= i[:, None])[None], i[None]
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 def layout(rows, delay):
     flat = grid.flatten(rows, delay=delay, bos=0, eos=1)
     pairs = flat.row[:, None], flat.time[:, None], flat.row[None, :], flat.time[None, :]
-    return flat, grid.visible(*pairs)[None], grid.distance(*pairs)[None]
+    return flat, grid.visible(*pairs)[None], grid.position(flat.row, flat.time)[None]
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +152,8 @@ def tiny():
 @pytest.mark.parametrize("delay", [1, 2, 3, 6])
 def test_teacher_forcing_equals_the_definition(tiny, delay):
     params, source, mask = tiny
-    flat, seen, distance = layout(ROWS, delay)
-    forced = t5.T5(CONFIG).apply({"params": params}, source, mask, flat.inputs[None], seen, distance)
+    flat, seen, position = layout(ROWS, delay)
+    forced = t5.T5(CONFIG).apply({"params": params}, source, mask, flat.inputs[None], seen, position)
     exact = jax.tree.map(np.asarray, params)
     encoded = oracle.encode(exact, CONFIG, source[0].tolist())
     reference = oracle.grid_logits(exact, CONFIG, encoded, [[0, *row, 1] for row in ROWS] + [[0]], delay)
@@ -165,7 +165,7 @@ def test_causality_by_gradient(tiny):
     """The logits of (row, time) depend on exactly the tokens of lower-or-own rows up to its time."""
     params, source, mask = tiny
     model, delay = t5.T5(CONFIG), 2
-    flat, seen, distance = layout(ROWS, delay)
+    flat, seen, position = layout(ROWS, delay)
     encoded = model.apply({"params": params}, source, method=lambda m, x: m.encoder(*m.embed(x), mask, True))
     # A table of its own for every slot, so that the gradient tells the slots apart.
     spread = dict(params, shared={"embedding": params["shared"]["embedding"][flat.inputs]})
@@ -176,7 +176,7 @@ def test_causality_by_gradient(tiny):
         hidden = t5.T5(config).apply(
             changed,
             jnp.arange(len(flat.inputs))[None],
-            method=lambda m, x: m.decoder(*m.embed(x), seen, distance, encoded, mask[:, None], True),
+            method=lambda m, x: m.decoder(*m.embed(x), seen, position, encoded, mask[:, None], True),
         )
         return hidden[0, slot].sum()
 
@@ -190,12 +190,12 @@ def test_causality_by_gradient(tiny):
 @pytest.mark.slow
 def test_padding_and_batch_do_not_change_logits(tiny):
     params, source, _ = tiny
-    model, (flat, seen, distance) = t5.T5(CONFIG), layout(ROWS, 1)
-    alone = model.apply({"params": params}, source, np.ones(source.shape, bool), flat.inputs[None], seen, distance)
+    model, (flat, seen, position) = t5.T5(CONFIG), layout(ROWS, 1)
+    alone = model.apply({"params": params}, source, np.ones(source.shape, bool), flat.inputs[None], seen, position)
     wide = np.concatenate([source, np.full((1, 10), 7)], axis=1)
     both = np.concatenate([wide, np.full_like(wide, 4)])
     mask = np.stack([np.arange(16) < 6, np.ones(16, bool)])
-    batched = model.apply({"params": params}, both, mask, np.stack([flat.inputs] * 2), seen, distance)
+    batched = model.apply({"params": params}, both, mask, np.stack([flat.inputs] * 2), seen, position)
     np.testing.assert_allclose(batched[0], alone[0], atol=1e-5)
 
 
@@ -236,12 +236,12 @@ def test_parameter_paths_are_public():
 
 def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
     params, source, mask = tiny
-    flat, seen, distance = layout(ROWS, 1)
-    exact = t5.T5(CONFIG).apply({"params": params}, source, mask, flat.inputs[None], seen, distance)
+    flat, seen, position = layout(ROWS, 1)
+    exact = t5.T5(CONFIG).apply({"params": params}, source, mask, flat.inputs[None], seen, position)
     model, low = t5.T5(CONFIG, dtype=jnp.bfloat16), t5.cast_params(jax.tree.map(jnp.asarray, params), jnp.bfloat16)
     memory = model.apply({"params": low}, source, mask, method="encode")
     assert {x.dtype for x in (*memory.keys, *memory.values)} == {jnp.dtype("bfloat16")}
-    rough = model.apply({"params": low}, source, mask, flat.inputs[None], seen, distance)
+    rough = model.apply({"params": low}, source, mask, flat.inputs[None], seen, position)
     assert rough.dtype == jnp.float32
     assert 0 < np.abs(rough - exact).max() < 0.1 * np.abs(exact).max()
 
@@ -250,12 +250,12 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
 def test_gradients_of_frequent_words_are_not_lost_in_bfloat16(tiny):
     """A sum of like numbers in bfloat16 stops growing at 256 of them."""
     params, words = jax.tree.map(jnp.asarray, tiny[0]), np.full((1, 2048), 5)
-    flat, seen, distance = layout(ROWS, 1)
+    flat, seen, position = layout(ROWS, 1)
 
     def gradient(dtype):
         def total(params):
             model, mask = t5.T5(CONFIG, dtype=dtype), np.ones(words.shape, bool)
-            logits = model.apply({"params": params}, words, mask, flat.inputs[None], seen, distance)
+            logits = model.apply({"params": params}, words, mask, flat.inputs[None], seen, position)
             return jax.nn.logsumexp(logits, axis=-1).sum() - logits[..., 3].sum()
 
         return jax.jit(jax.grad(total))(params)["shared"]["embedding"]
@@ -268,8 +268,8 @@ def test_gradients_of_frequent_words_are_not_lost_in_bfloat16(tiny):
 def test_logits_are_not_rounded_to_the_compute_dtype(tied):
     config = dataclasses.replace(CONFIG, tied_head=tied)
     params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(1)))
-    flat, seen, distance = layout(ROWS, 1)
+    flat, seen, position = layout(ROWS, 1)
     source = np.asarray([[3, 4, 5, 1]])
     model = t5.T5(config, dtype=jnp.bfloat16)
-    logits = model.apply({"params": params}, source, np.ones((1, 4), bool), flat.inputs[None], seen, distance)
+    logits = model.apply({"params": params}, source, np.ones((1, 4), bool), flat.inputs[None], seen, position)
     assert (logits.astype(jnp.bfloat16).astype(jnp.float32) != logits).mean() > 0.9

@@ -396,7 +396,7 @@ def test_training_operations_are_those_of_the_matrices():
     params = oracle.random_params(model, np.random.default_rng(0))
     flat = np.zeros((1, slots), np.int32)
     seen = np.ones((1, source), np.int32), np.ones((1, source), bool), flat, np.ones((1, slots, slots), bool)
-    forward = jax.jit(lambda p: t5.T5(model).apply({"params": p}, *seen, np.zeros((1, slots, slots), np.int32)))
+    forward = jax.jit(lambda p: t5.T5(model).apply({"params": p}, *seen, flat))
     counted = forward.lower(params).compile().cost_analysis()["flops"]
     ours = training_flops(model, np.asarray([[source, slots]])) / 3
     assert 0.97 * counted < ours <= counted  # XLA counts norms and softmax, too

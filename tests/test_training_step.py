@@ -37,10 +37,10 @@ class Sums:
         """What the method of that name gives."""
         return getattr(self, method)(variables["params"], *given, **options)
 
-    def hidden(self, params, source, source_mask, inputs, mask, distance, sees_source, *, deterministic, rngs):
+    def hidden(self, params, source, source_mask, inputs, mask, position, sees_source, *, deterministic, rngs):
         """[G, N, D] for targets [G, N]; a group's sources lie side by side, as its tokens see them."""
         known = (params["source"][source] * source_mask[..., None]).reshape(len(inputs), -1, WIDTH)
-        seen = jnp.where(mask, 1 / (1 + distance), 0)
+        seen = jnp.where(mask, 1 / (1 + jnp.maximum(position[:, :, None] - position[:, None], 0)), 0)
         found = seen @ params["target"][inputs] + sees_source.astype(jnp.float32) @ known
         return found if deterministic else found * jax.random.uniform(rngs["dropout"])
 

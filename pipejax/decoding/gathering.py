@@ -45,7 +45,8 @@ class Step:
     query_at_place: Array | None  # i32 [B, Q], index among the N of the query at each place of an example; N: none
     place_of_query: Array | None  # i32 [N], index of each query's place among all B * Q; B * Q: it is a filler
     mask: Array  # bool [B, Q, C], True: the query sees that slot, its own included
-    distance: Array  # i32 [B, Q, C]
+    position: Array  # i32 [B, Q]; less a key's that the query sees, it is how far that lies back
+    key_position: Array  # i32 [B, C]
     row: Array  # i32 [B, Q], coordinates of the queries; NOWHERE at fillers
     time: Array  # i32 [B, Q]
     start: Array  # i32 [B|1]: keys of an example's place q go to slot start + q
@@ -85,15 +86,16 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     here = row[:, :, None], time[:, :, None], filled.row[:, None], filled.time[:, None]
     if query.lineage is None:
         # Fillers stand at NOWHERE as well, and would see the empty slots.
-        mask, distance = grid.visible(*here) & (filled.row < NOWHERE)[:, None], grid.distance(*here)
+        mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
+        positions = grid.position(row, time), grid.position(filled.row, filled.time)
     else:  # whatever rows it runs through, a line is as long as it took
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
-        mask, distance = seen == filled.row[:, None], grid.distance(0, here[1], 0, here[3])
+        mask, positions = seen == filled.row[:, None], (time, filled.time)
     tokens = at_places(query.tokens, 0)
     if queries == batch * width:
         number = place + width * jnp.arange(batch)[:, None]
-        return Step(tokens.reshape(-1), None, None, mask, distance, row, time, start, filled), number, filled
+        return Step(tokens.reshape(-1), None, None, mask, *positions, row, time, start, filled), number, filled
 
     before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # live queries of earlier examples
     number = before + place  # [B, S], of a live query among all
@@ -102,7 +104,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     example = (before[:, 0] <= numbers[:, None]).sum(axis=1) - 1
     place_of_query = jnp.where(numbers < live.sum(), example * width + numbers - before[:, 0][example], batch * width)
     gathered = jnp.append(tokens.reshape(-1), 0)[place_of_query]
-    return Step(gathered, query_at_place, place_of_query, mask, distance, row, time, start, filled), number, filled
+    return Step(gathered, query_at_place, place_of_query, mask, *positions, row, time, start, filled), number, filled
 
 
 def _put(old: Array, new: Array, start: Array) -> Array:

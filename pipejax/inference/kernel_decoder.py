@@ -7,7 +7,6 @@ Shapes as in `step_decoder`; a matrix is in `kernels.panels`.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import flax.struct
@@ -18,12 +17,13 @@ import numpy as np
 from pipejax.config import T5Config
 from pipejax.decoding import Step
 from pipejax.inference import kernels
+from pipejax.inference.kernels import fields
 from pipejax.inference.step_decoder import Cache, grown
 from pipejax.inference.weights import Matrix, Weights, joined, narrowed
 from pipejax.model.t5 import Memory, RelativeBias
 
 Array = jax.Array
-ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in t5.cc
+ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in fields.h
 
 
 def fits(config: T5Config) -> bool:
@@ -87,34 +87,47 @@ class KernelDecoder:
     def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
         """What the kernel makes of a step: logits or tokens, as the answers' type says, and the cache."""
         c, w, memory = self.config, self.weights, self.memory
-        place = jnp.arange(len(step.tokens), dtype=jnp.int32) if step.place_of_query is None else step.place_of_query
-        factor = c.d_model**-0.5 if c.scale_head else 1.0
-        start = jnp.broadcast_to(step.start, len(memory.mask))
-        given = [step.tokens, w.bias, step.mask, step.distance, start, step.filled.row, step.filled.time]
-        given += [place.astype(jnp.int32), memory.mask, w.norm * factor]
-        given += _flat(*(x for x in (w.head, w.embedding) if x))
-        aliases: dict[int, int] = {}  # the caches are written in place
+        places = jnp.arange(len(step.tokens)) if step.place_of_query is None else step.place_of_query
+        batch, queries, reach = step.mask.shape
+        of_step = {
+            "tokens": step.tokens,
+            "place": places.astype(jnp.int32),
+            "start": jnp.broadcast_to(step.start, batch),
+            "mask": step.mask,
+            "position": step.position,
+            "key_position": step.key_position,
+            "row": step.filled.row,
+            "time": step.filled.time,
+            "bias": w.bias,
+            "memory_mask": memory.mask,
+            "norm": w.norm * (c.d_model**-0.5 if c.scale_head else 1.0),
+            "head": w.head,
+            "embedding": w.embedding or w.head,
+        }
+        given = fields.arrays("STEP_FIELDS", of_step)
+        aliases: dict[int, int] = {}  # the caches, a layer's last, are written in place
         for i, layer in enumerate(w.layers):
-            given += [layer.self_norm, *_flat(layer.self_inwards, layer.self_outwards), layer.cross_norm]
-            given += [*_flat(layer.cross_query, layer.cross_outwards), memory.keys[i], memory.values[i]]
-            given += [layer.feed_norm, *_flat(layer.feed_inwards, layer.feed_outwards)]
-            aliases |= {len(given): 1 + 2 * i, len(given) + 1: 2 + 2 * i}
-            given += [cache.keys[i], cache.values[i]]
-        vocabulary = w.head.rows.shape[0] * kernels.PANEL
-        found = jax.ffi.ffi_call(
-            f"pipejax_step_{self.level.name}",
-            (
-                answers,
-                *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers)),
-            ),
-            input_output_aliases=aliases,
-        )(
+            of_memory = {"memory_keys": memory.keys[i], "memory_values": memory.values[i]}
+            of_cache = {"cache_keys": cache.keys[i], "cache_values": cache.values[i]}
+            given += fields.arrays("DECODER_LAYER_FIELDS", vars(layer) | of_memory | of_cache)
+            aliases |= {len(given) - 2: 1 + 2 * i, len(given) - 1: 2 + 2 * i}
+        sizes = {
+            "B": batch,
+            "N": len(step.tokens),
+            "Q": queries,
+            "C": reach,
+            "S": cache.keys[0].shape[2],
+            "L": memory.mask.shape[1],
+            "P": w.bias.shape[1],
+            "V": w.head.rows.shape[0] * kernels.PANEL,
+            "words": c.vocab_size,
+            "layers": len(w.layers),
+        }
+        caches = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers))
+        found = jax.ffi.ffi_call(f"pipejax_step_{self.level.name}", (answers, *caches), input_output_aliases=aliases)(
             *given,
-            **_attributes(c),
-            layers=np.int64(c.num_decoder_layers),
-            vocabulary=np.int64(vocabulary),
-            tokens=np.int64(c.vocab_size),
-            tied=np.int64(w.embedding is None),
+            numbers=fields.numbers("STEP_NUMBERS", _sizes(c) | sizes),
+            epsilon=np.float32(c.layer_norm_epsilon),
         )
         return found[0], Cache(tuple(found[1::2]), tuple(found[2::2]))
 
@@ -170,23 +183,23 @@ def encode(
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
-    offsets = jnp.arange(1 - longest, longest)[None, None]
-    biases: Any = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, offsets)
-    given: list[Array] = [x, length.astype(jnp.int32), biases.reshape(config.num_heads, -1), encoder.norm]
+    offsets = jnp.zeros((1, 1), jnp.int32), jnp.arange(1 - longest, longest)[None]
+    biases: Any = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, *offsets)
+    of_sources = {"embedded": x, "length": length.astype(jnp.int32), "norm": encoder.norm}
+    given = fields.arrays("ENCODE_FIELDS", of_sources | {"bias": biases.reshape(config.num_heads, -1)})
     for layer in encoder.layers:
-        given += [layer.norm, *_flat(layer.inwards, layer.outwards)]
-        given += [layer.feed_norm, *_flat(layer.feed_inwards, layer.feed_outwards)]
-    given += [*_flat(*encoder.memories)]
+        given += fields.arrays("ENCODER_LAYER_FIELDS", vars(layer))
+    for projection in encoder.memories:
+        given += fields.arrays("MEMORY_FIELDS", {"projection": projection})
     dtype = memory_dtype(weights)
     depth = 4 // dtype.itemsize
     keys = jax.ShapeDtypeStruct((batch, config.num_heads, slots // 16, config.d_kv // depth, 16, depth), dtype)
     values = jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv // 16, slots // depth, 16, depth), dtype)
+    sizes = {"B": batch, "L": longest, "M": slots, "layers": len(encoder.layers), "memories": len(encoder.memories)}
     found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", (keys, values) * len(encoder.memories))(
         *given,
-        **_attributes(config),
-        layers=np.int64(config.num_layers),
-        width=np.int64(config.d_kv),
-        memory=np.int64(slots),
+        numbers=fields.numbers("ENCODE_NUMBERS", _sizes(config) | sizes),
+        epsilon=np.float32(config.layer_norm_epsilon),
     )
     return Memory(tuple(found[::2]), tuple(found[1::2]), jnp.arange(slots) < length[:, None])
 
@@ -202,14 +215,8 @@ def left(count: Array, switch: Array, *, level: kernels.Level) -> Array:
     return found
 
 
-def _attributes(config: T5Config) -> dict[str, Any]:
-    return {
-        "heads": np.int64(config.num_heads),
-        "feed": np.int64(config.d_ff),
-        "activation": np.int64(ACTIVATIONS.index(config.feed_forward)),
-        "epsilon": np.float32(config.layer_norm_epsilon),
-    }
-
-
-def _flat(*matrices: Matrix) -> Iterable[Array]:
-    return (x for each in matrices for x in (each.rows, each.scale))
+def _sizes(config: T5Config) -> dict[str, int]:
+    """Numbers of every call."""
+    activation = ACTIVATIONS.index(config.feed_forward)
+    widths = {"D": config.d_model, "H": config.num_heads, "K": config.d_kv, "F": config.d_ff}
+    return widths | {"activation": activation}

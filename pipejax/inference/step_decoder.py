@@ -140,7 +140,8 @@ class StepDecoder:
     def _bias(self, step: Step) -> Array:
         """f32 [B, H, Q, C] for self-attention."""
         table = self.weights.bias
-        bias = jnp.take(table, jnp.clip(step.distance, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
+        back = step.position[:, :, None] - step.key_position[:, None]
+        bias = jnp.take(table, jnp.clip(back, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
         return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
 
 

@@ -1,1 +1,1 @@
-"""The T5: masks and distances in, logits out. It knows nothing of grids, data or disks."""
+"""The T5: masks and positions in, logits out. It knows nothing of grids, data or disks."""

@@ -1,4 +1,4 @@
-"""The T5 encoder-decoder. Masks and distances in, logits out: no grids, tasks, meshes or files here.
+"""The T5 encoder-decoder. Masks and positions in, logits out: no grids, tasks, meshes or files here.
 
 Shapes: B batch, L source length, Q queries of a call, C keys, D width, H heads, K head width,
 F feed-forward width, V vocabulary. In a mask True means "may attend". Parameters are float32; `dtype` is that of the
@@ -84,11 +84,13 @@ class RelativeBias(nn.Module):
         values = by_bucket(self.embedding, bucket[None, None])[0, :, 0]
         return along_diagonals(values, length)[None].astype(jnp.float32)
 
-    def __call__(self, distances: Array) -> Array:
-        """f32 [1|B, H, Q, C] from distances (bidirectional: offsets key - query) [1|B, Q, C]."""
+    def __call__(self, query: Array, key: Array) -> Array:
+        """f32 [1|B, H, Q, C] from positions i32 [1|B, Q] and [1|B, C]."""
         longest = self.config.relative_attention_max_distance
-        least, shift = (-longest, longest) if self.bidirectional else (0, 0)
-        bucket = jnp.asarray(self._buckets())[jnp.clip(distances, least, longest) + shift]
+        back = query[:, :, None] - key[:, None]
+        # Keys ahead, which a decoder's query does not see, get any bucket.
+        place = jnp.clip(longest - back, 0, 2 * longest) if self.bidirectional else jnp.clip(back, 0, longest)
+        bucket = jnp.asarray(self._buckets())[place]
         return by_bucket(self.embedding, bucket).astype(jnp.float32)
 
 
@@ -284,10 +286,10 @@ class Decoder(nn.Module):
         return Memory(keys=tuple(k.swapaxes(2, 3) for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
     def __call__(
-        self, x: Array, mask: Array, distance: Array, encoded: Array, memory_mask: Array, deterministic: bool
+        self, x: Array, mask: Array, position: Array, encoded: Array, memory_mask: Array, deterministic: bool
     ) -> Array:
         """Teacher-forced; `memory_mask` is bool [B, 1|N, L]."""
-        bias = jnp.where(mask[:, None], self.relative_bias(distance), MASKED)
+        bias = jnp.where(mask[:, None], self.relative_bias(position, position), MASKED)
         memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
@@ -347,7 +349,7 @@ class T5(nn.Module):
         source_mask: Array,
         tokens: Array,
         mask: Array,
-        distance: Array,
+        position: Array,
         memory_mask: Array | None = None,
         *,
         deterministic: bool = True,
@@ -359,7 +361,7 @@ class T5(nn.Module):
           source_mask: bool [B, L].
           tokens: i32 [G, N]; each of the G rows of slots sees the memories of B / G consecutive sources end to end.
           mask: bool [G|1, N, N].
-          distance: i32 [G|1, N, N].
+          position: i32 [G|1, N]; less that of a slot that it sees, it is how far that lies back.
           memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
           deterministic: False applies dropout.
         """
@@ -369,7 +371,7 @@ class T5(nn.Module):
         encoded = encoded.reshape(groups, -1, encoded.shape[-1])
         real = source_mask.reshape(groups, 1, -1)
         seen = real if memory_mask is None else memory_mask & real
-        return self.decoder(inputs, mask, distance, encoded, seen, deterministic)
+        return self.decoder(inputs, mask, position, encoded, seen, deterministic)
 
     def __call__(self, *args: Array, deterministic: bool = True) -> Array:
         """Teacher-forced logits f32 [G, N, V]; touches every parameter, so `init` may use it."""
@@ -379,7 +381,7 @@ class T5(nn.Module):
 def init_params(config: T5Config, rng: Array) -> Any:
     """Fresh float32 parameters with Hugging Face's initial scales. Jit-able: see the paths in `tests/test_t5.py`."""
     token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
-    return T5(config).init(rng, token, seen, token, seen[:, None], token[:, None])["params"]
+    return T5(config).init(rng, token, seen, token, seen[:, None], token)["params"]
 
 
 def cast_params(params: Any, dtype: DTypeLike) -> Any:

@@ -64,7 +64,7 @@ def batch_loss(
         source_mask,
         batch["inputs"],
         mask,
-        grid.distance(*pairs),
+        grid.position(row, time_),
         example[:, :, None] == owner,
         deterministic=dropout is None,
         rngs=None if dropout is None else {"dropout": dropout},

@@ -28,7 +28,7 @@ def decode(model: T5, params: Any, strategy: Pipelined, source: np.ndarray, leng
     batch, rows, times = len(length), strategy.sub_max, strategy.time_max
     row, time = (x.reshape(-1) for x in np.meshgrid(np.arange(rows), np.arange(times), indexing="ij"))
     pairs = row[:, None], time[:, None], row[None, :], time[None, :]
-    seen, distance = grid.visible(*pairs), grid.distance(*pairs)[None]
+    seen, position = grid.visible(*pairs), grid.position(row, time)[None]
     source_mask = np.arange(source.shape[1]) < length[:, None]
 
     tokens = np.zeros((batch, rows, times + 1), np.int32)
@@ -45,7 +45,7 @@ def decode(model: T5, params: Any, strategy: Pipelined, source: np.ndarray, leng
         real = reach & (row < np.asarray(started)[:, None]) & (time <= end[:, row])
         mask = seen[None] & real[:, None, :]
         flat = tokens[:, :, :times].reshape(batch, -1)
-        best = np.asarray(_best(model, params, source, source_mask, flat, mask, distance)).reshape(batch, rows, times)
+        best = np.asarray(_best(model, params, source, source_mask, flat, mask, position)).reshape(batch, rows, times)
         for b in (~done).nonzero()[0].tolist():
             steps[b] = now + 1
             for i in range(started[b]):

@@ -62,8 +62,7 @@ LEVELS = (  # the best first
 )
 TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_left")
 PANEL = 16  # outputs of a panel, as in digits.h
-_NAMES = ("t5.cc", "arguments.h", "attention.h", "operand.h", "narrow.h", "products.h", "digits.h", "team.h")
-SOURCES = [Path(__file__).parent / name for name in _NAMES]
+SOURCES = [Path(__file__).parent / "t5.cc", *sorted(Path(__file__).parent.glob("*.h"))]
 SHIPPED = Path(__file__).parent / "compiled"  # is in some wheels only
 VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or the best below it
 

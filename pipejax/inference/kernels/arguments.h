@@ -1,8 +1,13 @@
-// What a call is given: arrays, matrices, and the layers that they make up.
+// What a call is given, unpacked as fields.h says.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <sstream>
+#include <string>
 
+#include "fields.h"
 #include "products.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -10,50 +15,136 @@ namespace ffi = xla::ffi;
 
 namespace pipejax {
 
-// Reads a call's arguments in order, and remembers whether all are as they must be.
+using f32 = float;
+using i32 = int32_t;
+using pred = bool;
+
+// Reads a call's arguments in order, and remembers the first that is not as it must be.
 class Arguments {
  public:
   explicit Arguments(ffi::RemainingArgs& given) : given_(given) {}
 
-  template <typename T = float>
-  const T* Array(int64_t count) {
-    const ffi::AnyBuffer found = Next();
-    good_ &= static_cast<int64_t>(found.element_count()) == count;
+  template <typename T>
+  const T* Array(const char* name, std::initializer_list<int64_t> shape) {
+    constexpr auto type = std::is_same_v<T, f32> ? ffi::F32 : std::is_same_v<T, i32> ? ffi::S32 : ffi::PRED;
+    const ffi::AnyBuffer found = Next(name);
+    Check(name, found, type, shape);
     return static_cast<const T*>(found.untyped_data());
   }
 
-  // Numbers of the next one.
-  int64_t Count() const { return next_ < given_.size() ? given_.get<ffi::AnyBuffer>(next_).value().element_count() : 0; }
-
   // [outputs, inputs] in panels, and the scale after it.
-  Matrix Weights(int64_t outputs, int64_t inputs) {
-    const Matrix matrix = Panels(1, outputs, inputs);
-    const float* scale = Array(matrix.kind == kInt8 ? outputs : 0);
-    return {matrix.kind, matrix.groups, scale, matrix.panels, matrix.depth, matrix.digits};
+  Matrix Weights(const char* name, int64_t outputs, int64_t inputs) {
+    const ffi::AnyBuffer found = Next(name);
+    const Kind kind = KindOf(found);
+    const int64_t depth = inputs / kNumbers[kind];
+    Check(name, found, kTypes[kind], {outputs / kPanel, depth, kPanel, kNumbers[kind]});
+    const f32* scale = Array<f32>(name, {kind == kInt8 ? outputs : 0});
+    return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, kDigits[kind]};
   }
 
-  // The first of so many matrices [outputs, inputs] in panels, one after the other.
-  Matrix Panels(int64_t count, int64_t outputs, int64_t inputs) {
-    const ffi::AnyBuffer found = Next();
-    const auto type = found.element_type();
-    const Kind kind = type == ffi::F32 ? kFloat32 : type == ffi::BF16 ? kBfloat16 : kInt8;
-    good_ &= (kind != kInt8 || type == ffi::S8) && static_cast<int64_t>(found.element_count()) == count * outputs * inputs;
-    const int64_t depth = inputs / (kind == kFloat32 ? 1 : kind == kBfloat16 ? 2 : 4);
-    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kPanel, depth, kDigits[kind]};
+  // The first of so many matrices [outputs, inputs] in panels, one after the other. It is for columns in float32: of a few
+  // of them digits are no faster.
+  Matrix Panels(const char* name, int64_t examples, int64_t heads, int64_t outputs, int64_t inputs) {
+    const ffi::AnyBuffer found = Next(name);
+    const Kind kind = KindOf(found) == kFloat32 ? kFloat32 : kBfloat16;
+    const int64_t depth = inputs / kNumbers[kind];
+    Check(name, found, kTypes[kind], {examples, heads, outputs / kPanel, depth, kPanel, kNumbers[kind]});
+    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kPanel, depth, 0};
   }
 
-  bool Good() const { return good_ && next_ == given_.size(); }
+  // Those that come next are of that layer, if something is to be said of them.
+  void Layer(int64_t number) { layer_ = number; }
+
+  // Whatever is wrong; "" if all has been read and nothing is.
+  std::string Wrong() const {
+    if (!wrong_.empty() || next_ == given_.size()) return wrong_;
+    return "found " + std::to_string(given_.size()) + " arguments; expected " + std::to_string(next_);
+  }
 
  private:
-  ffi::AnyBuffer Next() {
-    good_ &= next_ < given_.size();
-    return given_.get<ffi::AnyBuffer>(good_ ? next_++ : 0).value();
+  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::S8};  // by Kind
+  static constexpr int64_t kNumbers[] = {1, 2, 4};                           // in 32 bits, by Kind
+
+  static Kind KindOf(const ffi::AnyBuffer& found) {
+    const auto type = found.element_type();
+    return type == ffi::F32 ? kFloat32 : type == ffi::BF16 ? kBfloat16 : kInt8;
+  }
+
+  ffi::AnyBuffer Next(const char* name) {
+    if (next_ < given_.size()) return given_.get<ffi::AnyBuffer>(next_++).value();
+    if (wrong_.empty()) wrong_ = Where(name) + ": found nothing; expected an argument";
+    return given_.get<ffi::AnyBuffer>(0).value();
+  }
+
+  void Check(const char* name, const ffi::AnyBuffer& found, ffi::DataType type, std::initializer_list<int64_t> shape) {
+    const auto own = found.dimensions();
+    if (found.element_type() == type && own.size() == shape.size() && std::equal(own.begin(), own.end(), shape.begin())) return;
+    if (!wrong_.empty()) return;
+    std::ostringstream says;
+    auto say = [&](ffi::DataType type, const int64_t* from, size_t rank) {
+      says << type << " [";
+      for (size_t i = 0; i < rank; ++i) says << (i ? ", " : "") << from[i];
+      says << "]";
+    };
+    says << Where(name) << ": found ";
+    say(found.element_type(), own.begin(), own.size());
+    says << "; expected ";
+    say(type, shape.begin(), shape.size());
+    wrong_ = says.str();
+  }
+
+  std::string Where(const char* name) const {
+    return layer_ < 0 ? name : "layer " + std::to_string(layer_) + ": " + name;
   }
 
   ffi::RemainingArgs& given_;
   size_t next_ = 0;
-  bool good_ = true;
+  int64_t layer_ = -1;
+  std::string wrong_;
 };
+
+// The struct of a table of numbers, and of one of fields whose shapes are in these numbers.
+#define DECLARE_NUMBER(name) int64_t name;
+#define READ_NUMBER(name) name = *at++;
+#define COUNT_NUMBER(name) +1
+#define NUMBERS(Name, TABLE)                                                      \
+  struct Name {                                                                   \
+    TABLE(DECLARE_NUMBER)                                                         \
+    static constexpr size_t kCount = 0 TABLE(COUNT_NUMBER);                       \
+    explicit Name(const int64_t* at) { TABLE(READ_NUMBER) }                       \
+  };
+
+#define KNOW_NUMBER(name) [[maybe_unused]] const int64_t name = numbers.name;
+#define DECLARE_ARRAY(name, type, ...) const type* name;
+#define DECLARE_MATRIX(name, ...) Matrix name;
+#define READ_ARRAY(name, type, ...) name = given.Array<type>(#name, {__VA_ARGS__});
+#define READ_MATRIX(name, ...) name = given.Weights(#name, __VA_ARGS__);
+#define READ_PANELS(name, ...) name = given.Panels(#name, __VA_ARGS__);
+#define FIELDS(Name, Numbers, NUMBERS_TABLE, TABLE)                               \
+  struct Name {                                                                   \
+    TABLE(DECLARE_ARRAY, DECLARE_MATRIX, DECLARE_MATRIX)                          \
+    Name(Arguments& given, const Numbers& numbers) {                              \
+      NUMBERS_TABLE(KNOW_NUMBER)                                                  \
+      TABLE(READ_ARRAY, READ_MATRIX, READ_PANELS)                                 \
+    }                                                                             \
+  };
+
+NUMBERS(StepNumbers, STEP_NUMBERS)
+FIELDS(StepFields, StepNumbers, STEP_NUMBERS, STEP_FIELDS)
+FIELDS(DecoderLayer, StepNumbers, STEP_NUMBERS, DECODER_LAYER_FIELDS)
+NUMBERS(EncodeNumbers, ENCODE_NUMBERS)
+FIELDS(EncodeFields, EncodeNumbers, ENCODE_NUMBERS, ENCODE_FIELDS)
+FIELDS(EncoderLayer, EncodeNumbers, ENCODE_NUMBERS, ENCODER_LAYER_FIELDS)
+FIELDS(MemoryLayer, EncodeNumbers, ENCODE_NUMBERS, MEMORY_FIELDS)
+
+// So many layers.
+template <typename Layer, typename Numbers>
+std::vector<Layer> Layers(Arguments& given, const Numbers& numbers, int64_t count) {
+  std::vector<Layer> found;
+  found.reserve(count);
+  for (int64_t layer = 0; layer < count; ++layer) given.Layer(layer), found.emplace_back(given, numbers);
+  return found;
+}
 
 // The matrix that comes so many after this one.
 inline Matrix After(const Matrix& first, int64_t number) {
@@ -67,42 +158,5 @@ inline Matrix Finer(Matrix matrix) {
   if (matrix.digits) matrix.digits = 2;
   return matrix;
 }
-
-struct FeedForward {
-  const float* norm;
-  Matrix inwards, outwards;
-
-  FeedForward(Arguments& given, int64_t size, int64_t feed, bool gated)
-      : norm(given.Array(size)), inwards(given.Weights(gated ? 2 * feed : feed, size)), outwards(given.Weights(size, feed)) {}
-};
-
-struct EncoderLayer {
-  const float* norm;
-  Matrix inwards, outwards;
-  FeedForward feed_forward;
-
-  EncoderLayer(Arguments& given, int64_t size, int64_t inner, int64_t feed, bool gated)
-      : norm(given.Array(size)), inwards(given.Weights(3 * inner, size)), outwards(given.Weights(size, inner)),
-        feed_forward(given, size, feed, gated) {}
-};
-
-struct DecoderLayer {
-  const float* norm;
-  Matrix inwards, outwards;
-  const float* cross_norm;
-  Matrix query, cross_outwards, keys, values;  // the latter two for float32: for a few columns digits are no faster
-  FeedForward feed_forward;
-
-  DecoderLayer(Arguments& given, int64_t size, int64_t width, int64_t heads, int64_t feed, bool gated, int64_t batch,
-               int64_t length, int64_t slots)
-      : norm(given.Array(size)), inwards(given.Weights(3 * heads * width, size)),
-        outwards(given.Weights(size, heads * width)), cross_norm(given.Array(size)),
-        query(given.Weights(heads * width, size)), cross_outwards(given.Weights(size, heads * width)),
-        keys(given.Panels(batch * heads, length, width)), values(given.Panels(batch * heads, width, length)),
-        feed_forward(given, size, feed, gated) {
-    keys.digits = values.digits = 0;
-    given.Array(batch * heads * width * slots), given.Array(batch * heads * width * slots);  // the results, in place
-  }
-};
 
 }  // namespace pipejax

@@ -1,0 +1,44 @@
+"""What a call of the kernel is given: names and their order, read from fields.h, by which C++ reads it too."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+_TEXT = re.sub(r"/\*.*?\*/|//.*", "", (Path(__file__).parent / "fields.h").read_text(encoding="utf-8"))
+_BODIES: dict[str, str] = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n)*[^\n]*)", _TEXT))
+
+
+def _names(table: str) -> list[str]:
+    found: list[str] = []
+    for macro, name in re.findall(r"\b(\w+)\((\w+)", _BODIES[table]):
+        found += _names(macro) if macro in _BODIES else [name]
+    return found
+
+
+TABLES = {table: _names(table) for table in _BODIES}
+
+
+def arrays(table: str, given: Mapping[str, Any]) -> list[jax.Array]:
+    """The arguments of a table, from what is given by name: arrays, and each `weights.Matrix` as two.
+
+    Raises:
+      TypeError: something is missing, or the table does not have it.
+    """
+    leaves: list[jax.Array] = jax.tree.leaves(_ordered(table, given))
+    return leaves
+
+
+def numbers(table: str, given: Mapping[str, int]) -> np.ndarray:
+    """i64, the attribute of a table of numbers; raises as `arrays` does."""
+    return np.asarray(_ordered(table, given), np.int64)
+
+
+def _ordered(table: str, given: Mapping[str, Any]) -> list[Any]:
+    names = TABLES[table]
+    if wrong := set(names) ^ set(given):
+        raise TypeError(f"{table}: found {', '.join(given)}; expected {', '.join(names)} ({', '.join(sorted(wrong))})")
+    return [given[name] for name in names]
