@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipejax import methods
 from pipejax.config import Config, DataConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example
@@ -74,7 +75,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
             report.examples, report.steps = 1, 9
             yield {"id": "a", "rows": rows, "text": " ".join(said), "row_ids": [], "steps": 9, "truncated": None}
 
-        generator: Any = SimpleNamespace(config=Config(data=data), stream=stream, default_strategy=strategy)
+        generator: Any = SimpleNamespace(config=Config(data=data), stream=stream, default_strategy=strategy, method=lambda name: methods.make(name, Config(data=data)))
         return evaluation.evaluate(generator, examples, batch_size=2)[0]
 
     joined, parted = scores([" ".join(said)], "sequential"), scores(said, "pipelined")
