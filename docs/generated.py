@@ -4,8 +4,8 @@ It adds these directives:
 
     config-section: every key of a section, with its range, its default, and the comment beside it in the schema
     command-help: what a command says of itself
-    results: the table of a file in benchmarks/results
-    gpu-results: the tables of what benchmarks/gpu.sh found, or that nobody has run it
+    results: the table of a file in lab/benchmarks/results
+    gpu-results: the tables of what lab/benchmarks/gpu.sh found, or that nobody has run it
     executed: code that is run, in one session for each page, with what it prints below it
 """
 
@@ -26,7 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from benchmarks import gpu, gpu_tables, plot
+from lab.benchmarks import gpu, gpu_tables, plot
 from pipejax.config import schema
 
 SYSTEMS = {
@@ -67,13 +67,13 @@ class CommandHelp(SphinxDirective):
 
 
 class Results(SphinxDirective):
-    """The table of a file that `benchmarks.decode --json` wrote, with the command and the machine below it."""
+    """The table of a file that `lab.benchmarks.decode --json` wrote, with the command and the machine below it."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """The table."""
-        path = blocks.ROOT / "benchmarks" / "results" / self.arguments[0]
+        path = blocks.ROOT / "lab" / "benchmarks" / "results" / self.arguments[0]
         self.env.note_dependency(str(path))
         found = json.loads(path.read_text(encoding="utf-8"))
         lines = ["| answer | system | steps | encoder, s | decoder, s | x, decoding | x, both |"]
@@ -98,7 +98,7 @@ class Results(SphinxDirective):
 
 
 class GpuResults(SphinxDirective):
-    """The tables of what `benchmarks/gpu.sh` found; without its file, that nobody has run it, and the command."""
+    """The tables of what `lab/benchmarks/gpu.sh` found; without its file, that nobody has run it, and the command."""
 
     def run(self) -> list[nodes.Node]:
         """The tables."""
