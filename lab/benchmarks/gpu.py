@@ -67,7 +67,7 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
         return (*shape, "--dtype", "bfloat16", *more)
 
     def module(name: str, *arguments: str) -> tuple[str, ...]:
-        return ("-m", f"benchmarks.{name}", *arguments)
+        return ("-m", f"lab.benchmarks.{name}", *arguments)
 
     out, rounds = ("--json", "{json}"), "1" if rehearse else "2"
     small = ("--model", "tiny", "--layers", "1", "--source", "32", "--batch", "2", "--rows", "3", "--times", "8")

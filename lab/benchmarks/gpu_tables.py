@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-COMMAND = "make gpu-wheels         # where there is a network\nbenchmarks/gpu.sh       # on the machine with the GPU"
+COMMAND = "make gpu-wheels         # where there is a network\nlab/benchmarks/gpu.sh   # on the machine with the GPU"
 SYSTEMS = {
     "pipejax-pipelined": "pipelined",
     "pipejax-sequential": "sequential",

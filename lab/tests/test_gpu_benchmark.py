@@ -145,7 +145,7 @@ def test_what_stands_in_the_table_is_taken_by_the_programs(monkeypatch):
 @pytest.mark.parametrize("arguments", [[], ["there"], ["--rehearse", "there"]])
 def test_the_script_hands_its_arguments_on(arguments):
     done = subprocess.run(
-        [ROOT / "benchmarks" / "gpu.sh", *arguments],
+        [ROOT / "lab" / "benchmarks" / "gpu.sh", *arguments],
         env=os.environ | {"PYTHON": "echo"},
         capture_output=True,
         text=True,
