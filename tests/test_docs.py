@@ -59,6 +59,12 @@ def test_what_the_architecture_says_where_to_find_is_there() -> None:
         assert not [x for x in ticked if re.fullmatch(r"\w+", x) and not re.search(rf"\b{x}\b", text)], row
 
 
+def test_the_page_of_results_has_every_file() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    names = {path.name for path in (ROOT / "lab" / "benchmarks" / "results").glob("*.json")} - {"gpu.json"}
+    assert set(re.findall(r"^```\{results\} (.+)$", text, re.MULTILINE)) == names and "```{gpu-results}" in text
+
+
 def test_every_page_is_in_the_contents() -> None:
     text = (ROOT / "docs" / "index.md").read_text() + (ROOT / "docs" / "decisions" / "index.md").read_text()
     top = [page.stem for page in PAGES if page.parent.name == "docs" and page.stem != "index"]

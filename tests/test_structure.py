@@ -242,7 +242,7 @@ def test_assertions_can_fail(path: Path) -> None:
 
 
 def test_configs_load() -> None:
-    paths = sorted((ROOT / "configs").glob("*.py"))
+    paths = sorted(path for path in (ROOT / "configs").glob("*.py") if path.stem != "paper")  # a part of six of them
     assert paths
     for path in paths:
         assert isinstance(config.load(path), config.Config)
