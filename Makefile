@@ -20,7 +20,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
 
 demo: venv-run  ## train two small models on the CPU and compare both decoders
-	@$(RUN) -m experiments.demo $(ARGS)
+	@$(RUN) -m lab.demo $(ARGS)
 
 test: venv  ## the quick tests, on two cores; make test ARGS="-k grid" for a part of them
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not long" $(ARGS)
@@ -38,7 +38,7 @@ check: venv  ## lint, format and types: ruff, mypy and shellcheck
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
-	@.venv/bin/shellcheck .ci/run tools/*.sh tests/job/*.sh benchmarks/*.sh
+	@.venv/bin/shellcheck .ci/run tools/*.sh tests/job/*.sh lab/benchmarks/*.sh
 
 package:  ## build the wheels, install each alone, and decode with it; make package OUT=DIR keeps them
 	@tools/package.sh "$(PYTHON)" "$(OUT)"
@@ -50,20 +50,20 @@ docs: venv-docs  ## the site, into docs/_build/html; a warning is an error
 docs-run: venv-docs  ## run the shell blocks of README.md and docs/, in minutes; make docs-run ARGS=decoding for a page
 	@$(RUN) docs/blocks.py $(ARGS)
 
-gpu-wheels: venv-run  ## what benchmarks/gpu.sh brings to a machine without a network, into build/gpu-wheels
-	@$(RUN) -m benchmarks.wheels build/gpu-wheels
+gpu-wheels: venv-run  ## what lab/benchmarks/gpu.sh brings to a machine without a network, into build/gpu-wheels
+	@$(RUN) -m lab.benchmarks.wheels build/gpu-wheels
 
 venv: venv-run  ## only .venv, with what the tests need
-	@tools/venv.sh requirements-test.txt "$(PYTHON)"
+	@tools/venv.sh requirements/test.txt "$(PYTHON)"
 
 venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTranslate2; and matplotlib
-	@tools/venv.sh requirements-bench.txt "$(PYTHON)"
+	@tools/venv.sh requirements/bench.txt "$(PYTHON)"
 
 venv-docs: venv-run  ## what builds the site, into .venv: Sphinx
-	@tools/venv.sh requirements-docs.txt "$(PYTHON)"
+	@tools/venv.sh requirements/docs.txt "$(PYTHON)"
 
-venv-programs: venv-run  ## compilers for GPUs and TPUs that need not be here (pipejax plan --target, benchmarks.programs)
-	@tools/venv.sh requirements-programs.txt "$(PYTHON)"
+venv-programs: venv-run  ## compilers for GPUs and TPUs that need not be here (pipejax plan --target, lab.benchmarks.programs)
+	@tools/venv.sh requirements/programs.txt "$(PYTHON)"
 
 venv-run:
 	@tools/venv.sh requirements.txt "$(PYTHON)"

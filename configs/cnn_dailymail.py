@@ -21,29 +21,13 @@ ROUGE-1/2/L:
 The sequential T5-Large has the very scores of T5-Base in the paper, which is suspect.
 """
 
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
+from configs.paper import paper
 
-config = Config(
-    name="cnn_dailymail",
-    grid=GridConfig(delay=1, time_max=96, sub_max=20),  # the paper's 50 and 20 would cut off too much
-    data=DataConfig(task="cnn_dailymail", max_source=2048, max_target=512, separator=" "),
-    train=TrainConfig(
-        # From the paper (section 4.3): AdamW, its rate and batch, and ten epochs of 287,113 examples.
-        steps=119_630,
-        batch_size=24,
-        learning_rate=1e-4,
-        # The paper leaves these open.
-        warmup_steps=1000,  # then the rate is constant
-        weight_decay=0.01,  # as the same group's One2Branch has it for keyphrases
-        dropout=0.1,  # as T5 itself was trained
-        clip_norm=1.0,
-        init_from="checkpoints/t5-base",
-        evaluate_every=11_963,  # an epoch
-        evaluate_examples=1000,
-        checkpoint_every=1000,
-        # What fits into 24 GB: six examples at a time, and all but matrix products is computed again for the gradient.
-        accumulate=4,
-        remat="dots",
-    ),
-    decode=DecodeConfig(max_length=256),
+config = paper(
+    "cnn_dailymail",
+    steps=119_630,  # ten epochs of 287,113 examples
+    time_max=96,
+    max_target=512,
+    max_length=256,
+    separator=" ",
 )

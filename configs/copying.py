@@ -1,12 +1,12 @@
-"""A T5 small enough to be pretrained on two CPU cores: `experiments/pretraining.py` makes examples of any texts.
+"""A T5 small enough to be pretrained on two CPU cores: `lab/experiments/pretraining.py` makes examples of any texts.
 
-    python -m experiments.pretraining --output runs/copying texts.jsonl ...
+    python -m lab.experiments.pretraining --output runs/copying texts.jsonl ...
     python train.py --config configs/copying.py --workdir runs/copying/words --set train.init_from=runs/copying/start \
         --set data.train=runs/copying/words.jsonl --set train.steps=500
     python train.py --config configs/copying.py --workdir runs/copying/run --set train.init_from=runs/copying/words \
         --set data.train=runs/copying/train.jsonl --set data.dev=runs/copying/dev.jsonl
 
-`configs/kp20k_scratch.py` and `configs/cnn_dailymail_scratch.py` go on from it. docs/LOG.md has what fewer
+`configs/kp20k_scratch.py` and `configs/cnn_dailymail_scratch.py` go on from it. lab/LOG.md has what fewer
 updates took.
 """
 

@@ -19,29 +19,6 @@ F1@5/F1@M of present and of absent keyphrases:
               pipelined   32.6/51.6  22.8/34.0  4.4 (2.4x)  3,814 M
 """
 
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
+from configs.paper import paper
 
-config = Config(
-    name="kptimes",
-    grid=GridConfig(delay=1, time_max=50, sub_max=20),  # the paper's
-    data=DataConfig(task="kptimes", max_source=2048, max_target=256, separator="; "),
-    train=TrainConfig(
-        # From the paper (section 4.3): AdamW, its rate and batch, and ten epochs of 259,923 examples.
-        steps=108_301,
-        batch_size=24,
-        learning_rate=1e-4,
-        # The paper leaves these open.
-        warmup_steps=1000,  # then the rate is constant
-        weight_decay=0.01,  # as the same group's One2Branch has it for keyphrases
-        dropout=0.1,  # as T5 itself was trained
-        clip_norm=1.0,
-        init_from="checkpoints/t5-base",
-        evaluate_every=10_830,  # an epoch
-        evaluate_examples=1000,
-        checkpoint_every=1000,
-        # What fits into 24 GB: six examples at a time, and all but matrix products is computed again for the gradient.
-        accumulate=4,
-        remat="dots",
-    ),
-    decode=DecodeConfig(max_length=128),
-)
+config = paper("kptimes", steps=108_301)  # ten epochs of 259,923 examples

@@ -19,29 +19,12 @@ exact-match F1 / partial-match F1:
               pipelined   75.0/87.2  74.0/87.1  5.3 (1.7x)  3,710 M
 """
 
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
+from configs.paper import paper
 
-config = Config(
-    name="msqa",
-    grid=GridConfig(delay=1, time_max=50, sub_max=20),  # the paper's
-    data=DataConfig(task="msqa", max_source=2048, max_target=256, separator="; "),
-    train=TrainConfig(
-        # From the paper (section 4.3): AdamW, its rate and batch, and ten epochs of 4,577 examples.
-        steps=1_907,
-        batch_size=24,
-        learning_rate=1e-4,
-        # The paper leaves these open.
-        warmup_steps=95,  # then the rate is constant
-        weight_decay=0.001,  # as the same group's One2Branch has it for answers
-        dropout=0.1,  # as T5 itself was trained
-        clip_norm=1.0,
-        init_from="checkpoints/t5-base",
-        evaluate_every=190,  # an epoch
-        evaluate_examples=1000,
-        checkpoint_every=190,
-        # What fits into 24 GB: six examples at a time, and all but matrix products is computed again for the gradient.
-        accumulate=4,
-        remat="dots",
-    ),
-    decode=DecodeConfig(max_length=128),
+config = paper(
+    "msqa",
+    steps=1_907,  # ten epochs of 4,577 examples
+    warmup_steps=95,
+    weight_decay=0.001,  # as the same group's One2Branch has it for answers
+    checkpoint_every=190,
 )

@@ -19,30 +19,15 @@ ROUGE-1/2/L:
               pipelined   38.7/17.8/35.8  38.4/17.9/36.2  0.7 (7.0x)
 """
 
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
+from configs.paper import paper
 
-config = Config(
-    name="pubmed",
-    grid=GridConfig(delay=1, time_max=256, sub_max=24),  # the paper's 50 and 20 would cut off too much
-    data=DataConfig(task="pubmed", max_source=2048, max_target=1024, separator=" "),
-    train=TrainConfig(
-        # From the paper (section 4.3): AdamW, its rate and batch, and ten epochs of 119,924 examples.
-        steps=49_968,
-        batch_size=24,
-        learning_rate=1e-4,
-        # The paper leaves these open.
-        warmup_steps=1000,  # then the rate is constant
-        weight_decay=0.01,  # as the same group's One2Branch has it for keyphrases
-        dropout=0.1,  # as T5 itself was trained
-        clip_norm=1.0,
-        init_from="checkpoints/t5-base",
-        evaluate_every=4_996,  # an epoch
-        evaluate_examples=1000,
-        checkpoint_every=1000,
-        # What fits into 24 GB: six examples at a time, and all but matrix products is computed again for the gradient.
-        accumulate=4,
-        remat="dots",
-        pack=1,  # three targets of this length in one row of slots would not fit
-    ),
-    decode=DecodeConfig(max_length=1024),
+config = paper(
+    "pubmed",
+    steps=49_968,  # ten epochs of 119,924 examples
+    time_max=256,
+    sub_max=24,
+    max_target=1024,
+    max_length=1024,
+    separator=" ",
+    pack=1,  # three targets of this length in one row of slots would not fit
 )

@@ -19,30 +19,15 @@ ROUGE-1/2/L:
               pipelined   40.9/18.4/39.7  37.3/15.6/36.2  2.6 (5.2x)
 """
 
-from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
+from configs.paper import paper
 
-config = Config(
-    name="wikihowqa",
-    grid=GridConfig(delay=1, time_max=128, sub_max=40),  # the paper's 50 and 20 would cut off too much
-    data=DataConfig(task="wikihowqa", max_source=2048, max_target=1024, separator=" "),
-    train=TrainConfig(
-        # From the paper (section 4.3): AdamW, its rate and batch, and ten epochs of the 129 thousand examples.
-        steps=53_750,
-        batch_size=24,
-        learning_rate=1e-4,
-        # The paper leaves these open.
-        warmup_steps=1000,  # then the rate is constant
-        weight_decay=0.01,  # as the same group's One2Branch has it for keyphrases
-        dropout=0.1,  # as T5 itself was trained
-        clip_norm=1.0,
-        init_from="checkpoints/t5-base",
-        evaluate_every=5_375,  # an epoch
-        evaluate_examples=1000,
-        checkpoint_every=1000,
-        # What fits into 24 GB: six examples at a time, and all but matrix products is computed again for the gradient.
-        accumulate=4,
-        remat="dots",
-        pack=1,  # three targets of this length in one row of slots would not fit
-    ),
-    decode=DecodeConfig(max_length=768),
+config = paper(
+    "wikihowqa",
+    steps=53_750,  # ten epochs of the 129 thousand examples
+    time_max=128,
+    sub_max=40,
+    max_target=1024,
+    max_length=768,
+    separator=" ",
+    pack=1,  # three targets of this length in one row of slots would not fit
 )

@@ -30,7 +30,7 @@ REASONS = {
     "large": "needs a large model, or data that are not at hand",
     "long": "takes long",
 }
-COPIED = ("pipejax", "configs", "experiments", "benchmarks", "train.py", "decode.py", "Makefile")
+COPIED = ("pipejax", "configs", "lab", "tests", "train.py", "decode.py", "Makefile")
 FENCE = re.compile(r"^```(shell[^\n]*)\n(.*?)^```$|^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 # What every training of these blocks is given last: a few updates of short lines.
 SHORT = (
@@ -50,9 +50,9 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """README.md, CONTRIBUTING.md and the pages of the site; the log records what was run once, and is left out."""
+    """README.md, CONTRIBUTING.md and the pages of the site."""
     found = (path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in found if path.name != "LOG.md")]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found]
 
 
 def blocks(page: Path) -> Iterator[Block]:

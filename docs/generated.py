@@ -4,8 +4,8 @@ It adds these directives:
 
     config-section: every key of a section, with its range, its default, and the comment beside it in the schema
     command-help: what a command says of itself
-    results: the table of a file in benchmarks/results
-    gpu-results: the tables of what benchmarks/gpu.sh found, or that nobody has run it
+    results: the table of a file in lab/benchmarks/results
+    gpu-results: the tables of what lab/benchmarks/gpu.sh found, or that nobody has run it
     executed: code that is run, in one session for each page, with what it prints below it
 """
 
@@ -20,20 +20,15 @@ from typing import Any, ClassVar
 
 import blocks
 import reference
+import results
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from benchmarks import gpu, gpu_tables, plot
+from lab.benchmarks import gpu, gpu_tables
 from pipejax.config import schema
-
-SYSTEMS = {
-    **plot.NAMES,
-    "pipejax-pipelined-40x64": "pipelined, a grid of 40 rows",
-    "pipejax-dense": "the whole grid",
-}
 
 
 class ConfigSection(SphinxDirective):
@@ -67,38 +62,19 @@ class CommandHelp(SphinxDirective):
 
 
 class Results(SphinxDirective):
-    """The table of a file that `benchmarks.decode --json` wrote, with the command and the machine below it."""
+    """The table of a file in lab/benchmarks/results, with the command and the machine below it."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """The table."""
-        path = blocks.ROOT / "benchmarks" / "results" / self.arguments[0]
-        self.env.note_dependency(str(path))
-        found = json.loads(path.read_text(encoding="utf-8"))
-        lines = ["| answer | system | steps | encoder, s | decoder, s | x, decoding | x, both |"]
-        lines += ["|---|---|--:|--:|--:|--:|--:|"]
-        patterns = list(dict.fromkeys(r["pattern"] for r in found["results"]))
-        for pattern in patterns:
-            mine = [r for r in found["results"] if r["pattern"] == pattern]
-            for i, r in enumerate(mine):
-                decoding = r["decode_s"] / mine[0]["decode_s"]
-                both = (r["decode_s"] + r["encode_s"]) / (mine[0]["decode_s"] + mine[0]["encode_s"])
-                cells = [
-                    *(pattern if i == 0 else "", SYSTEMS.get(r["system"], r["system"]), str(r["steps"])),
-                    *(f"{r['encode_s']:.3f}", f"{r['decode_s']:.3f}", f"{decoding:.2f}", f"{both:.2f}"),
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-        machine = found["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
-        lines += ["", f"Medians over the rounds; x is their quotient. {where}, Python {machine['python']}, {versions}."]
-        lines += ["", "```text", found["command"], "```"]
-        return self.parse_text_to_nodes("\n".join(lines))
+        self.env.note_dependency(str(results.DIRECTORY / self.arguments[0]))
+        self.env.note_dependency(results.__file__)
+        return self.parse_text_to_nodes(results.page(self.arguments[0]))
 
 
 class GpuResults(SphinxDirective):
-    """The tables of what `benchmarks/gpu.sh` found; without its file, that nobody has run it, and the command."""
+    """The tables of what `lab/benchmarks/gpu.sh` found; without its file, that nobody has run it, and the command."""
 
     def run(self) -> list[nodes.Node]:
         """The tables."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "Generator", "Record", "RowEvent", "UserError", "fit", "load"]
 __version__ = "0.1.0"
-__path__.append(f"{__path__[0]}/system/formerly")  # `python -m pipejax.plan` and two others run as they did
 
 # Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
 _PLACES = {

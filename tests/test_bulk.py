@@ -31,6 +31,7 @@ from pipejax.inference.loading import load
 from pipejax.inference.shards import Output, Shards
 from pipejax.system.errors import UserError
 from support import oracle, tiny
+from support.descendants import workers
 
 WORDS = [demo.examples("test")[i].source.split() for i in range(20)]
 VALUES = [{"id": f"r{i}", "source": " ".join(words[: 1 + i * 7 % 12])} for i, words in enumerate(WORDS)]
@@ -432,8 +433,6 @@ def test_without_ray_it_is_one_line(trained: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray, which the tests do not require")
 def test_two_workers_one_of_which_is_killed(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First a bad line, which is one line of output; then a kill of a worker, and the records are those of decode."""
-    from experiments.bulk import workers
-
     monkeypatch.chdir(tmp_path)
     values = [{"id": f"r{i}", "source": " ".join(WORDS[i % 20][: 1 + i % 12])} for i in range(600)]
     Path("a.jsonl").write_text(lines_of([*values[:-1], {}]))

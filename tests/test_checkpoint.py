@@ -16,7 +16,6 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 
-from experiments.faults import runs
 from pipejax import config as config_lib
 from pipejax.checkpoint import Store, check_place, open_run, save_params
 from pipejax.checkpoint.__main__ import main
@@ -24,6 +23,7 @@ from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
+from support import tiny_run as runs
 from support.steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 

@@ -105,7 +105,7 @@ def test_the_nearest_word(found: object, known: tuple[str, ...], hint: str) -> N
 HIDE = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
 
 
-@pytest.mark.parametrize("module", ["pipejax", "train", "decode", "pipejax.evaluate", "experiments.demo"])
+@pytest.mark.parametrize("module", ["pipejax", "train", "decode", "lab.demo"])
 def test_a_system_without_what_is_needed_is_one_line(module: str) -> None:
     names = "fcntl", "resource"
     code = f"import runpy; sys.argv = ['-m']; runpy._run_module_as_main({module!r})"
@@ -161,10 +161,10 @@ def test_memory_is_counted_in_the_systems_unit(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     "module, absent, library",
     [
-        ("experiments.demo", ("numpy", "jax"), "numpy"),
-        ("experiments.faults", ("jax",), "jax"),
-        ("benchmarks.decode", ("jax",), "jax"),
-        ("benchmarks.train", ("jax",), "jax"),
+        ("lab.demo", ("numpy", "jax"), "numpy"),
+        ("lab.faults", ("jax",), "jax"),
+        ("lab.benchmarks.decode", ("jax",), "jax"),
+        ("lab.benchmarks.train", ("jax",), "jax"),
     ],
 )
 def test_an_experiment_without_its_libraries_is_one_line(module: str, absent: tuple[str, ...], library: str) -> None:
@@ -182,8 +182,8 @@ def test_an_experiment_without_its_libraries_is_one_line(module: str, absent: tu
     [
         ("jax", "requirements.txt"),
         ("tensorflow_datasets", "requirements.txt"),
-        ("matplotlib", "requirements-experiments.txt"),
-        ("ctranslate2", "requirements-bench.txt"),
+        ("matplotlib", "requirements/lab.txt"),
+        ("ctranslate2", "requirements/bench.txt"),
         ("unheard_of", "requirements.txt"),
     ],
 )

@@ -26,7 +26,7 @@ from pipejax.config import (
 from pipejax.system.errors import UserError
 from support.tiny import MODEL
 
-FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+FILES = sorted(path for path in (Path(__file__).parents[1] / "configs").glob("*.py") if path.stem != "paper")
 CONFIG = Config(model=MODEL)
 IMPORTS = "from pipejax.config import *\n"
 

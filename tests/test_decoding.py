@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import scripted
-from experiments.scripted import NoModel
 from pipejax import decoding, grid
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Pipelined, Sequential, Sizes
-from support import oracle
+from support import oracle, scripted
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
+from support.scripted import NoModel
 from support.tiny import FEW_WORDS
 
 GATED = T5Config(

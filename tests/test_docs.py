@@ -32,7 +32,7 @@ def test_shell_blocks_are_run_or_say_why_not(page: Path) -> None:
     assert all(block.says == "run" or block.says in blocks.REASONS for block in found)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "LOG.md"], ids=name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "lab" / "LOG.md"], ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
@@ -42,9 +42,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     if page.parent.name == "decisions":
         return  # they tell of what was, too
-    places = re.findall(
-        r"(?:^|[\s`(])((?:pipejax|configs|tests|benchmarks|experiments)/[\w/]+\.(?:py|cc|json))\b", page.read_text()
-    )
+    places = re.findall(r"(?:^|[\s`(])((?:pipejax|configs|tests|lab)/[\w/]+\.(?:py|cc|json))\b", page.read_text())
     assert not [place for place in places if not Path(place).stem.isupper() and not (ROOT / place).exists()]
 
 
@@ -59,6 +57,12 @@ def test_what_the_architecture_says_where_to_find_is_there() -> None:
         beside += [place / x for x in ticked if x == "__init__.py" for place in places]
         text = "".join(file.read_text() for file in (*places, *beside) if file.is_file())
         assert not [x for x in ticked if re.fullmatch(r"\w+", x) and not re.search(rf"\b{x}\b", text)], row
+
+
+def test_the_page_of_results_has_every_file() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    names = {path.name for path in (ROOT / "lab" / "benchmarks" / "results").glob("*.json")} - {"gpu.json"}
+    assert set(re.findall(r"^```\{results\} (.+)$", text, re.MULTILINE)) == names and "```{gpu-results}" in text
 
 
 def test_every_page_is_in_the_contents() -> None:

@@ -1,6 +1,6 @@
 """The kernels for GPUs: products and attention equal NumPy's, decodes equal XLA's.
 
-Without a GPU they run as ordinary computations. `python -m benchmarks.suite` runs this module on the GPU that is here.
+Without a GPU they run as ordinary computations. `python -m lab.benchmarks.suite` runs this module on a GPU.
 """
 
 import dataclasses

@@ -1,19 +1,14 @@
 """The configs of the paper's experiments: they load, resolve, and train on their own task's data with a tiny model."""
 
-import ast
 import dataclasses
-import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments.tables.cells import Cell
-from experiments.tables.paper import REPORTED
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, load
 from pipejax.data import PUBLISHED
@@ -23,11 +18,9 @@ from pipejax.system.errors import UserError
 from pipejax.training import loop
 from pipejax.training.step import Trainer
 from support import oracle
+from support.paper_configs import CONFIGS, EXPERIMENTS, experiment, settings_of
 from support.published_files import CASES, lay
 
-CONFIGS = Path(__file__).parents[1] / "configs"
-TASKS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed")
-EXPERIMENTS = list(itertools.product(TASKS, ("base", "large"), ("pipelined", "sequential")))
 OF_T5_BASE = [experiment for experiment in EXPERIMENTS if "base" in experiment]
 # Table 1 of the paper, in thousands, to tell by what the steps are counted.
 TRAIN_THOUSANDS = {"msqa": 4.6, "kp20k": 509, "kptimes": 259, "wikihowqa": 129, "cnn_dailymail": 287, "pubmed": 120}
@@ -47,23 +40,6 @@ def tiny(tmp_path_factory):
     return root
 
 
-def says(task: str) -> str:
-    """The docstring of a task's config."""
-    return ast.get_docstring(ast.parse((CONFIGS / f"{task}.py").read_text())) or ""
-
-
-def settings_of(task: str, size: str, objective: str) -> list[str]:
-    """What its docstring says to set for T5-Large and for the sequential baseline."""
-    lines = [line.strip() for line in says(task).splitlines() if line.strip().startswith("--set ")]
-    wanted = [line for line in lines if f"/t5-{size}" in line or line.endswith(f"={objective}")]
-    assert len(lines) == 2 and len(wanted) == (size == "large") + (objective == "sequential")
-    return [setting.strip() for line in wanted for setting in line.split("--set ")[1:]]
-
-
-def experiment(task: str, size: str, objective: str, settings: Iterable[str] = ()) -> Config:
-    return load(CONFIGS / f"{task}.py", [*settings_of(task, size, objective), *settings])
-
-
 @pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
 def test_what_the_paper_sets(task, size, objective):
     config = experiment(task, size, objective)
@@ -79,41 +55,6 @@ def test_what_the_paper_sets(task, size, objective):
     # Where the data's statistics are counted under the bounds of the published set, they are those of training.
     bounds = config.grid, config.data.max_target, config.data.separator, config.decode.max_length
     assert bounds == (published.grid, published.max_target, published.separator, published.max_length)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_what_a_config_says_of_itself(task):
-    text, words = says(task), says(task).split()
-    assert f"--config configs/{task}.py --workdir runs/{Cell(task, 'base', 'pipelined').name}" in text
-    assert f"prepare {task} --manual-dir" in text and "from-hf google-t5/t5-base checkpoints/t5-base" in text
-    for size, objective in itertools.product(("base", "large"), ("pipelined", "sequential")):
-        reported = REPORTED[task, size, objective]
-        for scores in reported.scores.values():
-            pairs = [scores[:2], scores[2:]] if len(scores) == 4 else [scores]
-            assert all("/".join(map(str, pair)) in words for pair in pairs)
-        assert str(reported.examples_per_second) in words
-
-
-@pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
-def test_the_tables_train_what_the_config_says(task, size, objective):
-    assert Cell(task, size, objective).config([]) == experiment(task, size, objective)
-
-
-@pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
-def test_a_former_name_says_what_replaces_it(task, size, objective):
-    former = CONFIGS / f"{task}_{size}_{objective}.py"
-    with pytest.raises(UserError) as error:
-        load(former, [])
-    first, _, flags = str(error.value).partition("this experiment is now --config ")
-    file, *settings = flags.split(" --set ")
-    assert first == f"{former}: no such file; " and load(file, settings) == experiment(task, size, objective)
-
-
-def test_a_former_name_of_another_t5():
-    with pytest.raises(UserError, match=r"msqa\.py --set train\.init_from=checkpoints/flan-t5-base$"):
-        load(CONFIGS / "msqa_base_pipelined_flan_t5.py")
-    with pytest.raises(UserError, match="no such file; expected a config file"):
-        load(CONFIGS / "mine_base_pipelined.py")
 
 
 @pytest.mark.slow

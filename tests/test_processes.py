@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
-from experiments.faults import runs
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
+from support import tiny_run as runs
 
 ROOT = Path(__file__).parents[1]
 SLURM = {

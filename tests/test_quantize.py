@@ -11,14 +11,10 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
-from benchmarks import plot
-from experiments import rounding
-from experiments.faults import forged
 from pipejax import checkpoint
 from pipejax.checkpoint.__main__ import verify
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert
-from pipejax.data import demo
 from pipejax.inference import kernels, programs
 from pipejax.inference.backends import OwnKernel, Xla
 from pipejax.inference.loading import load
@@ -26,6 +22,7 @@ from pipejax.model import lora, parameters, quantization, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop
 from support import oracle, quantised
+from support.manifests import seal
 from support.tiny import RUN_ON_ONE, change
 
 MODEL = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
@@ -195,7 +192,7 @@ def test_scales_that_do_not_fit_are_refused(spoil, says, smaller, tmp_path):
     (manifest,) = (tmp_path / "run/checkpoints/0/manifest").glob("metadata")
     body = json.loads(manifest.read_text())
     spoil(body["arrays"]["params"])
-    manifest.write_text(json.dumps(forged.seal(body)))
+    manifest.write_text(json.dumps(seal(body)))
     with pytest.raises(UserError, match=says):
         load(tmp_path / "run")
 
@@ -208,36 +205,3 @@ def test_a_changed_bit_is_found(smaller, tmp_path):
     file.write_bytes(content)
     (report,) = verify(tmp_path / "run/checkpoints")
     assert report["damaged"]
-
-
-@pytest.mark.slow
-def test_what_fewer_bytes_cost_is_what_decoding_both_ways_says(original, tmp_path, capsys, monkeypatch):
-    """The shares and means of the table, from records by `load` alone."""
-    monkeypatch.setattr(rounding, "use_threads", lambda count: None)  # the suite keeps its own
-    texts = [demo.examples("test")[i].source for i in range(5)]
-    lines = [json.dumps({"id": str(i), "source": text, "targets": ["a"]}) + "\n" for i, text in enumerate(texts)]
-    (tmp_path / "test.jsonl").write_text("".join(lines))
-    as_lines = change(CONFIG, data={"task": "demo"})  # whose own split is another one
-    files = original / "tokenizer"
-    checkpoint.save_params(tmp_path / "run", as_lines, random_params(MODEL), tokenizer_source=files)
-    flags = ["--checkpoint", str(tmp_path / "run"), "--test", str(tmp_path / "test.jsonl")]
-    assert rounding.main([*flags, "--json", str(tmp_path / "out.json")]) == 0
-    plain = []
-    for found, kind in zip(json.loads((tmp_path / "out.json").read_text())["results"], rounding.KINDS, strict=True):
-        given = load(tmp_path / "run", overrides=[f"decode.weights={kind}", "decode.scores=true"]).decode(texts)
-        plain = plain or given
-        equal = [a["row_ids"] == b["row_ids"] for a, b in zip(given, plain, strict=True)]
-        scores = [x for record in given for row in record["log_probs"] for x in row]
-        assert (found["weights"], found["strategy"], found["metric"]) == (kind, "pipelined", "em_f1")
-        assert found["equal"] == 20 * sum(equal) and found["milliseconds"] > 0
-        assert found["log_prob"] == pytest.approx(np.mean(scores), abs=1e-4)
-    assert capsys.readouterr().out.count("%") == 3
-    pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
-    for picture in pictures:
-        assert plot.main([str(tmp_path / "out.json"), "--output", str(picture)]) == 0
-    assert pictures[0].read_bytes() == pictures[1].read_bytes() and b"milliseconds" in pictures[0].read_bytes()
-    (tmp_path / "test.jsonl").write_text("")
-    with pytest.raises(UserError, match="found no"):
-        rounding.main(flags)
-    with pytest.raises(UserError, match=r"^--test: found none; expected a file"):
-        rounding.main(["--checkpoint", str(original)])

@@ -454,7 +454,7 @@ def test_files_that_may_be_open(tmp_path):
             f"error: ulimit -n: found 8 files that may be open at once; expected at least {environment.FILES}\n",
         ),
     ):
-        drop = "from experiments.faults.unprivileged import drop; drop();"  # root may always raise it
+        drop = "from tests.support.unprivileged import drop; drop();"  # root may always raise it
         command = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", sys.executable, "-c", drop + text]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, err)

@@ -20,7 +20,6 @@ import torch
 from transformers import T5Config as HfConfig
 from transformers import T5ForConditionalGeneration
 
-from experiments.faults import runs
 from pipejax import checkpoint, grid
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
@@ -34,6 +33,7 @@ from pipejax.system.errors import UserError
 from pipejax.training import compare, examiner, loop
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
+from support import tiny_run as runs
 from support.tiny import MODEL, change, metrics, untimed
 from support.tiny import RUN as CONFIG
 from support.tiny import RUN_ON_ONE as ON_ONE

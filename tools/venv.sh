@@ -1,5 +1,5 @@
 #!/bin/sh
-# Brings .venv up to date with a requirements file: tools/venv.sh requirements-test.txt [PYTHON]
+# Brings .venv up to date with a requirements file: tools/venv.sh requirements/test.txt [PYTHON]
 #
 # Without PYTHON, python3 makes .venv if there is none. With it, a .venv of another Python is made anew.
 # .venv/.made holds the path that .venv was made for, each requirements file as it was installed, and "unfinished" while
@@ -11,6 +11,7 @@ requirements=$1
 asked=${2:-}
 python=${asked:-python3}
 made=.venv/.made
+record=$made/$(basename "$requirements")
 here=$(pwd -P)
 
 fail() {
@@ -25,7 +26,7 @@ version_of() { # 3.12
 contents() { # a requirements file, and the one that it includes
     cat "$1"
     included=$(sed -n 's/^-r //p' "$1")
-    test -z "$included" || contents "$included"
+    test -z "$included" || contents "$(dirname "$1")/$included"
 }
 
 usable() {
@@ -58,17 +59,17 @@ make_venv() {
 install() {
     echo "installing $requirements into .venv (the first time takes minutes)" >&2
     begin
-    rm -f "$made/$requirements"
+    rm -f "$record"
     set -- --no-input --disable-pip-version-check -r "$requirements"
     test -t 2 || set -- --quiet "$@"
     # Compilers for devices that are not here lie beside .venv's packages, where no JAX looks for devices.
-    test "$requirements" != requirements-programs.txt || set -- --no-deps --upgrade --target .venv/programs "$@"
+    test "$requirements" != requirements/programs.txt || set -- --no-deps --upgrade --target .venv/programs "$@"
     PIP_USER=0 .venv/bin/python -m pip install "$@" >&2 || {
         code=$?
         test $code -gt 128 || rm $made/unfinished # pip cleans up behind its own errors, not when it is killed
         exit $code
     }
-    contents "$requirements" >"$made/$requirements"
+    contents "$requirements" >"$record"
     rm $made/unfinished
 }
 
@@ -76,4 +77,4 @@ exec 9<"$0" # two makes take turns, where flock exists
 if command -v flock >/dev/null; then flock 9 2>/dev/null || true; fi
 
 usable || make_venv
-test "$(contents "$requirements")" = "$(cat "$made/$requirements" 2>/dev/null)" || install
+test "$(contents "$requirements")" = "$(cat "$record" 2>/dev/null)" || install

@@ -22,12 +22,6 @@ from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
 from pipejax.system.files import look
 
-# Files were once named TASK_SIZE_OBJECTIVE.py; what stands for the parts that differ from TASK.py.
-FORMERLY = {
-    "large": ("train.init_from=checkpoints/t5-large", "train.remat=layers", "mesh.fsdp=2"),
-    "sequential": ("train.objective=sequential",),
-    "flan_t5": ("train.init_from=checkpoints/flan-t5-base",),
-}
 SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")  # spaces at the ends count
 
 
@@ -52,7 +46,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set") -
     path = Path(path)
     if (found := look(path)) != "file":
         says = "found a directory" if found else "no such file"
-        raise UserError(f"{path}: {says}; {_successor(path) or 'expected a config file'}")
+        raise UserError(f"{path}: {says}; expected a config file")
     try:
         if path.suffix != ".json":
             config = runpy.run_path(str(path)).get("config")
@@ -253,16 +247,6 @@ def _suggestion(key: str) -> str:
 def _example(key: str, value: Any) -> str:
     section = value if dataclasses.is_dataclass(value) else T5Config
     return f"{key}.{dataclasses.fields(section)[0].name}"
-
-
-def _successor(path: Path) -> str:
-    """What replaces a config file of a former name; "" if the path is none."""
-    former = re.fullmatch(r"(\w+?)_(base|large)_(pipelined|sequential)(?:_(flan_t5))?", path.stem)
-    if not former or look(path.with_stem(former[1])) != "file":
-        return ""
-    settings = [setting for part in former.groups()[1:] for setting in FORMERLY.get(part, ())]
-    flags = [f"--config {path.with_stem(former[1])}", *(f"--set {setting}" for setting in settings)]
-    return f"this experiment is now {' '.join(flags)}"
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -49,9 +49,9 @@ def libraries(name: str) -> list[str]:
 def requirements_of(library: str) -> str:
     """The file of the clone that has the version of a library; requirements.txt if none has it."""
     line = re.compile(rf"{re.sub('[-_]', '[-_]', library)}[=\[]", re.IGNORECASE)
-    for file in sorted(CLONE.glob("requirements*.txt"), key=lambda path: len(path.name)):
+    for file in [*CLONE.glob("requirements.txt"), *sorted(CLONE.glob("requirements/*.txt"))]:
         if any(map(line.match, file.read_text(encoding="utf-8").splitlines())):
-            return file.name
+            return file.relative_to(CLONE).as_posix()
     return "requirements.txt"
 
 

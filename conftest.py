@@ -1,0 +1,124 @@
+"""The suite's machine: eight fake CPU devices, no network, and real data only where somebody has some."""
+
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PIPEJAX_CACHE"] = "off"  # the user's own is none of the suite's business
+if "PIPEJAX_TEST_DEVICE" not in os.environ:  # else JAX has the device that is here, as `lab.benchmarks.suite` wants
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
+    # XLA's threads: by itself it takes one a device here. Seven devices that wait in a collective then leave the
+    # eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
+    os.environ["NPROC"] = "16"
+    # The suite compiles more than it computes: XLA's programs are the same, LLVM spends less on each.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones lack the other emitters and the flag
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older ones compile in half the time
+
+import jax
+import pytest
+
+from pipejax.inference import kernels
+from pipejax.system import compile_cache
+from support.logged import logged
+
+if TYPE_CHECKING:
+    from pipejax.data.tokenizer import Tokenizer
+    from pipejax.training.step import Trainer
+
+if "PIPEJAX_TEST_DEVICE" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs from one run of the suite to the next, which halves its time."""
+    cache = getattr(config, "cache", None)
+    if cache is not None:  # absent under -p no:cacheprovider
+        directory = cache.mkdir("jax")
+        directory.chmod(0o700)  # what lies in there is executed
+        settings = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.2}
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)  # for the commands that tests start
+
+
+# Files that take minutes: first, so that no worker is left alone with one of them in the end.
+SLOW = (
+    *("trainer", "training", "faults", "processes", "paper_configs", "tables", "monitoring", "plan", "decoding"),
+    "records",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow files first; all else stays in order."""
+    place = {f"test_{name}": i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels that tests compile: in a cache of the suite's own, from one of its runs to the next."""
+    kept = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
+    directory: Path = kept.mkdir("kernels") if kept else tmp_path_factory.mktemp("cache")
+    directory.chmod(0o700)  # what lies in there is executed
+    return directory
+
+
+@pytest.fixture(scope="session")
+def kernel(kernel_cache: Path) -> kernels.Level:
+    """The kernel for this processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.VARIABLE, str(kernel_cache))
+        with logged() as lines:
+            used = kernels.use()
+        if not used:
+            pytest.skip(f"no kernel here: {lines}")
+    assert all(line.startswith("compiling a kernel") for line in lines)
+    return used
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The lines that are logged during a test."""
+    with logged() as lines:
+        yield lines
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> "Iterator[dict[Any, Trainer]]":
+    """Runs that a test module starts share what they compile; gives their trainers."""
+    from support.compiled_once import compiled_once  # not above: it imports the training
+
+    with compiled_once() as trainers:
+        yield trainers
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The directory of real data sets and T5's tokenizer; without it the test is skipped."""
+    directory = os.environ.get("PIPEJAX_DATA", "")
+    if not Path(directory or "absent").is_dir():
+        pytest.skip(f"no real data: PIPEJAX_DATA names no directory (found {directory!r})")
+    return Path(directory)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the embedded task's tokenizer. Nobody changes it."""
+    from pipejax.data import demo  # not above: it takes seconds, and not every test needs it
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    demo.build_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_files: Path) -> "Tokenizer":
+    """The embedded task's."""
+    from pipejax.data.tokenizer import Tokenizer
+
+    return Tokenizer.load(tokenizer_files)

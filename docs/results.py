@@ -1,0 +1,88 @@
+"""Tables in Markdown of the files in lab/benchmarks/results, for the page of that name. `generated.py` shows them."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks import plot
+
+DIRECTORY = Path(__file__).resolve().parent.parent / "lab" / "benchmarks" / "results"
+SYSTEMS = {
+    **plot.NAMES,
+    "pipejax-pipelined-40x64": "pipelined, a grid of 40 rows",
+    "pipejax-dense": "the whole grid",
+}
+
+
+def page(name: str) -> str:
+    """The table of a file, with the machine and the command below it."""
+    found = json.loads((DIRECTORY / name).read_text(encoding="utf-8"))
+    if "results" not in found:
+        return "\n".join(calls(found))
+    keys = found["results"][0].keys()
+    build = next(build for key, build in KINDS.items() if key in keys)
+    machine = found["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
+    below = ["", f"{where}, Python {machine['python']}, {versions}.", "", "```text", found["command"], "```"]
+    return "\n".join([*build(found["results"]), *below])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, words: int) -> list[str]:
+    """The first `words` columns hold words, the others figures."""
+    lines = [head, ["---"] * words + ["--:"] * (len(head) - words), *rows]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
+def name_of(result: dict[str, Any]) -> str:
+    """A system in words."""
+    return SYSTEMS.get(result["system"], result["system"])
+
+
+def decoding(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.decode`; x is how many times as long as the first system of the same answers."""
+    rows, firsts = [], dict[str, dict[str, Any]]()
+    for r in results:
+        first = firsts.setdefault(r["pattern"], r)
+        x = r["decode_s"] / first["decode_s"], (r["decode_s"] + r["encode_s"]) / (first["decode_s"] + first["encode_s"])
+        cells = [r["pattern"] if r is first else "", name_of(r), r["steps"]]
+        rows.append([*cells, f"{r['encode_s']:.3f}", f"{r['decode_s']:.3f}", *(f"{each:.2f}" for each in x)])
+    head = ["answer", "system", "steps", "encoder, s", "decoder, s", "x, decoding", "x, both"]
+    return [*table(head, rows, words=2), "", "Medians over the rounds; x is their quotient."]
+
+
+def documents(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.documents`, the fastest first."""
+    rows = [
+        [name_of(r), r["documents"], f"{r['seconds']:.1f}", f"{r['documents'] / r['seconds']:.2f}"]
+        for r in sorted(results, key=lambda r: r["seconds"])
+    ]
+    return table(["system", "documents", "seconds", "documents a second"], rows, words=1)
+
+
+def training(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.train`."""
+    rows = [[name_of(r), r["slots"], f"{r['step_s']:.2f}", f"{r['over_pipelined']:.2f}"] for r in results]
+    return table(["system", "slots", "seconds a step", "x of pipelined"], rows, words=1)
+
+
+def rounding(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.experiments.rounding`; equal is the share of documents with the rows of float32."""
+    rows = [
+        [r["weights"], f"{r['score']:.2f}", f"{r['equal']:.1f}", f"{r['log_prob']:.4f}", f"{r['milliseconds']:.2f}"]
+        for r in results
+    ]
+    metric, strategy = results[0]["metric"], results[0]["strategy"]
+    head = [f"weights, {strategy}", metric, "equal, %", "log-probability a token", "ms a document"]
+    return table(head, rows, words=1)
+
+
+def calls(found: dict[str, dict[str, float]]) -> list[str]:
+    """Of `lab.experiments.drafts`: decoder calls an answer, by data set."""
+    names = [f"{decoder}{how}" for decoder in ("sequential", "pipelined") for how in ("", ", simulated", ", product")]
+    rows = [[data, each["examples"], *(f"{each[name]:.1f}" for name in names)] for data, each in found.items()]
+    return table(["decoder calls an answer", "examples", *names], rows, words=1)
+
+
+KINDS = {"decode_s": decoding, "documents": documents, "step_s": training, "equal": rounding}  # by a key of a result

@@ -1,0 +1,1 @@
+"""Commands that measure speed beside other systems."""

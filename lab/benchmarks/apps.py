@@ -1,0 +1,122 @@
+"""The servers that `lab.benchmarks.serve` compares: `python -m lab.benchmarks.apps NAME DIR --answer NxM` starts one.
+
+"pipejax" is `pipejax serve` itself, with one strategy that is forced to rows of these lengths; what follows the flags
+goes to it. The others answer as a first version of such a service is written, a FastAPI application above the library's
+own call: one request at a time, or, with "-batch" in the name, all that wait together, up to so many.
+"""
+
+import asyncio
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.decode import rows_of
+from lab.benchmarks.forced import Fixed
+from lab.benchmarks.systems import CTranslate2, HuggingFace
+from pipejax.config import GridConfig
+from pipejax.grid import sequential_steps
+from pipejax.inference.generator import Generator
+from pipejax.inference.serving import command
+from pipejax.system import cli
+
+PEERS = tuple(f"{name}{how}" for name in ("hf", "ct2-fp32", "ct2-int8") for how in ("", "-batch"))
+BATCH = 8  # requests that are decoded together: the places of `pipejax serve`
+Answers = Callable[[list[list[int]]], list[list[Any]]]  # of sources of one length, as token ids
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until it is told to end."""
+    parser = cli.Parser(prog="python -m lab.benchmarks.apps", description=__doc__)
+    parser.add_argument("name", choices=("pipejax", *PEERS))
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint, or for others a model of Hugging Face's")
+    parser.add_argument("--answer", required=True, metavar="NxM", help="rows and tokens of each answer")
+    parser.add_argument("--sub-max", type=cli.whole(1), default=20, metavar="S", help="rows of pipejax's grid")
+    parser.add_argument("--time-max", type=cli.whole(1), default=64, metavar="T", help="its time-steps")
+    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N")
+    flags, more = parser.parse_known_args(argv)
+    rows = rows_of(flags.answer)
+    if flags.name == "pipejax":
+        force(Generator, rows, GridConfig(delay=1, time_max=flags.time_max, sub_max=flags.sub_max))
+        return command.main(["--checkpoint", flags.directory, "--port", "0", *more])
+    kind, _, together = flags.name.partition("-batch")
+    answers = of_peer(kind, Path(flags.directory), sequential_steps(rows), threads=flags.threads)
+    serve(flags.name, answers, BATCH if together else 1)
+    return 0
+
+
+def force(generator: type[Generator] | Generator, rows: Sequence[int], grid: GridConfig) -> None:
+    """Lets a generator, or all of them, write answers of these rows, whatever the weights say."""
+    fixed = Fixed(grid.delay, grid.time_max, grid.sub_max, lengths=tuple(rows))
+    setattr(generator, "make_strategy", lambda *given: fixed)  # noqa: B010  (mypy takes no assignment to a method)
+
+
+def of_peer(name: str, directory: Path, length: int, *, threads: int) -> Answers:
+    """What another library answers: so many tokens to each source."""
+    if name.startswith("hf"):
+        hugging_face = HuggingFace(name, directory, threads=threads)
+        torch = hugging_face.torch
+
+        def generated(sources: list[list[int]]) -> list[list[Any]]:
+            with torch.inference_mode():
+                ids = torch.tensor(sources, dtype=torch.long)
+                given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                return hugging_face.generate([length] * len(sources), **given)
+
+        return generated
+    translator = CTranslate2(name, directory, threads=threads)
+    return lambda sources: translator.generate([[f"t{i}" for i in ids] for ids in sources], length)
+
+
+def serve(name: str, answers: Answers, size: int) -> None:
+    """POST /v1/completions with a prompt of token ids gives the tokens; a thread of its own decodes."""
+    import uvicorn
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+
+    class Asked(BaseModel):
+        prompt: list[int]
+
+    waiting: queue.SimpleQueue[tuple[list[int], Future[list[Any]]]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            taken = [waiting.get()]
+            while len(taken) < size and not waiting.empty():
+                taken.append(waiting.get())
+            try:
+                found = answers([ids for ids, _ in taken])
+            except Exception as error:  # or whoever asked would wait for ever
+                for _, future in taken:
+                    future.set_exception(error)
+                continue
+            for (_, future), tokens in zip(taken, found, strict=True):
+                future.set_result(tokens)
+
+    threading.Thread(target=work, daemon=True).start()
+    app = FastAPI()
+
+    def complete(asked: Asked) -> dict[str, list[Any]]:
+        future: Future[list[Any]] = Future()
+        waiting.put((asked.prompt, future))
+        return {"tokens": future.result()}
+
+    app.add_api_route("/v1/completions", complete, methods=["POST"])
+    listener = command.listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not (serving.done() or server.started):
+            await asyncio.sleep(0.01)
+        cli.note(f"serving {name} at http://127.0.0.1:{listener.getsockname()[1]}")
+        await serving
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    cli.run(main, sys.argv[1:])

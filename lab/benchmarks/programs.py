@@ -1,0 +1,198 @@
+"""What an accelerator would run, compiled without one: kernels and bytes of each decoding step, memory, trouble.
+
+    make venv-programs
+    python -m lab.benchmarks.programs --targets h100,rtx4090,v5e --model base --json OUT [--dump DIR]
+
+Compiles the encoder and both decoders for each target, batch by batch, with --train a training step too, and counts
+what the compiled text holds. A decoder has a program for each size that its cache grows to. It proves no numbers and no
+speed: kernels are started one after the other, and what a start costs only the device can tell.
+"""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lab.benchmarks.hlo import COLLECTIVES, Program
+from lab.benchmarks.systems import SIZES, save
+from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.inference import programs
+from pipejax.inference.backends import XLA, Backend, Gpu
+from pipejax.model.t5 import T5, init_params
+from pipejax.system import cli, targets
+from pipejax.system.errors import UserError
+from pipejax.training.plan import longest_batch
+from pipejax.training.step import Trainer
+
+BATCH = 24  # of a training step
+MATTERS = 1_000_000  # elements from which on a sort or a scatter counts as large
+COPIED = 50_000  # elements from which on a copy in a step is one of a cache
+
+
+class Case(NamedTuple):
+    """A program to compile."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles, counts, prints a table, writes JSON; 1 if a program but the encoder's holds what it had better not."""
+    parser = cli.Parser(prog="python -m lab.benchmarks.programs", description=__doc__)
+    parser.add_argument("--targets", default="h100", metavar="NAME,...", help=f"of {', '.join(targets.TARGETS)} (h100)")
+    parser.add_argument("--model", choices=SIZES, default="base")
+    parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
+    parser.add_argument("--batches", default="1,8", metavar="B,...", help="examples decoded together (1,8)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--train", action="store_true", help="a training step as well, of configs/jsonl.py's lengths")
+    parser.add_argument("--xla", action="store_true", help="without our own kernels for GPUs")
+    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--dump", metavar="DIR", help="write the text of each program there")
+    flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
+    batches = [int(b) for b in flags.batches.split(",") if b.isdigit() and int(b)]
+    if not batches or len(batches) != len(flags.batches.split(",")):
+        raise UserError(f"--batches: found {flags.batches!r}; expected whole numbers with commas")
+    kinds = {name: targets.find(name, "--targets") for name in flags.targets.split(",")}
+    if flags.dump:
+        Path(flags.dump).mkdir(parents=True, exist_ok=True)
+    results = []
+    for target, kind in kinds.items():
+        device = kind.devices(1)[0]
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        backend = XLA if flags.xla or not isinstance(kind, targets.Gpu) else Gpu()
+        config, dtype = SIZES[flags.model], jnp.dtype(flags.dtype)
+        programs_of = [
+            (case.name, partial(_lowered, case, sharding))
+            for case in cases(config, dtype, batches, flags.source, sharding, backend)
+        ]
+        if flags.train:
+            programs_of.append((f"train, batch {BATCH}", partial(training, config, flags.dtype, device)))
+        for name, lower in programs_of:
+            begun = time.perf_counter()
+            compiled = lower().compile()
+            text = compiled.as_text() or ""
+            result = {"target": target, "program": name, "compile_s": time.perf_counter() - begun}
+            result |= report(text, compiled.memory_analysis())
+            results.append(result)
+            print("\n".join(lines(result)), flush=True)
+            if flags.dump:
+                (Path(flags.dump) / f"{target}-{name.replace(' ', '-')}.hlo").write_text(text)
+    if flags.json:
+        command = "python -m lab.benchmarks.programs " + " ".join(argv)
+        save(flags.json, {"results": results, "jax": jax.__version__, "command": command, "model": flags.model})
+    return int(any(troubles(result) for result in results if not result["program"].startswith("encode")))
+
+
+def _lowered(case: Case, sharding: jax.sharding.Sharding) -> Any:
+    return jax.jit(case.function, out_shardings=sharding).lower(*case.arguments)
+
+
+def training(config: T5Config, dtype: str, device: jax.Device) -> Any:
+    """A training step for the longest batch of configs/jsonl.py, lowered for that device."""
+    data = DataConfig(max_source=2048, max_target=512)
+    train = TrainConfig(batch_size=BATCH, accumulate=4, remat="layers", dtype=dtype)
+    whole = Config(model=config, data=data, train=train, mesh=MeshConfig(data=1))
+    return Trainer(whole, [device]).lower(longest_batch(whole))
+
+
+def cases(
+    config: T5Config,
+    dtype: Any,
+    batches: Sequence[int],
+    length: int,
+    sharding: jax.sharding.Sharding,
+    backend: Backend = XLA,
+) -> Iterator[Case]:
+    """The programs of a T5, with shapes in the place of arrays.
+
+    Args:
+      config: of the T5.
+      dtype: that it computes in.
+      batches: sizes of batches.
+      length: tokens of each source.
+      sharding: where everything lies.
+      backend: whose products a decoder's are.
+    """
+
+    def on_device(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    model, grid = T5(config, dtype=dtype), GridConfig()
+    params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    ready = on_device(jax.eval_shape(partial(programs.prepare, model, backend=backend), params))
+    strategies = Sequential(512), Pipelined(grid.delay, grid.time_max, grid.sub_max)
+    for batch in batches:
+        source = on_device(jax.ShapeDtypeStruct((batch, length), np.int32))
+        lengths = on_device(jax.ShapeDtypeStruct((batch,), np.int32))
+        encode = partial(programs.encode_batch, model, backend=backend)
+        yield Case(f"encode, batch {batch}", encode, (ready.encoding, source, lengths))
+        memory = on_device(jax.eval_shape(encode, ready.encoding, source, lengths))
+        for strategy in strategies:
+            sizes, carry = programs.schedule(strategy, batch, "accelerator"), None
+            for slots in sizes.slots:
+                decode = partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots, backend=backend)
+                arguments = ready.decoding, memory, carry
+                yield Case(f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots", decode, arguments)
+                carry = on_device(jax.eval_shape(decode, *arguments).carry)
+
+
+def report(text: str, memory: Any) -> dict[str, Any]:
+    """Counts of a compiled program."""
+    program = Program(text)
+    every = Counter(one.kind.removesuffix("-start") for one in program.every())
+    bodies = program.loops() or [program.entry]
+    return {
+        "per_step": bool(program.loops()),
+        "loops": [{"kernels": dict(program.kernels(body)), "bytes": program.bytes(body)} for body in bodies],
+        "memory": {
+            name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
+        },
+        "largest_copy": max(program.largest_copy(body) for body in program.loops()) if program.loops() else 0,
+        "largest_sort": program.largest("sort"),
+        "largest_scatter": program.largest("scatter"),
+        "collectives": sum(every[name] for name in COLLECTIVES),
+        "host_transfers": program.host_transfers(),
+        "conditionals": every["conditional"],
+    }
+
+
+def troubles(result: dict[str, Any]) -> list[str]:
+    """What such a program had better not hold."""
+    counts = {name: result[name.replace(" ", "_")] for name in ("host transfers", "collectives", "conditionals")}
+    found = [f"{count} {name}" for name, count in counts.items() if count]
+    large = {"sort": MATTERS, "scatter": MATTERS} | ({"copy": COPIED} if "slots" in result["program"] else {})
+    for kind, least in large.items():
+        if (most := result[f"largest_{kind}"]) >= least:
+            found.append(f"a {kind} of {most / 1e6:.2f} M elements")
+    return found
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    said = []
+    for loop in result["loops"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loop["kernels"].items()))
+        unit = "a turn" if result["per_step"] else "in all"
+        count = sum(loop["kernels"].values())
+        name = f"{result['target']:<8} {result['program']:<32}"
+        said.append(f"{name} {count:>5} kernels {unit} ({kinds}), {loop['bytes'] / 1e6:.0f} MB")
+    memory, trouble = result["memory"], troubles(result)
+    said.append(
+        f"{'':<41} arguments {memory['argument'] / 2**20:.0f} MiB, temporary {memory['temp'] / 2**20:.0f} MiB, "
+        f"compiled in {result['compile_s']:.0f} s{'; ' if trouble else ''}{', '.join(trouble)}"
+    )
+    return said
+
+
+if __name__ == "__main__":
+    cli.run(main, sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Commands that train, decode and compare."""

@@ -1,0 +1,239 @@
+"""Kills the workers and the leader of `pipejax bulk` at random, and compares its speed with processes without Ray.
+
+    python -m lab.experiments.bulk kills [--lines 20000] [--workers-killed 20] [--leaders-killed 5]
+    python -m lab.experiments.bulk speed [--lines 40000] [--rounds 3]
+
+A tiny random T5 decodes short lines on this machine's CPU by two workers. After the kills, every record must be there
+once, its bytes those of `pipejax decode`; and no shard that was written when a leader died may be written again. The
+speed is that of the shards in the middle of a run, when all workers have compiled. Shards have 1,000 lines there, as
+those of `pipejax bulk` do, and 100 where workers are killed. Needs Linux, and pipejax[ray].
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from pipejax.data.blocks import Block
+from pipejax.inference import bulk
+from pipejax.inference.shards import Output
+from pipejax.system import cli
+from support.descendants import descendants, workers
+
+PATIENCE = 600.0  # seconds until something must have happened
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m lab.experiments.bulk", description=__doc__)
+    parser.add_argument("part", choices=("kills", "speed"))
+    parser.add_argument("--lines", type=cli.whole(100), metavar="N")
+    parser.add_argument("--block", type=cli.whole(1), metavar="N", help="lines of a shard")
+    parser.add_argument("--workers-killed", type=cli.whole(0), default=20, metavar="N")
+    parser.add_argument("--leaders-killed", type=cli.whole(0), default=5, metavar="N")
+    parser.add_argument("--rounds", type=cli.whole(1), default=3, metavar="N", help="of the speed")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    flags = parser.parse_args(argv)
+    lines, block = (20000, 100) if flags.part == "kills" else (40000, 1000)
+    flags.lines, flags.block = flags.lines or lines, flags.block or block
+    # For all processes that are started. Ray's workers would have a niceness of 15, which other work would tell.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "RAY_worker_niceness": "0"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder, flags.lines, random.Random(flags.seed))
+        found = kills(folder, flags) if flags.part == "kills" else speed(folder, flags)
+    print(json.dumps(found, indent=1))
+    return 0 if found.get("ok", True) else 1
+
+
+def prepare(folder: Path, lines: int, rng: random.Random) -> None:
+    """A checkpoint, and lines of 1 to 20 words in four files."""
+    import jax
+    import numpy as np
+
+    from pipejax import checkpoint
+    from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
+    from pipejax.data import demo
+    from pipejax.model.t5 import init_params
+
+    model = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=1, num_decoder_layers=1)
+    config = Config(
+        name="tiny",
+        model=model,
+        grid=GridConfig(delay=2, time_max=12, sub_max=4),
+        data=DataConfig(task="demo"),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(max_length=16),
+    )
+    demo.build_tokenizer(folder / "tokenizer")
+    noise = np.random.default_rng(0)  # T5's own random weights say nearly the same to all
+    params = jax.tree.map(lambda x: x + 0.5 * noise.normal(size=x.shape), init_params(model, jax.random.key(0)))
+    checkpoint.save_params(folder / "checkpoint", config, params, tokenizer_source=folder / "tokenizer")
+    notes = [example.source.split() for example in demo.examples("test")[:50]]
+    for part in range(4):
+        numbers = range(part * lines // 4, (part + 1) * lines // 4)
+        sources = [" ".join(rng.choices(rng.choice(notes), k=rng.randint(1, 20))) for _ in numbers]
+        written = (json.dumps({"id": f"r{n}", "source": text}) for n, text in zip(numbers, sources, strict=True))
+        (folder / f"part{part}.jsonl").write_text("".join(line + "\n" for line in written))
+
+
+# Kills.
+
+
+def kills(folder: Path, flags: Any) -> dict[str, Any]:
+    """Kills as many as are asked for, evenly over the work and at random moments; what came of it."""
+    rng, output = random.Random(flags.seed), folder / "out"
+    shards = -(-flags.lines // flags.block)
+    victims = ["worker"] * flags.workers_killed + ["leader"] * flags.leaders_killed
+    rng.shuffle(victims)
+    kept: dict[str, tuple[int, int]] = {}
+    rewritten, orphans = 0, list[int]()
+    leader = start(folder, output, flags)
+    for number, victim in enumerate(victims):
+        due = shards * (number + rng.random()) / len(victims) * 0.9
+        running = wait(output, due, leader)
+        if victim == "worker":
+            os.kill(rng.choice(running), signal.SIGKILL)
+            continue
+        orphans += descendants(leader.pid)
+        leader.kill()
+        leader.wait()  # the next one starts while the workers of this one may still be writing
+        rewritten += sum(written(output).get(name) != facts for name, facts in kept.items())
+        kept = written(output)
+        leader = start(folder, output, flags)
+    code, begun = leader.wait(), time.monotonic()
+    while any(map(alive, orphans)) and time.monotonic() < begun + PATIENCE:
+        time.sleep(0.1)
+    rewritten += sum(written(output).get(name) != facts for name, facts in kept.items())
+    content = b"".join(path.read_bytes() for path in sorted(output.glob("shards/*.jsonl")))
+    expected = b"".join(decoded(folder, part) for part in range(4))
+    ids = [json.loads(line)["id"] for line in content.splitlines()]
+    found = {
+        "killed": {name: victims.count(name) for name in ("worker", "leader")},
+        "records": len(ids),
+        "each once": sorted(ids) == sorted(f"r{n}" for n in range(flags.lines)),
+        "bytes of pipejax decode": content == expected,
+        "different records": len({line.partition(b'"text"')[2] for line in content.splitlines()}),
+        "shards": len(written(output)),
+        "written again": rewritten,
+        "complete": json.loads((output / "manifest.json").read_text())["complete"],
+        "processes of killed leaders that live": sum(map(alive, orphans)),
+        "exit code": code,
+    }
+    wanted = {"each once": True, "bytes of pipejax decode": True, "written again": 0, "complete": True, "exit code": 0}
+    wanted["processes of killed leaders that live"] = 0
+    return found | {"ok": found | wanted == found}
+
+
+def start(folder: Path, output: Path, flags: Any) -> subprocess.Popen[bytes]:
+    """A leader at work."""
+    command = [sys.executable, "-m", "pipejax", "bulk", "--checkpoint", str(folder / "checkpoint"), "--workers", "2"]
+    command += ["--input", str(folder / "part*.jsonl"), "--output", str(output), "--block", str(flags.block)]
+    return subprocess.Popen(command)
+
+
+def decoded(folder: Path, part: int) -> bytes:
+    """What `pipejax decode` writes for a file."""
+    target = folder / f"expected{part}.jsonl"
+    command = [sys.executable, "-m", "pipejax", "decode", "--checkpoint", str(folder / "checkpoint")]
+    command += ["--input", str(folder / f"part{part}.jsonl"), "--output", str(target)]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return target.read_bytes()
+
+
+def written(output: Path) -> dict[str, tuple[int, int]]:
+    """The shards that are there: inode and time of the last change of each."""
+    found = {}
+    for path in output.glob("shards/[!.]*"):
+        facts = path.stat()
+        found[path.name] = facts.st_ino, facts.st_mtime_ns
+    return found
+
+
+def wait(output: Path, due: float, leader: subprocess.Popen[bytes]) -> list[int]:
+    """Waits until so many shards are written, and for a random moment after it; returns the workers that then live."""
+    begun = time.monotonic()
+    while leader.poll() is None and time.monotonic() < begun + PATIENCE:
+        if len(written(output)) >= due:
+            time.sleep(random.random())
+            if found := workers(leader.pid):
+                return found
+        time.sleep(0.05)
+    raise RuntimeError(f"the leader ended too early ({leader.poll()}), or nothing happened")
+
+
+def alive(process: int) -> bool:
+    """Whether it runs: not ended, nor waiting for its parent to take note of its end."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# Speed.
+
+
+def speed(folder: Path, flags: Any) -> dict[str, Any]:
+    """Records a second of two actors and of two bare processes, in turn."""
+    from pipejax.inference import ray_pool
+
+    rates: dict[str, list[float]] = {"two actors": [], "two processes": []}
+    files = sorted(str(path) for path in folder.glob("part*.jsonl"))
+    for number in range(flags.rounds + 1):  # the first one compiles
+        for name, pool in (("two actors", ray_pool.start(workers=2)), ("two processes", Processes())):
+            output = folder / f"{name} {number}"
+            work = bulk.Work(str(folder / "checkpoint"), str(output), os.getcwd())
+            with pool as started:
+                bulk.decode_files(work, files, Output(output), started, block=flags.block)
+            shards = sorted((output / "shards").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+            first, last = len(shards) // 5, len(shards) * 19 // 20
+            records = sum(path.read_bytes().count(b"\n") for path in shards[first + 1 : last + 1])
+            if number:
+                rates[name].append(records / (shards[last].stat().st_mtime - shards[first].stat().st_mtime))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    return {"records/s": rates, "medians": medians, "ratio": medians["two actors"] / medians["two processes"]}
+
+
+class Processes:
+    """A pool of two processes, without Ray."""
+
+    def __enter__(self) -> "Processes":
+        """Starts them."""
+        self.executor = ProcessPoolExecutor(2, get_context("spawn"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them."""
+        self.executor.shutdown()
+
+    def ask(self, work: bulk.Work) -> dict[str, Any]:
+        """As `bulk.describe`."""
+        return self.executor.submit(bulk.describe, work).result()
+
+    def map(self, work: bulk.Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
+        """As `bulk.Worker` of each block."""
+        return self.executor.map(_one, [work] * len(blocks), *zip(*blocks, strict=True))
+
+
+def _one(work: bulk.Work, name: str, block: Block) -> dict[str, Any]:
+    """By the worker of this process."""
+    global _worker
+    _worker = _worker or bulk.Worker(work)
+    return _worker(name, block)
+
+
+_worker: bulk.Worker | None = None
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,185 @@
+"""The paper's Tables 1 to 5 and Figures 4 and 5, measured here, with the paper's numbers beside ours.
+
+    python -m lab.experiments.tables --output DIR --run [--tasks msqa,kp20k] [--sizes base,large] [--delays 2,3]
+    python -m lab.experiments.tables --output DIR                  # collects what is finished in --workdir
+
+--run trains and evaluates what is missing: each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, made by train.py
+from configs/TASK.py and the settings of that size and objective, and evaluated by `python -m pipejax evaluate` at batch
+1, so runs made elsewhere can be put there too.
+The same command goes on after an interruption. Writes DIR/tables.md, figure_4.png, figure_5.png and results.json. The
+size "scratch" is a small T5 pretrained by `python -m lab.experiments.pretraining`, for those without a GPU: the
+comparison is the same, the scores are not comparable with the paper's.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.experiments.tables import paper, report
+from lab.experiments.tables.cells import SIZES, Cell, Scores, Way, gap, grid_of, make, read
+from pipejax import metrics
+from pipejax.config import STRATEGIES
+from pipejax.data import make_task
+from pipejax.data.statistics import measure
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.files import write_text
+from pipejax.system.progress import Progress
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs or collects, and writes."""
+    parser = cli.Parser(prog="python -m lab.experiments.tables", description=__doc__)
+    parser.add_argument("--output", required=True, metavar="DIR", help="where tables and figures go")
+    parser.add_argument("--workdir", default="runs", metavar="DIR", help="holds the runs (default: runs)")
+    parser.add_argument("--run", action="store_true", help="train and evaluate what is missing")
+    parser.add_argument("--tasks", default=",".join(paper.TITLES), metavar="A,B", help="default: all six")
+    parser.add_argument("--sizes", default="base", metavar="A,B", help=f"of {', '.join(SIZES)} (default: base)")
+    parser.add_argument("--delays", default="", metavar="2,3", help="Δt of Table 5 beside 1, with --run")
+    parser.add_argument("--splits", default="dev,test", metavar="A,B", help="to evaluate (default: dev,test)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first so many documents of each, with --run")
+    parser.add_argument("--crossed", action="store_true", help="each model with the other decoder as well")
+    parser.add_argument("--beams", type=int, default=1, metavar="N", help="sequential models with beam search as well")
+    parser.add_overrides("override a setting of all trainings (repeatable)")
+    flags = parser.parse_args(argv)
+    tasks, sizes = _chosen("--tasks", flags.tasks, paper.TITLES), _chosen("--sizes", flags.sizes, SIZES)
+    splits = _chosen("--splits", flags.splits, ("dev", "test"))
+    delays = [int(delay) for delay in _chosen("--delays", flags.delays, ("2", "3"))] if flags.delays else []
+    for flag, value in (("--limit", flags.limit), ("--beams", flags.beams)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag}: found {value}; expected at least 1")
+    output, workdir = Path(flags.output), Path(flags.workdir)
+    cells = grid_of(tasks, sizes, dict.fromkeys(paper.TABLES[4], delays))
+    if not cells:
+        raise UserError(
+            f"--sizes {flags.sizes}: found no config of {flags.tasks} in that size; expected one in configs/"
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+    if flags.run:
+        for cell in cells:
+            cell.config(flags.overrides)  # a wrong setting shows before hours of work
+        for cell in cells:
+            ways = [Way(strategy) for strategy in STRATEGIES if flags.crossed and cell.delay == 1]
+            ways = ways or [Way(cell.objective)]
+            if flags.beams > 1 and cell.objective == "sequential":
+                ways.append(Way("sequential", flags.beams))
+            options = {"splits": splits, "overrides": flags.overrides, "limit": flags.limit, "ways": ways}
+            if code := make(cell, workdir.absolute(), **options):
+                return code
+    _write(output, workdir, tasks, sizes, splits, flags.beams, flags.overrides)
+    return 0
+
+
+def _write(
+    output: Path,
+    workdir: Path,
+    tasks: list[str],
+    sizes: list[str],
+    splits: list[str],
+    beams: int,
+    overrides: Sequence[str],
+) -> None:
+    every = grid_of(tasks, sizes, dict.fromkeys(paper.TABLES[4], paper.DELAYS[1:]))
+    ways = [Way("sequential"), *([Way("sequential", beams)] if beams > 1 else []), Way("pipelined")]
+    evaluated = {
+        (cell, split, way): found
+        for cell in every
+        for split in splits
+        for way in ways
+        if (found := read(cell, workdir, split, way))
+    }
+    results = {(c, split): found for (c, split, way), found in evaluated.items() if way == Way(c.objective)}
+    gaps = {}
+    for task, size, split in {(cell.task, cell.size, split) for cell, split in results}:
+        both = {objective: Cell(task, size, objective) for objective in STRATEGIES}
+        if all((cell, split) in results for cell in both.values()):
+            found = results[both["pipelined"], split]
+            if found["examples"] != results[both["sequential"], split]["examples"]:
+                raise UserError(f"{both['pipelined'].name}: found other documents evaluated than of its counterpart")
+            gaps[task, size, split] = gap(both, workdir, split, found["metric"])
+    parts = [("Table 1: the data sets", report.table_1(_statistics(tasks, sizes[0], overrides)))]
+    for number, members in paper.TABLES.items():
+        wanted = [task for task in members if task in tasks]
+        text = report.table_of_scores(wanted, sizes, splits, results, gaps) if wanted else ""
+        parts.append((f"Table {number}: {', '.join(paper.TITLES[task] for task in members)}", text))
+    sentences = [task for task in paper.TABLES[4] if task in tasks]
+    parts.append(("Table 5: Δt, test split", report.table_5(sentences, sizes[0], results)))
+    last = splits[-1]
+    several = [c for c in every if c.delay == 1 and sum((c, last, way) in evaluated for way in ways) > 1]
+    text = report.crossed(several, ways, last, lambda cell, way: evaluated.get((cell, last, way)))
+    parts.append(("Models and decoders", text))
+    pictures = _draw(output, tasks, sizes[0], last, results)
+    text = "\n\n".join(f"## {title}\n\n{body or 'Nothing measured.'}" for title, body in parts)
+    head = (
+        'Columns headed "paper" are the numbers of arXiv 2506.23431; all others were measured here. Gaps are '
+        "pipelined minus sequential, with the 95 % interval of a paired bootstrap over the documents; steps, speed and "
+        f"memory are of the {last} split at batch 1.\n"
+    )
+    write_text(output / "tables.md", f"{head}\n{text}\n{pictures}")
+    values = [{**dataclasses.asdict(cell), "split": split, **found} for (cell, split), found in results.items()]
+    rows = [{"task": t, "size": s, "split": p, "gap": found} for (t, s, p), found in sorted(gaps.items())]
+    write_text(output / "results.json", json.dumps({"results": values, "gaps": rows}, indent=1) + "\n")
+    cli.note(f"{len(results)} evaluations; written to {output / 'tables.md'}")
+
+
+def _statistics(tasks: Sequence[str], size: str, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Of the tasks whose data are here."""
+    found: dict[str, dict[str, Any]] = {}
+    for task in tasks:
+        cell = Cell(task, size, "pipelined")
+        try:
+            config = cell.config(overrides)
+            task_data = make_task(config.data)
+            test = task_data.examples("test")
+            counted = len(task_data.examples("train"))
+        except UserError as error:
+            cli.note(f"Table 1, {paper.TITLES[task]}: {error}")
+            continue
+        progress = Progress(f"reading {paper.TITLES[task]}", len(test), unit="example")
+        found[task] = measure(test, None, config.data, config.grid, tick=progress.add) | {"train": counted}
+        progress.close()
+    return found
+
+
+def _draw(output: Path, tasks: Sequence[str], size: str, split: str, results: report.Results) -> str:
+    """Draws the figures of which something was measured, and says so in Markdown."""
+    pairs: dict[str, tuple[Scores, Scores]] = {}
+    for task in tasks:
+        both = [results.get((Cell(task, size, objective), split)) for objective in ("sequential", "pipelined")]
+        if both[0] and both[1]:
+            pairs[task] = both[0], both[1]
+    if not pairs:
+        return ""
+    try:
+        from lab.experiments.tables import figures
+    except ModuleNotFoundError as error:
+        raise UserError(f"figures: found no {error.name}; install requirements/lab.txt") from error
+    figures.speed_up({t: (a["by_rows"], b["by_rows"]) for t, (a, b) in pairs.items()}, output / "figure_4.png")
+    task = "wikihowqa" if "wikihowqa" in pairs else next(iter(pairs))
+    before, after = pairs[task]
+    score = metrics.HEADLINES[before["metric"]]
+    title = paper.TITLES[task]
+    says = f"\n{paper.FIGURE_5_SAYS}\n" if task == "wikihowqa" else ""  # the paper's figure shows that task
+    figures.quality(title, score, before["by_rows"], after["by_rows"], output / "figure_5.png")
+    return (
+        f"\n## Figure 4: speed-up by the number of rows\n\n![speed-up](figure_4.png)\n"
+        f"\n## Figure 5: quality by the number of rows ({title})\n\n![quality](figure_5.png)\n{says}"
+    )
+
+
+def _chosen(flag: str, text: str, known: Any) -> list[str]:
+    """Names parted by commas, each one of those known."""
+    wanted = text.split(",")
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"{flag}: found {name!r}; expected some of {', '.join(known)}")
+    return list(dict.fromkeys(wanted))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,169 @@
+"""One trained model of the tables: its run directory, how it is made, and what its evaluations said."""
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipejax import metrics
+from pipejax.checkpoint import Store
+from pipejax.checkpoint.fingerprint import digest
+from pipejax.config import STRATEGIES, Config, load
+from pipejax.data.lines import read_file
+from pipejax.system.errors import UserError
+
+logger = logging.getLogger("pipejax.tables")
+ROOT = Path(__file__).resolve().parents[3]
+# What a size sets beyond configs/TASK.py, which is T5-Base's; "scratch" has files of its own.
+SIZES: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "large": ("train.init_from=checkpoints/t5-large", "train.remat=layers", "mesh.fsdp=2"),
+    "scratch": (),
+}
+Scores = dict[str, Any]  # what `python -m pipejax evaluate` writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A task, a size, what it is trained for, and Δt. "scratch" is a small T5 of our own, not the paper's."""
+
+    task: str
+    size: str
+    objective: str
+    delay: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its run directory."""
+        return f"{self.task}_{self.size}_{self.objective}" + (f"_delay{self.delay}" if self.delay > 1 else "")
+
+    @property
+    def path(self) -> Path:
+        """Its config file."""
+        return ROOT / "configs" / f"{self.task}{'_scratch' if self.size == 'scratch' else ''}.py"
+
+    def settings(self, overrides: Sequence[str]) -> list[str]:
+        """All that is set beyond the config file."""
+        return [*SIZES[self.size], *overrides, f"train.objective={self.objective}", f"grid.delay={self.delay}"]
+
+    def config(self, overrides: Sequence[str]) -> Config:
+        """As it trains."""
+        return load(self.path, self.settings(overrides))
+
+
+class Way(NamedTuple):
+    """How a model is decoded."""
+
+    strategy: str
+    beams: int = 1  # of the sequential strategy
+
+    @property
+    def name(self) -> str:
+        """Of its files, and for people."""
+        return self.strategy if self.beams == 1 else f"{self.strategy}-{self.beams}-beams"
+
+
+def evaluation(run: Path, split: str, way: Way) -> Path:
+    """Where the scores of a run are; the predictions lie beside them as .jsonl."""
+    return run / "evaluation" / f"{split}-{way.name}.json"
+
+
+def make(
+    cell: Cell,
+    workdir: Path,
+    *,
+    splits: Sequence[str],
+    overrides: Sequence[str],
+    limit: int | None,
+    ways: Sequence[Way],
+) -> int:
+    """Trains the cell and evaluates it, as far as that is not done; the exit code of what failed, or 0.
+
+    Each is a process of its own: what `peak memory` says is that of one decoder, and a device's memory is free again.
+    """
+    run = workdir / cell.name
+    logger.info(f"--- {cell.name}")
+    settings = [flag for setting in cell.settings(overrides) for flag in ("--set", setting)]
+    code = _run("train.py", "--config", str(cell.path), "--workdir", str(run), *settings)
+    for split in splits:
+        for way in ways:
+            path = evaluation(run, split, way)
+            if code or fresh(path, run, limit=limit):
+                continue
+            path.parent.mkdir(exist_ok=True)
+            flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", way.strategy]
+            flags += ["--set", f"decode.beams={way.beams}"]
+            flags += ["--limit", str(limit)] if limit else []
+            logger.info(f"--- {cell.name}, {way.name} on {split}")
+            code = _run(
+                *("-m", "pipejax", "evaluate", *flags, "--json", str(path)),
+                *("--predictions", str(path.with_suffix(".jsonl"))),
+            )
+    return code
+
+
+def fresh(path: Path, run: Path, *, limit: int | None) -> bool:
+    """Whether that evaluation is there, of so many documents, and of the weights that are the run's best now."""
+    if not path.is_file():
+        return False
+    found = _load(path)
+    return found["limit"] == limit and found["params_fp"] == _best(run)
+
+
+def _best(run: Path) -> str | None:
+    """The fingerprint of the best weights, as their manifest has it."""
+    store = Store(run / "best")
+    steps = store.steps() if (run / "best").is_dir() else []
+    return digest(store.describe(steps[0]).arrays["params"]) if steps else None
+
+
+def _load(path: Path) -> Scores:
+    try:
+        found: Scores = json.loads(path.read_text(encoding="utf-8"))
+        if not {"metric", "steps", "by_rows", "examples", "strategy", "params_fp", "limit"} <= found.keys():
+            raise ValueError("keys are missing")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not what `python -m pipejax evaluate --json` writes ({error})") from error
+    return found
+
+
+def read(cell: Cell, workdir: Path, split: str, way: Way) -> Scores | None:
+    """The scores of a cell, if it was evaluated; those of weights that are not its run's best any more do not count."""
+    run = workdir / cell.name
+    path = evaluation(run, split, way)
+    if not path.is_file():
+        return None
+    found = _load(path)
+    if found["params_fp"] != _best(run):
+        logger.warning(f"{path}: of other weights than those in {run / 'best'}; not used")
+        return None
+    return found
+
+
+def gap(cells: dict[str, Cell], workdir: Path, split: str, metric: str) -> dict[str, tuple[float, float, float]]:
+    """Pipelined minus sequential, with the 95 % interval of a paired bootstrap over the documents."""
+    files = [
+        evaluation(workdir / cells[s].name, split, Way(s)).with_suffix(".jsonl") for s in ("sequential", "pipelined")
+    ]
+    first, second = ([line for _, line in read_file(str(path))] for path in files)
+    if [line["id"] for line in first] != [line["id"] for line in second]:
+        raise UserError(f"{files[1]}: found other documents than in {files[0]}; evaluate both again")
+    sources, gold = [line["source"] for line in first], [line["gold"] for line in first]
+    return metrics.gap(metric, sources, gold, [line["pred"] for line in first], [line["pred"] for line in second])
+
+
+def grid_of(tasks: Sequence[str], sizes: Sequence[str], delays: dict[str, Sequence[int]]) -> list[Cell]:
+    """All cells of these tasks and sizes that have a config; `delays`: those of a task beside 1, in the first size."""
+    cells = [Cell(task, size, objective) for task in tasks for size in sizes for objective in STRATEGIES[::-1]]
+    cells += [
+        Cell(task, size, "pipelined", delay) for task in tasks for size in sizes[:1] for delay in delays.get(task, ())
+    ]
+    return [cell for cell in cells if cell.path.is_file()]
+
+
+def _run(*command: str) -> int:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode

@@ -1,0 +1,180 @@
+"""The tables as Markdown: what was measured here, and beside it, in columns of its own, what the paper reports."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lab.experiments.tables import paper
+from lab.experiments.tables.cells import Cell, Scores, Way
+
+NONE = "–"  # not measured, or not in the paper
+Gap = dict[str, tuple[float, float, float]]
+Results = dict[tuple[Cell, str], Scores]  # by cell and split, each decoded as it was trained
+LABELS = {
+    "em_f1": "EM",
+    "pm_f1": "PM",
+    "present_f1@5": "present F1@5",
+    "present_f1@M": "present F1@M",
+    "absent_f1@5": "absent F1@5",
+    "absent_f1@M": "absent F1@M",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeLsum": "ROUGE-L",
+}
+
+
+def table_1(statistics: dict[str, dict[str, Any]]) -> str:
+    """Sizes and words of the data sets; `statistics` are those of the test split, and "train"."""
+    head = [
+        "data set",
+        "train",
+        "paper",
+        "test",
+        "paper",
+        "words/target",
+        "paper",
+        "rows",
+        "paper",
+        "words/row",
+        "paper",
+    ]
+    lines = []
+    for task, reported in paper.TABLE_1.items():
+        test = statistics.get(task, {})
+        ours = [f"{test[key]:,}" if test.get(key) else NONE for key in ("train", "examples")]
+        ours += [_number(test.get(key)) for key in ("words_per_target", "rows_per_target", "words_per_row")]
+        lines.append([paper.TITLES[task], *_beside(ours, [_number(value) for value in reported])])
+    return "Words and rows are those of the test split.\n\n" + _markdown(head, lines)
+
+
+def table_of_scores(
+    tasks: Sequence[str],
+    sizes: Sequence[str],
+    splits: Sequence[str],
+    results: Results,
+    gaps: dict[tuple[str, str, str], Gap],
+) -> str:
+    """Tables 2 to 4: quality, speed and memory of both decoders, a line each, and the gap below them."""
+    scores = paper.SCORES[_metric(tasks[0])]
+    head = ["data set", "model", "decoder"]
+    head += [title for split in splits for score in scores for title in (f"{split} {LABELS[score]}", "paper")]
+    head += ["documents", "steps", "examples/s", "paper", "peak memory", "paper"]
+    lines = []
+    for task in tasks:
+        for size in sizes:
+            both = [Cell(task, size, objective) for objective in ("sequential", "pipelined")]
+            if not any((cell, split) in results for cell in both for split in splits):
+                continue
+            for cell in both:
+                lines.append(_line(cell, both[0], scores, splits, results))
+            if found := {split: gaps[task, size, split] for split in splits if (task, size, split) in gaps}:
+                cells = [_interval(found.get(split, {}).get(score)) for split in splits for score in scores]
+                lines.append(["", "", "gap", *(x for cell in cells for x in (cell, "")), *[""] * 6])
+    return _markdown(head, lines) if lines else ""
+
+
+def table_5(tasks: Sequence[str], size: str, results: Results) -> str:
+    """The pipelined decoder under several Δt, on the test split."""
+    scores = paper.SCORES["rouge"]
+    head = [
+        "data set",
+        "Δt",
+        *(t for score in scores for t in (LABELS[score], "paper")),
+        "steps",
+        "examples/s",
+        "paper",
+    ]
+    lines = []
+    for task in tasks:
+        cells = [Cell(task, size, "pipelined", delay) for delay in paper.DELAYS]
+        if sum((cell, "test") in results for cell in cells) < 2:
+            continue
+        for cell in cells:
+            found, reported = results.get((cell, "test")), paper.TABLE_5.get((task, cell.delay))
+            known = reported if size == "base" else None
+            ours = [_number(_of(found, score)) for score in scores]
+            line = _beside(ours, [_number(x) for x in known.scores["test"]] if known else [NONE] * len(scores))
+            speed = [_number(_of(found, "examples_per_second"), 2), _number(known and known.examples_per_second)]
+            lines.append([paper.TITLES[task], str(cell.delay), *line, _number(_of(found, "steps")), *speed])
+    return _markdown(head, lines) if lines else ""
+
+
+def crossed(
+    cells: Sequence[Cell], ways: Sequence[Way], split: str, scores_of: Callable[[Cell, Way], Scores | None]
+) -> str:
+    """Each model decoded in several ways: what the objective is worth, and what the decoder."""
+    lines = []
+    for cell in cells:
+        for way in ways:
+            if (found := scores_of(cell, way)) is None:
+                continue
+            values = [_number(found[score]) for score in paper.SCORES[found["metric"]]]
+            named = ", ".join(
+                f"{LABELS[score]} {value}" for score, value in zip(paper.SCORES[found["metric"]], values, strict=True)
+            )
+            cut = f"{100 * sum(found['truncated'].values()) / found['examples']:.1f} %"
+            speed = _number(found["examples_per_second"], 2)
+            model = [paper.TITLES[cell.task], cell.size, cell.objective, way.name]
+            lines.append([*model, named, _number(found["steps"]), speed, cut])
+    head = ["data set", "model", "trained as", "decoded as", split, "steps", "examples/s", "cut"]
+    return _markdown(head, lines) if lines else ""
+
+
+def _line(cell: Cell, sequential: Cell, scores: Sequence[str], splits: Sequence[str], results: Results) -> list[str]:
+    reported = paper.REPORTED.get((cell.task, cell.size, cell.objective))
+    line = [paper.TITLES[cell.task], cell.size, cell.objective]
+    for split in splits:
+        found = results.get((cell, split))
+        theirs = reported.scores.get(split) if reported else None
+        line += _beside(
+            [_number(_of(found, score)) for score in scores],
+            [_number(x) for x in theirs] if theirs else [NONE] * len(scores),
+        )
+    last = splits[-1]
+    found, base = results.get((cell, last)), results.get((sequential, last))
+    line += [_number(_of(found, "examples"), 0), _number(_of(found, "steps"))]
+    ours, theirs_up = _of(found, "examples_per_second"), paper.SPEED_UPS.get((cell.task, cell.size))
+    before = _of(base, "examples_per_second")
+    pipelined = cell.objective == "pipelined"
+    line.append(_speed(ours, ours / before if pipelined and ours and before else None, 2))
+    line.append(_speed(reported.examples_per_second if reported else None, theirs_up if pipelined else None, 1))
+    return [*line, _memory(found), f"{reported.memory:,} M" if reported and reported.memory else NONE]
+
+
+def _of(found: Scores | None, key: str) -> float | None:
+    return None if found is None else found[key]
+
+
+def _metric(task: str) -> str:
+    return "spans" if task == "msqa" else "keyphrases" if task in paper.TABLES[3] else "rouge"
+
+
+def _beside(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    return [x for pair in zip(ours, theirs, strict=True) for x in pair]
+
+
+def _number(value: float | str | None, digits: int = 1) -> str:
+    if value is None:
+        return NONE
+    return value if isinstance(value, str) else f"{value:.{digits}f}"
+
+
+def _speed(value: float | None, ratio: float | None, digits: int) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.{digits if value < 10 else 1}f}" + (f" ({ratio:.1f}x)" if ratio else "")
+
+
+def _memory(found: Scores | None) -> str:
+    for key, what in (("peak_device_bytes", ""), ("peak_host_bytes", " (process)")):
+        if found and key in found:
+            return f"{found[key] / 2**20:,.0f} M{what}"
+    return NONE
+
+
+def _interval(found: tuple[float, float, float] | None) -> str:
+    return f"{found[0]:+.1f} ({found[1]:+.1f} to {found[2]:+.1f})" if found else NONE
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

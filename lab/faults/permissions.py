@@ -1,0 +1,81 @@
+"""What may not be read, entered or written, and names that are too long, in each place that a command takes."""
+
+from pathlib import Path
+from typing import Any
+
+from lab.faults import refusals
+from lab.faults.refusals import DECODE, FROM_HF, RESUME, TRAIN, Kind
+from lab.faults.runs import Commands
+
+DENIED = "denied"  # a directory of each trial; what lies in it is that of the good run
+CONVERT, VERIFY = "pipejax.convert.__main__", "pipejax.checkpoint.__main__"
+METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.inference.picture.command", "pipejax.data.__main__"
+PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cannot be reached
+    ("train.py --config", "train", ("--config={place}", "--workdir={{here}}/new")),
+    ("train.py --workdir", "train", ("--config={{here}}/config.py", "--workdir={place}")),
+    ("data.train", "train", (*TRAIN, "--set=data.train={place}")),
+    ("data.dev", "train", (*TRAIN, "--set=data.dev={place}")),
+    ("data.tokenizer", "train", (*TRAIN, "--set=data.tokenizer={place}")),
+    ("train.init_from", "train", (*TRAIN, "--set=train.init_from={place}", "--set=data.tokenizer=")),
+    ("decode.py --checkpoint", "decode", ("--checkpoint={place}", *DECODE[1:])),
+    ("decode.py --input", "decode", (DECODE[0], "--input={place}", DECODE[2])),
+    ("decode.py --output", "decode", (*DECODE[:2], "--output={place}")),
+    ("evaluate --checkpoint", "pipejax.inference.evaluation", ("--checkpoint={place}",)),
+    ("evaluate --json", "pipejax.inference.evaluation", ("--checkpoint={{here}}/run", "--json={place}")),
+    ("evaluate --predictions", "pipejax.inference.evaluation", ("--checkpoint={{here}}/run", "--predictions={place}")),
+    ("from-hf SRC", CONVERT, ("from-hf", "{place}", "{{here}}/converted")),
+    ("from-hf OUT", CONVERT, ("from-hf", "{{here}}/hf", "{place}")),
+    ("to-hf CHECKPOINT", CONVERT, ("to-hf", "{place}", "{{here}}/converted")),
+    ("to-hf OUT", CONVERT, ("to-hf", "{{here}}/run", "{place}")),
+    ("verify DIR", VERIFY, ("verify", "{place}")),
+    ("plan --config", "pipejax.training.plan", ("--config={place}",)),
+    ("metrics FILE", METRICS, ("spans", "{place}")),
+    ("picture RECORDS", PICTURE, ("{place}", "--output={{here}}/x.svg")),
+    ("prepare --manual-dir", DATA, ("prepare", "msqa", "--manual-dir={place}", "--data-dir={{here}}/data")),
+    ("prepare --data-dir", DATA, ("prepare", "msqa", "--manual-dir={{here}}/hf", "--data-dir={place}")),
+    ("stats --data-dir", DATA, ("stats", "msqa", "--data-dir={place}")),
+    ("stats --tokenizer", DATA, ("stats", "demo", "--tokenizer={place}")),
+)
+PARTS = (  # of a run, of a Hugging Face directory and of data, that may not be read although their place can be
+    ("a config file", "train", TRAIN, "config.py"),
+    ("training data", "train", TRAIN, "train.jsonl"),
+    ("a tokenizer", "train", TRAIN, "tokenizer"),
+    ("a file of the tokenizer", "train", TRAIN, "tokenizer/tokenizer.json"),
+    ("a run to go on with", "train", RESUME, "run"),
+    ("its checkpoints", "train", RESUME, "run/checkpoints"),
+    ("its lock", "train", RESUME, "run/.lock"),
+    ("the step to go on from", "train", RESUME, "run/checkpoints/4"),
+    ("its manifest", "train", RESUME, "run/checkpoints/4/manifest"),
+    ("its tokenizer", "train", RESUME, "run/tokenizer"),
+    ("checkpoints to decode", "decode", DECODE, "run/checkpoints"),
+    ("the step to decode", "decode", DECODE, "run/checkpoints/4"),
+    ("parameters to decode", "decode", DECODE, "run/checkpoints/4/params"),
+    ("the tokenizer to decode with", "decode", DECODE, "run/tokenizer"),
+    ("a file of that tokenizer", "decode", DECODE, "run/tokenizer/tokenizer.json"),
+    ("an input", "decode", DECODE, "in.jsonl"),
+    ("an output that exists", "decode", DECODE, "out.jsonl"),
+    ("a Hugging Face directory", CONVERT, FROM_HF, "hf"),
+    ("its config.json", CONVERT, FROM_HF, "hf/config.json"),
+    ("its weights", CONVERT, FROM_HF, "hf/model.safetensors"),
+    ("its tokenizer.json", CONVERT, FROM_HF, "hf/tokenizer.json"),
+    ("checkpoints to verify", VERIFY, ("verify", "{here}/run"), "run/checkpoints"),
+)
+
+
+def _place(name: str, command: str, arguments: tuple[str, ...], place: str, words: str, deny: str = "") -> Kind:
+    filled = tuple(argument.format(place=place) if "{place}" in argument else argument for argument in arguments)
+    filled = tuple(argument.replace("{{here}}", "{here}") for argument in filled)
+    return Kind(name, (words,), command, filled, lambda here: (here / DENIED / "inner").mkdir(parents=True), deny=deny)
+
+
+KINDS = (
+    *(_place(f"denied: {n}", c, a, f"{{here}}/{DENIED}/inner", "ermission denied", DENIED) for n, c, a in PLACES),
+    *(_place(f"300 letters: {n}", c, a, "{here}/" + "x" * 300, "too long") for n, c, a in PLACES),
+    *(_place(f"6,000 letters: {n}", c, a, "{here}" + "/xxxxx" * 1000, "too long") for n, c, a in PLACES),
+    *(Kind(f"denied: {n}", ("ermission denied",), c, a, deny=deny) for n, c, a, deny in PARTS),
+)
+
+
+def many(commands: Commands, scratch: Path) -> dict[str, Any]:
+    """All of them."""
+    return refusals.summary(refusals.many(commands, scratch, KINDS))

@@ -1,0 +1,47 @@
+"""A publisher's zip that is damaged, encrypted or overfull: one line that names it and its member."""
+
+import zipfile
+
+import pytest
+
+from lab.faults import archives
+from pipejax.data import PUBLISHED, lines, manual, tables
+from pipejax.system.errors import UserError
+
+SMALL = [kind for kind in archives.KINDS if "6 GiB" not in kind.name]
+
+
+@pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.name)
+def test_what_cannot_be_read(kind, tmp_path):
+    result = archives.attempt(kind, tmp_path / "here")
+    assert result["ok"] and result["kept"], result
+
+
+def test_a_whole_one_is_read(tmp_path):
+    archives._zip(tmp_path)
+    published = PUBLISHED["kptimes"]
+    splits = published.read(manual.Manual(tmp_path / "manual", expected=published.files))
+    assert {name: len(list(records)) for name, records in splits.items()} == {"train": 50, "dev": 50, "test": 50}
+
+
+@pytest.mark.parametrize("name, lead", [("train.jsonl", b""), ("train.json", b"["), ("train.csv", b"")])
+def test_what_holds_far_more_than_it_is_large(name, lead, tmp_path, monkeypatch):
+    """No more is read than a record may have: the rest of the member is damaged, and nobody notices."""
+    monkeypatch.setattr(lines, "LONGEST", 1000)
+    monkeypatch.setattr(manual, "WHOLE", 2**20)
+    path = tmp_path / "files.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(name, lead + b"1" * 2**24)
+    data = bytearray(path.read_bytes())
+    data[2**23] ^= 1
+    path.write_bytes(data)
+    file = manual.Manual(tmp_path, expected="").need(name)
+    with pytest.raises(UserError) as caught:
+        if name == "train.json":
+            file.read()
+        elif name == "train.csv":
+            tables.Table(tables.lines_of(file.open(), str(file)), str(file))
+        else:
+            list(lines.read_objects(file.open(), str(file)))
+    expected = "found 0 GiB" if name == "train.json" else "1: found a line of more than"
+    assert str(caught.value).startswith(f"{path}:{name}") and expected in str(caught.value)

@@ -1,0 +1,156 @@
+"""What is counted of a compiled program, on one written by hand; and what no decoding program may hold."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lab.benchmarks import programs
+from lab.benchmarks.hlo import Program, elements, size
+from lab.benchmarks.programs import cases, report, troubles
+from lab.benchmarks.systems import SIZES
+from pipejax.system.targets import TARGETS, Gpu
+
+# A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.
+BY_HAND = """\
+HloModule by_hand
+
+%update (p0: f32[8,4], p1: f32[1,4], p2: s32[]) -> f32[8,4] {
+  %p0 = f32[8,4]{1,0} parameter(0)
+  %p1 = f32[1,4]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %dus = f32[8,4]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
+}
+
+%lookup (p0: bf16[100,4], p1: s32[]) -> bf16[1,4] {
+  %p0 = bf16[100,4]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  ROOT %row = bf16[1,4]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,4}
+}
+
+%product (p0: f32[8,4], p1: f32[4,4]) -> f32[8,4] {
+  %p0 = f32[8,4]{1,0} parameter(0)
+  %p1 = f32[4,4]{1,0} parameter(1)
+  ROOT %dot = f32[8,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%first_step (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
+  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
+  %cache = f32[8,4]{1,0} get-tuple-element(%t), index=0
+  %i = s32[] get-tuple-element(%t), index=1
+  %table = bf16[100,4]{1,0} constant({...})
+  %weights = f32[4,4]{1,0} constant({...})
+  %row = bf16[1,4]{1,0} fusion(%table, %i), kind=kLoop, calls=%lookup
+  %wide = f32[1,4]{1,0} convert(%row)
+  %new = f32[8,4]{1,0} fusion(%cache, %wide, %i), kind=kLoop, calls=%update
+  %y = f32[8,4]{1,0} fusion(%new, %weights), kind=kOutput, calls=%product
+  %moved = f32[8,4]{1,0} copy(%y)
+  ROOT %r = (f32[8,4]{1,0}, s32[]) tuple(%moved, %i)
+}
+
+%second_step (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
+  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%t), index=0
+  %i = s32[] get-tuple-element(%t), index=1
+  %sorted = f32[8,4]{1,0} sort(%x), dimensions={0}, to_apply=%less
+  %told = () custom-call(%sorted), custom_call_target="xla_ffi_python_callback"
+  ROOT %r = (f32[8,4]{1,0}, s32[]) tuple(%sorted, %i)
+}
+
+%outer (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
+  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
+  ROOT %w = (f32[8,4]{1,0}, s32[]) while(%t), condition=%going, body=%first_step
+}
+
+%branch (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
+  %t = (f32[8,4]{1,0}, s32[]) parameter(0)
+  ROOT %w = (f32[8,4]{1,0}, s32[]) while(%t), condition=%going, body=%second_step
+}
+
+%skip (t: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
+  ROOT %t = (f32[8,4]{1,0}, s32[]) parameter(0)
+}
+
+ENTRY %main (a: f32[8,4], n: s32[]) -> (f32[8,4], s32[]) {
+  %a = f32[8,4]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %t = (f32[8,4]{1,0}, s32[]) tuple(%a, %n)
+  %w = (f32[8,4]{1,0}, s32[]) while(%t), condition=%going, body=%outer
+  %more = pred[] constant(true)
+  ROOT %c = (f32[8,4]{1,0}, s32[]) conditional(%more, %w, %w), branch_computations={%skip, %branch}
+}
+"""
+
+
+def test_loops_come_in_the_order_in_which_they_run() -> None:
+    program = Program(BY_HAND)
+    assert program.loops(least=1) == ["first_step", "second_step"]
+    assert program.loops(least=3) == ["first_step"]
+
+
+def test_kernels_by_kind() -> None:
+    program = Program(BY_HAND)
+    assert program.kernels("first_step") == {"elementwise": 2, "convert": 1, "product": 1, "copy": 1}
+    assert program.kernels("second_step") == {"sort": 1, "custom call xla_ffi_python_callback": 1}
+
+
+def test_bytes_of_what_moves() -> None:
+    # lookup: a row of 8 bytes and its place (4), 8 written; convert 8 + 16; update: 16 + 4 read, 16 written;
+    # product: 128 + 64 + 128; copy 128 + 128.
+    assert Program(BY_HAND).bytes("first_step") == (8 + 4 + 8) + (8 + 16) + (16 + 4 + 16) + (128 + 64 + 128) + 256
+
+
+def test_trouble_is_found() -> None:
+    program = Program(BY_HAND)
+    assert (program.largest("sort"), program.largest("scatter"), program.host_transfers()) == (32, 0, 1)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("pipelined, batch 1, 9 slots", True), ("train, batch 24", False)])
+def test_trouble_is_told(name: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is trouble where it is that of a cache; small ones and small sorts are not."""
+    memory = SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in ("argument", "output", "temp", "alias")})
+    monkeypatch.setattr(Program, "loops", lambda self: ["first_step", "second_step"])
+    result = {"program": name} | report(BY_HAND, memory)
+    assert troubles(result) == ["1 host transfers", "1 conditionals"]
+    monkeypatch.setattr(programs, "MATTERS", 32)
+    monkeypatch.setattr(programs, "COPIED", 32)
+    found = ["1 host transfers", "1 conditionals", "a sort of 0.00 M elements"]
+    assert troubles(result) == found + ["a copy of 0.00 M elements"] * copies
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "bytes_"), [("bf16[3,5]{1,0}", 15, 30), ("(f32[2], pred[])", 3, 9), ("f8e4m3fn[7]", 7, 7)]
+)
+def test_sizes(shape: str, count: int, bytes_: int) -> None:
+    assert (elements(shape), size(shape)) == (count, bytes_)
+
+
+def test_a_gpu_is_described_by_its_figures() -> None:
+    card = TARGETS["rtx4090"]
+    assert isinstance(card, Gpu)
+    said = card.description()
+    assert "major: 8 minor: 9" in said and "device_memory_size: 25393692672" in said
+    assert said.count("{") == said.count("}")
+
+
+@pytest.mark.slow
+def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache() -> None:
+    config, here = SIZES["tiny"], jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `step_decoder.Cache` holds them
+    seen = []
+    for case in cases(config, jnp.dtype("float32"), [2], 64, here):
+        compiled = jax.jit(case.function).lower(*case.arguments).compile()
+        text = compiled.as_text()
+        assert text
+        found = report(text, compiled.memory_analysis())
+        assert (found["largest_sort"], found["host_transfers"], found["collectives"]) == (0, 0, 0), case.name
+        seen.append(case.name)
+        program = Program(text)
+        if case.name != "encode, batch 2":
+            assert found["per_step"], case.name
+            steps = [one for body in program.loops() for one in program.computations[body]]
+            assert any(one.shape.startswith(cache) for one in steps), case.name
+            assert not [one for one in steps if one.kind == "copy" and one.shape.startswith(cache)], case.name
+    decoders = [f"{name}, batch 2" for name in ("sequential", "pipelined") for _ in range(2)]
+    assert [name.rpartition(", ")[0] if "slots" in name else name for name in seen] == ["encode, batch 2", *decoders]

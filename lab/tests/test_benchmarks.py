@@ -1,0 +1,284 @@
+"""Benchmarks: every system does the work that was asked for, and the results are written as promised."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from lab.benchmarks import apps, decode, documents, drafts, plot, serve, streams, systems
+from lab.benchmarks.systems import SIZES, HuggingFace, Run, build, check_lengths, paired, random_params, write
+from pipejax import checkpoint
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
+from pipejax.data import demo
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.inference.generator import Generator
+from pipejax.system.errors import UserError
+from support import oracle
+from support.tiny import MORE_WORDS
+
+SOURCE = np.random.default_rng(0).integers(3, 500, (2, 20), np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(SIZES["tiny"])
+
+
+@pytest.fixture(autouse=True)
+def all_processors(monkeypatch):
+    """The suite keeps its threads."""
+    for command in (decode, documents, drafts, serve, streams):
+        monkeypatch.setattr(command, "use_threads", lambda count: None)
+
+
+@pytest.mark.parametrize(
+    "text, rows",
+    [("8x14", [14] * 8), ("1x3", [3]), ("8x14u", [13] * 4 + [21] + [13] * 3), ("5x4u", [4, 4, 6, 3, 3]), ("1x3u", [3])],
+)
+def test_patterns(text, rows):
+    assert decode.rows_of(text) == rows
+    assert sum(rows) == sum(decode.rows_of(text.removesuffix("u")))
+
+
+@pytest.mark.parametrize("text", ["", "8", "0x3", "3x0", "8x14v", "-1x2", "8 x 14"])
+def test_no_patterns(text):
+    with pytest.raises(UserError, match="expected such as 8x14"):
+        decode.rows_of(text)
+
+
+@pytest.mark.slow
+def test_ours_decode_what_is_asked_for(params):
+    strategies = {"grid": Pipelined(2, 30, 6), "chain": Sequential(40)}
+    rows = [[3, 1, 5], [7]]
+    grid, chain = build(SIZES["tiny"], params, "float32", strategies=strategies)
+    for system in (grid, chain):
+        memory = system.decoder.encode(SOURCE, np.asarray([20, 11]))
+        decoded = system.decoder.decode(memory, rows)
+        assert not (decoded.tokens[0, 0, : decoded.lengths[0, 0]] == 1).any()
+        assert system.run(SOURCE, rows).decode_s > 0
+    assert grid.steps(rows) == max(oracle.pipelined_steps(r, 2, 6, 30) for r in rows)
+    assert chain.steps(rows) == 3 + 1 + 5 + 2 + 1
+    with pytest.raises(AssertionError, match="lengths"):
+        grid.decoder.decode(memory, [[40], [1]])  # more than 30 steps can hold
+
+
+@pytest.mark.parametrize("name", ["hf", "hf-bf16", "hf-int8", "hf-compiled"])
+def test_hugging_face_decodes_what_is_asked_for(name, params, tmp_path):
+    system = HuggingFace(name, write(SIZES["tiny"], params, tmp_path), threads=1)
+    rows = [[3, 1], [4]]
+    assert system.steps(rows) == 6 and system.run(SOURCE, rows).encode_s > 0
+    mask = system.torch.ones(2, 20).long()
+    found = system.generate([6, 5], input_ids=system.torch.tensor(SOURCE).long(), attention_mask=mask)
+    assert [row.index(1) for row in found] == [5, 4]
+    with pytest.raises(AssertionError, match="answers of"):
+        check_lengths([[1, 2]], [3])
+
+
+def test_all_take_turns():
+    order = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def run(self, source, rows):
+            order.append(self.name)
+            return Run(1.0, float(len(order)))
+
+    runs = systems.interleaved([Fake("a"), Fake("b"), Fake("c")], SOURCE, [[1]], 2, lambda: None)
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert [r.decode_s for r in runs["a"]] == [6.0, 8.0]  # the first round does not count
+    assert paired([Run(1, 2), Run(1, 4)], [Run(1, 4), Run(1, 20)], whole=False) == 3.5
+    assert paired([Run(1, 2), Run(1, 4)], [Run(2, 4), Run(1, 19)], whole=True) == 3.0
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "speed.json"
+    flags = [
+        "--model",
+        "tiny",
+        "--patterns",
+        "3x4",
+        "--source",
+        "20",
+        "--rounds",
+        "1",
+        "--sub-max",
+        "9,14",
+        "--time-max",
+        "40,50",
+    ]
+    assert decode.main([*flags, "--json", str(out)]) == 0
+    assert "with encoder" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    names = ["pipejax-pipelined", "pipejax-sequential", "pipejax-pipelined-14x50"]
+    assert [(r["pattern"], r["system"], r["steps"]) for r in found["results"]] == [
+        ("3x4", name, steps) for name, steps in zip(names, (7, 15, 7), strict=True)
+    ]
+    assert all(r["decode_s"] > 0 and r["encode_s"] > 0 for r in found["results"])
+    assert found["machine"]["threads"] == 2
+    for flags, words in (
+        (["--peers", "hg"], "found hg; expected hf"),
+        (["--patterns", "30x2"], "more than a grid of 20 x 64"),
+        (["--sub-max", "9,x"], "expected whole numbers"),
+        (["--sub-max", "9,14", "--time-max", "9,9,9"], "expected one, or as many as --sub-max"),
+    ):
+        with pytest.raises(UserError, match=words):
+            decode.main(["--model", "tiny", *flags])
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(UserError, match=r"not what lab\.benchmarks\.decode or lab\.experiments\.rounding writes"):
+        plot.main([str(tmp_path / "bad.json"), "--output", str(tmp_path / "x.svg")])
+
+
+@pytest.mark.slow
+def test_a_generator_is_forced_as_a_batch_is(params):
+    """By a strategy that the engine takes for the pipelined one."""
+    config = Config(model=SIZES["tiny"], train=TrainConfig(objective="pipelined"))
+    generator = Generator(config, params, None)
+    for rows in ([3, 1, 5], [7]):
+        apps.force(generator, rows, GridConfig(delay=1, sub_max=6, time_max=12))
+        assert isinstance(generator.make_strategy("pipelined"), Pipelined)
+        for record in generator.decode(SOURCE.tolist()):
+            assert [len(row) for row in record["row_ids"]] == rows
+            assert record["steps"] == oracle.pipelined_steps(rows, 1, 6, 12)
+
+
+def test_figures_of_a_server():
+    Reply, offline = serve.Reply, serve.Offline("offline", None, [], [])
+    replies = [Reply(10.0, 10.1, 10.2, 11.0), Reply(10.0, 10.3, 10.4, 12.0), Reply(11.0, 11.1, 11.2, 14.0)]
+    assert serve.rate(replies) == 3 / 4
+    slower = [Reply(0.0, 6.0, 6.0, 6.0), Reply(0.0, 6.0, 6.0, 6.0)]
+    found = serve.summary(offline, 2, [replies, slower, slower])
+    assert (found["requests"], found["requests_per_s"], found["end"]["p50_ms"]) == (7, 1 / 3, 6000)
+    assert serve.summary(offline, 2, [replies])["row"]["p50_ms"] == pytest.approx(200, abs=1e-6)
+    served = {("pipejax", 1): [replies], ("offline", 1): [slower], ("hf", 1): [[Reply(0.0, 8.0, 8.0, 8.0)]]}
+    assert serve.verdicts(served, [1], [""], ["hf"]) == [
+        "pipejax, 1 at a time: answers a second are 2.25 x offline, 6.00 x hf",
+        "pipejax, alone: -4000.0 ms more than offline at p50",
+    ]
+
+
+@pytest.mark.slow
+def test_a_server_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")
+    flags = ["--model", "tiny", "--answer", "3x4", "--source", "20", "--rounds", "1", "--seconds", "1"]
+    flags += ["--sub-max", "5", "--time-max", "8"]
+    assert serve.main([*flags, "--concurrency", "2", "--json", str(tmp_path / "found.json")]) == 0
+    assert "pipejax, 2 at a time" in capsys.readouterr().out
+    results = json.loads((tmp_path / "found.json").read_text())["results"]
+    names = ["pipejax", "pipejax-stream", "offline"]
+    assert [(r["system"], r["concurrency"]) for r in results] == [(name, 2) for name in names]
+    for r in results:
+        assert r["requests"] >= r["concurrency"] and r["requests_per_s"] > 0
+        assert 0 < r["token"]["p50_ms"] <= r["row"]["p50_ms"] <= r["end"]["p50_ms"] <= r["end"]["p99_ms"]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--peers", "hg"], "found hg; expected hf"),
+        (["--weights", "int4"], "found int4; expected float32"),
+        (["--answer", "30x2"], "more than a grid of 20 x 64"),
+        (["--concurrency", "0"], "expected whole numbers"),
+    ],
+)
+def test_servers_that_there_are_not(flags, said):
+    with pytest.raises(UserError, match=said):
+        serve.main(["--model", "tiny", *flags])
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start(tmp_path):
+    command, said = (
+        ["lab.benchmarks.apps", "nobody", "nowhere"],
+        r"lab\.benchmarks\.apps nobody: the server did not start \(",
+    )
+    with pytest.raises(UserError, match=said), serve.server(command, tmp_path / "log"):
+        pass
+
+
+@pytest.mark.slow
+def test_documents_are_decoded_from_text_to_text(tmp_path, tokenizer_files, capsys):
+    """Each system in turn; an answer of another length than that of the targets raises an error."""
+    file, output = tmp_path / "two.jsonl", tmp_path / "out.json"
+    lines = [{"source": e.source, "targets": [*e.targets[:2], ""]} for e in demo.examples("test")[:3]]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--limit", "2"]
+    assert documents.main([*flags, "--weights", "float32,int8", "--json", str(output)]) == 0
+    found = json.loads(output.read_text())["results"]
+    ours = ["pipejax-pipelined", "pipejax-sequential", "pipejax-pipelined-int8", "pipejax-sequential-int8"]
+    assert [r["system"] for r in found] == [*ours, "hf"]
+    assert all(r["documents"] == 2 and r["seconds"] > 0 for r in found)
+    assert "2 documents, batch 1, tiny" in capsys.readouterr().out
+    for more, said in (
+        (["--peers", "hg"], "--peers: found hg; expected hf"),
+        (["--peers", "hf,ct2-int8", "--batch", "2"], "found CTranslate2 with batches"),
+    ):
+        with pytest.raises(UserError, match=said):
+            documents.main([*flags, *more])
+
+
+def test_bytes_of_a_step_are_those_of_its_arguments(params):
+    config = SIZES["tiny"]
+    (system,) = build(config, params, "float32", strategies={"chain": Sequential(8)})
+    weights = system.decoder.ready.decoding
+    matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.rows.nbytes
+    source = 2 * 2 * 64 * 32 * 4  # keys and values, two layers, 64 tokens, 2 heads of 16
+    assert systems.step_bytes(config, source=64, slots=0, itemsize=4) == matrices + source
+
+
+def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
+    assert plot.in_words("8x14") == "8 rows of 14 tokens"
+    assert plot.in_words("8x14u") == "8 rows of 14 tokens, one half as long again"
+    times = {"batch": 1, "encode_s": 0.5, "decode_s": 1.0, "steps": 7}
+    results = [times | {"pattern": p, "system": s} for p in ("3x4", "2x5", "2x5u") for s in ("pipejax-pipelined", "hf")]
+    (tmp_path / "found.json").write_text(json.dumps({"results": results, "machine": {}}))
+    for name in ("a.svg", "b.svg"):
+        assert plot.main([str(tmp_path / "found.json"), "--output", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.slow
+def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys):
+    """Every system writes the answers of the file, or fails; drafts are right as often as answers copy."""
+    text = demo.examples("test")[0].source
+    file, output = tmp_path / "copied.jsonl", tmp_path / "out.json"
+    file.write_text(json.dumps({"source": text, "targets": [text[5:40], text[45:70]]}) + "\n")
+    names = "sequential,sequential+source,sequential+model,pipelined,pipelined+model,hf+lookup,hf+assistant"
+    flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--small", "tiny", "--rounds", "1"]
+    flags += ["--max-source", "96", "--systems", names, "--tokens", "3"]
+    assert drafts.main([*flags, "--json", str(output)]) == 0
+    calls = {result["system"]: result["calls"] for result in json.loads(output.read_text())["results"]}
+    length = len(tokenizer.encode(f"{text[5:40]}; {text[45:70]}")) + 1
+    assert calls["sequential"] == length and calls["hf+assistant"] < length
+    assert calls["sequential+model"] == -(-length // 4)  # always right: three drafted tokens, and the answer to them
+    assert calls["sequential+source"] < length and calls["pipelined+model"] < calls["pipelined"]
+    assert "sequential+source" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--systems: found other; expected sequential"):
+        drafts.main([*flags, "--systems", "other"])
+
+
+@pytest.mark.slow
+def test_streams_are_timed_beside_records(tmp_path, capsys, monkeypatch):
+    config = Config(
+        name="run",
+        model=MORE_WORDS,
+        grid=GridConfig(time_max=12, sub_max=4),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(batch_size=1),
+    )
+    checkpoint.save_params(tmp_path / "run", config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"source_ids": [i, 5, 1]}) + "\n" for i in range(2, 9)))
+    flags = ["--checkpoint", str(tmp_path / "run"), "--input", str(tmp_path / "in.jsonl"), "--documents", "3"]
+    flags += ["--rounds", "2", "--weights", "float32"]
+    assert streams.main([*flags, "--json", str(tmp_path / "out.json")]) == 0
+    (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (found["weights"], found["documents"], found["rounds"]) == ("float32", 3, 2)
+    assert found["events"] >= 1 and found["stream_ms"] > 0 and found["decode_ms"] > 0 and 0 < found["first"] <= 1
+    assert "times as long" in capsys.readouterr().out
+    real = Generator.decode  # a decoder that says something else than the stream is found out
+    monkeypatch.setattr(Generator, "decode", lambda self, given: [{**real(self, given)[0], "row_ids": [[9]]}])
+    with pytest.raises(AssertionError, match="another answer than that of decode"):
+        streams.main(flags)

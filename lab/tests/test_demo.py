@@ -1,0 +1,58 @@
+"""`make demo`: decoders take turns and are compared by medians; the larger model does the work that is asked for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lab import demo
+from lab.benchmarks.systems import SIZES
+from pipejax.data.examples import Example
+
+
+def test_decoders_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three documents; the machine is ten times as slow in the second round, and one document once a hundred times."""
+    turns: list[str] = []
+    tick = {"pipelined": 1.0, "sequential": 3.0}
+
+    def evaluate(name: str, examples: Sequence[Example], **options: Any) -> Any:
+        turns.append(name)
+        slow = 10.0 if len(turns) in (3, 4) else 1.0
+        seconds = [tick[name] * slow * length for length in (1, 2, 3)]
+        seconds[2] *= 100.0 if len(turns) == 1 else 1.0
+        assert options["batch_size"] == 1
+        return {"examples": 3, "steps": 1.0}, [{"seconds": s, "turn": len(turns)} for s in seconds]
+
+    monkeypatch.setattr(demo, "evaluate", evaluate)
+    generators: Any = {"pipelined": "pipelined", "sequential": "sequential"}
+    results, records = demo.compare(generators, [Example(str(i), "", ()) for i in range(3)])
+    assert demo.ROUNDS == 5
+    assert turns == ["pipelined", "sequential", "sequential", "pipelined"] * 2 + ["pipelined", "sequential"]
+    assert {name: r["speed_up"] for name, r in results.items()} == {"pipelined": 3.0, "sequential": 1.0}
+    assert {name: r["milliseconds"] for name, r in results.items()} == {"pipelined": 2000.0, "sequential": 6000.0}
+    assert [record["turn"] for record in records["pipelined"]] == [9, 9, 9]  # type: ignore[typeddict-item]
+
+
+def test_the_table_says_both_ratios() -> None:
+    both: dict[str, Any] = {
+        "sequential": {"examples": 512, "em_f1": 99.0, "steps": 50.0, "milliseconds": 8.0, "speed_up": 1.0},
+        "pipelined": {"em_f1": 98.5, "steps": 12.5, "step_ratio": 4.1, "milliseconds": 4.0, "speed_up": 2.05},
+    }
+    lines = demo.table(both).splitlines()
+    sequential, pipelined = (next(line for line in lines if line.startswith(name)) for name in both)
+    assert sequential.split() == ["sequential", "99.00", "50.00", "1.00", "8.00", "1.00x"]
+    assert pipelined.split() == ["pipelined", "98.50", "12.50", "4.00", "4.00", "2.05x"]
+    assert "predict a step ratio of 4.10" in lines[-1]
+
+
+@pytest.mark.slow
+def test_the_larger_model_takes_the_steps_of_its_rows() -> None:
+    timed = demo.at_size(SIZES["tiny"], {"3 rows of 4 tokens": [4] * 3, "one of 2": [2]}, source=20, rounds=1)
+    steps = [(line["sequential"]["steps"], line["pipelined"]["steps"]) for line in timed]
+    assert steps == [(3 * (4 + 1), 3 + 4), (2 + 1, 1 + 2)]
+    for line in timed:
+        for name in ("sequential", "pipelined"):
+            assert 0 < line[name]["decode_seconds"] < line[name]["seconds"]
+        assert line["speed_up"] > 0 < line["decode_speed_up"]
+    text = demo.size_table(timed)
+    assert "source of 20 tokens" in text and "3 rows of 4 tokens" in text and "15 -> 7" in text

@@ -1,0 +1,27 @@
+"""What the configs of the paper's experiments say of themselves, beside the tables."""
+
+import itertools
+
+import pytest
+
+from lab.experiments.tables.cells import Cell
+from lab.experiments.tables.paper import REPORTED
+from support.paper_configs import EXPERIMENTS, TASKS, experiment, says
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_a_config_says_of_itself(task):
+    text, words = says(task), says(task).split()
+    assert f"--config configs/{task}.py --workdir runs/{Cell(task, 'base', 'pipelined').name}" in text
+    assert f"prepare {task} --manual-dir" in text and "from-hf google-t5/t5-base checkpoints/t5-base" in text
+    for size, objective in itertools.product(("base", "large"), ("pipelined", "sequential")):
+        reported = REPORTED[task, size, objective]
+        for scores in reported.scores.values():
+            pairs = [scores[:2], scores[2:]] if len(scores) == 4 else [scores]
+            assert all("/".join(map(str, pair)) in words for pair in pairs)
+        assert str(reported.examples_per_second) in words
+
+
+@pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
+def test_the_tables_train_what_the_config_says(task, size, objective):
+    assert Cell(task, size, objective).config([]) == experiment(task, size, objective)

@@ -1,0 +1,170 @@
+"""The tables of the paper: what is ours stands under our columns, and what is the paper's under its own."""
+
+import dataclasses
+import json
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from lab.experiments.tables import __main__ as command
+from lab.experiments.tables import paper
+from lab.experiments.tables.cells import Cell, Way, evaluation, fresh, make, read
+from pipejax import config as config_lib
+from pipejax.checkpoint import Store
+from pipejax.checkpoint.fingerprint import digest, fingerprints
+from pipejax.metrics import spans
+from pipejax.system.errors import UserError
+from support.tiny import RUN_ON_ONE as CONFIG
+
+GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
+
+
+def lay(workdir, cell, split, *, right, seconds, strategy=None, beams=1, steps=7.0):
+    """An evaluation as `pipejax.inference.evaluation` writes it, of which the first `right` documents are right."""
+    way = Way(strategy or cell.objective, beams)
+    run = workdir / cell.name
+    path = evaluation(run, split, way)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (run / "best").exists():
+        best(run, 1)
+    predicted = [gold if i < right else ["nothing"] for i, gold in enumerate(GOLD)]
+    lines = [
+        {"id": str(i), "source": "", "gold": gold, "pred": rows}
+        for i, (gold, rows) in enumerate(zip(GOLD, predicted, strict=True))
+    ]
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scores = spans.score(GOLD, predicted)
+    groups = [{"rows": 2, "documents": 6, "em_f1": 1.0, "seconds": seconds}]
+    groups.append({"rows": 3, "documents": 14, "em_f1": 2.0, "seconds": 2 * seconds})
+    found = {"metric": "spans", "strategy": way.strategy, "examples": len(GOLD), "steps": steps, **scores}
+    found |= {"examples_per_second": 1 / seconds, "by_rows": groups, "truncated": {"time_max": 5}}
+    params = {"a": jnp.full(3, 1.0)}
+    found |= {"peak_device_bytes": 3 * 2**20, "limit": None, "params_fp": digest(fingerprints(params))}
+    path.write_text(json.dumps(found))
+
+
+def best(run, step):
+    """Weights, as a run keeps its best."""
+    store = Store(run / "best", keep=1, writable=True)
+    config = dataclasses.replace(CONFIG, model=None)  # no T5 has such parameters
+    assert store.save(step, {"params": {"a": jnp.full(3, float(step))}}, config=config, wait=True) and store.close()
+
+
+def cells_of(text, title, *start):
+    """The cells of the one line that begins so in the table of that title."""
+    (part,) = [part for part in text.split("\n## ") if part.startswith(title)]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
+    (found,) = [line for line in lines if tuple(line[: len(start)]) == start]
+    return found
+
+
+@pytest.fixture
+def collected(tmp_path, capsys):
+    sequential, pipelined = (Cell("msqa", "base", objective) for objective in ("sequential", "pipelined"))
+    for split in ("dev", "test"):
+        lay(tmp_path, sequential, split, right=10, seconds=0.5)
+        lay(tmp_path, pipelined, split, right=5, seconds=0.2)
+    lay(tmp_path, pipelined, "test", right=2, seconds=0.4, strategy="sequential", steps=9.0)
+    lay(tmp_path, sequential, "test", right=12, seconds=0.8, beams=4)
+    flags = ["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa,pubmed", "--beams", "4"]
+    assert command.main(flags) == 0
+    return tmp_path / "out"
+
+
+def test_ours_beside_the_papers(collected):
+    text = (collected / "tables.md").read_text()
+    head = cells_of(text, "Table 2", "data set", "model", "decoder")
+    line = cells_of(text, "Table 2", "MSQA", "base", "pipelined")
+    place = {title: i for i, title in enumerate(head) if title != "paper"}
+    scores = json.loads((collected / "results.json").read_text())["results"]
+    ours = next(r for r in scores if r["objective"] == "pipelined" and r["split"] == "test")
+    # By hand: five documents of two rows are right, of 54 gold and 10 + 15 predicted rows.
+    assert ours["em_f1"] == pytest.approx(100 * 2 * 10 / (54 + 25))
+    assert line[place["test EM"]] == f"{ours['em_f1']:.1f}" and line[place["test EM"] + 1] == "71.5"
+    assert line[place["dev PM"] + 1] == "85.2" and line[place["test PM"] + 1] == "84.3"
+    assert line[place["examples/s"]] == "5.00 (2.5x)" and line[place["examples/s"] + 1] == "9.3 (1.7x)"
+    assert line[place["documents"]] == "20"
+    assert line[place["peak memory"]] == "3 M" and line[place["peak memory"] + 1] == "1,798 M"
+    gap = cells_of(text, "Table 2", "", "", "gap")[place["test EM"]]
+    assert gap.startswith("-") and " to -" in gap  # half of the right ones are lost: surely worse
+    assert "nothing measured" in text.lower()  # PubMed, and the rest
+    assert cells_of(text, "Models", "MSQA", "base", "sequential", "sequential-4-beams")[6] == "1.25"
+    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "sequential")[5:7] == ["9.0", "2.50"]
+    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "pipelined")[7] == "25.0 %"
+
+
+def test_pictures(collected):
+    for name in ("figure_4.png", "figure_5.png"):
+        assert (collected / name).read_bytes().startswith(b"\x89PNG")
+        assert f"({name})" in (collected / "tables.md").read_text()
+
+
+def test_the_papers_own_numbers_agree_with_one_another():
+    """What the paper says twice: Table 5 repeats Table 4, and speed-ups are ratios of the rates beside them."""
+    for task in paper.TABLES[4]:
+        assert paper.TABLE_5[task, 1].scores["test"] == paper.REPORTED[task, "base", "pipelined"].scores["test"]
+    for (task, size), ratio in paper.SPEED_UPS.items():
+        rates = [paper.REPORTED[task, size, s].examples_per_second for s in ("pipelined", "sequential")]
+        assert rates[0] / rates[1] == pytest.approx(ratio, abs=0.06)  # both rates are rounded
+
+
+def test_a_run_that_went_on_is_not_read(tmp_path, said):
+    cell = Cell("msqa", "base", "sequential")
+    lay(tmp_path, cell, "test", right=1, seconds=1.0)
+    assert read(cell, tmp_path, "test", Way("sequential")) and not said
+    shutil.copytree(tmp_path / cell.name, tmp_path / "elsewhere" / cell.name)
+    best(tmp_path / cell.name, 2)
+    assert read(cell, tmp_path, "test", Way("sequential")) is None
+    assert "of other weights than those in" in said[0]
+    assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"))  # a copy is as good
+
+
+@pytest.mark.long
+def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch, said):
+    cell = Cell("demo", "scratch", "pipelined", 2)
+    config = tmp_path / "demo_scratch.py"
+    text = config_lib.to_json(CONFIG)
+    config.write_text(f"from pipejax.config import from_json\nconfig = from_json({text!r}, where='test')\n")
+    monkeypatch.setattr(Cell, "path", config)
+    settings = ["train.steps=2", "train.evaluate_every=2", "train.evaluate_examples=2"]
+    options = {"splits": ["test"], "overrides": settings, "limit": 3, "ways": [Way("pipelined")]}
+    assert make(cell, tmp_path, **options) == 0
+    found = read(cell, tmp_path, "test", Way("pipelined"))
+    assert found is not None and found["examples"] == 3
+    assert json.loads((tmp_path / cell.name / "config.json").read_text())["grid"]["delay"] == 2
+    before = evaluation(tmp_path / cell.name, "test", Way("pipelined")).stat().st_mtime_ns
+    assert make(cell, tmp_path, **options) == 0
+    assert evaluation(tmp_path / cell.name, "test", Way("pipelined")).stat().st_mtime_ns == before
+    assert not fresh(evaluation(tmp_path / cell.name, "test", Way("pipelined")), tmp_path / cell.name, limit=None)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--tasks", "msqa,nonsense"], r"--tasks: found 'nonsense'; expected some of msqa, kp20k"),
+        (["--sizes", "small"], r"--sizes: found 'small'; expected some of base, large, scratch"),
+        (["--splits", "train"], r"--splits: found 'train'; expected some of dev, test"),
+        (["--delays", "4", "--run"], r"--delays: found '4'; expected some of 2, 3"),
+        (["--beams", "0"], r"--beams: found 0; expected at least 1"),
+        (["--limit", "0", "--run"], r"--limit: found 0; expected at least 1"),
+        (["--tasks", "pubmed", "--sizes", "scratch"], r"--sizes scratch: found no config of pubmed"),
+        (["--run", "--set", "train.nonsense=1"], r"train\.nonsense: unknown key"),
+    ],
+)
+def test_refusals(flags, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), *flags])
+
+
+def test_predictions_of_other_documents(tmp_path):
+    sequential, pipelined = (Cell("msqa", "base", objective) for objective in ("sequential", "pipelined"))
+    for cell in (sequential, pipelined):
+        lay(tmp_path, cell, "test", right=3, seconds=1.0)
+    path = evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).with_suffix(".jsonl")
+    path.write_text(path.read_text().replace('"id": "0"', '"id": "other"'))
+    with pytest.raises(UserError, match="found other documents than in"):
+        command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
+    evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).write_text("{}")
+    with pytest.raises(UserError, match=r"not what `python -m pipejax evaluate --json` writes"):
+        command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
