@@ -17,7 +17,6 @@ import pytest
 from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import answers, kernels

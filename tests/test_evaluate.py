@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,13 @@ def test_the_same_text_scores_the_same_from_either_decoder():
             report.examples, report.steps = 1, 9
             yield {"id": "a", "rows": rows, "text": " ".join(said), "row_ids": [], "steps": 9, "truncated": None}
 
-        generator: Any = SimpleNamespace(config=Config(data=data), stream=stream, default_strategy=strategy, method=lambda name: methods.make(name, Config(data=data)))
+        method = partial(methods.make, config=Config(data=data))
+        generator: Any = SimpleNamespace(
+            config=Config(data=data),
+            stream=stream,
+            default_strategy=strategy,
+            method=method,
+        )
         return evaluation.evaluate(generator, examples, batch_size=2)[0]
 
     joined, parted = scores([" ".join(said)], "sequential"), scores(said, "pipelined")
