@@ -21,7 +21,10 @@ ROUGE-1/2/L:
 The sequential T5-Large has the very scores of T5-Base in the paper, which is suspect.
 """
 
-from configs.paper import paper
+import runpy
+from pathlib import Path
+
+paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))["paper"]
 
 config = paper(
     "cnn_dailymail",

@@ -19,6 +19,9 @@ F1@5/F1@M of present and of absent keyphrases:
               pipelined   28.6/41.4  3.9/7.5  3.2 (2.0x)  3,813 M
 """
 
-from configs.paper import paper
+import runpy
+from pathlib import Path
+
+paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))["paper"]
 
 config = paper("kp20k", steps=212_424)  # ten epochs of 509,818 examples

@@ -19,6 +19,9 @@ F1@5/F1@M of present and of absent keyphrases:
               pipelined   32.6/51.6  22.8/34.0  4.4 (2.4x)  3,814 M
 """
 
-from configs.paper import paper
+import runpy
+from pathlib import Path
+
+paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))["paper"]
 
 config = paper("kptimes", steps=108_301)  # ten epochs of 259,923 examples

@@ -19,7 +19,10 @@ exact-match F1 / partial-match F1:
               pipelined   75.0/87.2  74.0/87.1  5.3 (1.7x)  3,710 M
 """
 
-from configs.paper import paper
+import runpy
+from pathlib import Path
+
+paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))["paper"]
 
 config = paper(
     "msqa",

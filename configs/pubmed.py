@@ -19,7 +19,10 @@ ROUGE-1/2/L:
               pipelined   38.7/17.8/35.8  38.4/17.9/36.2  0.7 (7.0x)
 """
 
-from configs.paper import paper
+import runpy
+from pathlib import Path
+
+paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))["paper"]
 
 config = paper(
     "pubmed",

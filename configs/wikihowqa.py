@@ -19,7 +19,10 @@ ROUGE-1/2/L:
               pipelined   40.9/18.4/39.7  37.3/15.6/36.2  2.6 (5.2x)
 """
 
-from configs.paper import paper
+import runpy
+from pathlib import Path
+
+paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))["paper"]
 
 config = paper(
     "wikihowqa",
