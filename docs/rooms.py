@@ -14,11 +14,12 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "pipejax"
 # Of each room: column (of 0 to 2), floor (0 is the lowest), and what lies in it.
 ROOMS = {
-    "training": (0.35, 5, "steps, log, going on, memory plan"),
-    "inference": (0.35, 4, "text in, record out; own kernel"),
-    "convert": (2, 4, "Hugging Face weights, in and out"),
-    "checkpoint": (1.65, 3, "steps on disk, and why to trust them"),
-    "data": (0, 2, "tasks, tokenizer, padded batches"),
+    "training": (0.35, 6, "steps, log, going on, memory plan"),
+    "inference": (0.35, 5, "text in, record out; own kernel"),
+    "convert": (2, 5, "Hugging Face weights, in and out"),
+    "checkpoint": (1.65, 4, "steps on disk, and why to trust them"),
+    "data": (0, 3, "tasks, tokenizer, padded batches"),
+    "methods": (1, 3, "from target to text, a file for each"),
     "decoding": (1, 2, "the loop, and a file for each strategy"),
     "model": (2, 2, "the T5: masks in, logits out"),
     "metrics": (0, 1, "spans, keyphrases, ROUGE"),
@@ -97,7 +98,7 @@ def draw() -> str:
         lines.append(f'<path d="{path}" fill="none" stroke="#768290" stroke-width="1.3" marker-end="url(#tip)"/>')
     for name, (_, floor, words) in ROOMS.items():
         x, y, w = box(name)
-        fill = ("#dfe6ee", "#e6edf8", "#dcebf9", "#e4e6f9", "#efe6f6", "#f8e6dd")[floor]
+        fill = ("#dfe6ee", "#e6edf8", "#dcebf9", "#e4e6f9", "#efe6f6", "#f8e6dd", "#f6efdc")[floor]
         middle = x + w / 2
         lines += [
             f'<rect x="{x:.0f}" y="{y}" width="{w}" height="{HEIGHT}" rx="6" fill="{fill}" stroke="#9aa7b5"/>',

@@ -18,20 +18,24 @@ if TYPE_CHECKING:
     from pipejax.inference.answers import Record
     from pipejax.inference.generator import Generator
     from pipejax.inference.streaming import RowEvent
+    from pipejax.methods import Method
 
-__all__ = ["Config", "Generator", "Record", "RowEvent", "UserError", "fit", "load"]
+__all__ = ["Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"]
 __version__ = "0.1.0"
 
 # Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
 _PLACES = {
     "Config": "pipejax.config",
     "Generator": "pipejax.inference.generator",
+    "Method": "pipejax.methods",
     "Record": "pipejax.inference.answers",
     "RowEvent": "pipejax.inference.streaming",
 }
 
 
-def load(path: str | Path, *, best: bool = False, overrides: "Overrides" = ()) -> "Generator":
+def load(
+    path: str | Path, *, best: bool = False, overrides: "Overrides" = (), method: "Method | None" = None
+) -> "Generator":
     """Opens the newest good step of a checkpoint or run directory for decoding.
 
     Args:
@@ -39,6 +43,7 @@ def load(path: str | Path, *, best: bool = False, overrides: "Overrides" = ()) -
       best: take the best evaluated step.
       overrides: settings of the sections grid and decode, and some of data: a dict such as {"grid.delay": 2,
         "decode.temperature": 0.7}, or a list of "key=value" texts.
+      method: a way of your own to write answers (docs/methods.md), instead of the run's.
 
     Raises:
       UserError: no such directory, no good step in it, or an override that does not fit.
@@ -46,7 +51,7 @@ def load(path: str | Path, *, best: bool = False, overrides: "Overrides" = ()) -
     _begin()
     from pipejax.inference.loading import load as open_checkpoint
 
-    return open_checkpoint(path, best=best, overrides=overrides, where="overrides")
+    return open_checkpoint(path, best=best, overrides=overrides, where="overrides", method=method)
 
 
 def fit(
@@ -56,6 +61,7 @@ def fit(
     train: Any = None,
     dev: Any = None,
     overrides: "Overrides" = (),
+    method: "Method | None" = None,
 ) -> Path:
     """Trains until `train.steps`, as `pipejax train` does. The same call again goes on where the run stopped.
 
@@ -67,6 +73,7 @@ def fit(
         of the section data.
       dev: the examples of evaluations, in the place of `data.dev`; as `train`.
       overrides: settings, as of `load`; of any section.
+      method: a way of your own to write answers (docs/methods.md), in the place of `method` in the config.
 
     Returns:
       the run's directory, which `load` opens.
@@ -78,7 +85,7 @@ def fit(
     _begin()
     from pipejax.training.fitting import fit as train_run
 
-    return train_run(config, workdir, train=train, dev=dev, overrides=overrides)
+    return train_run(config, workdir, train=train, dev=dev, overrides=overrides, method=method)
 
 
 def _begin() -> None:

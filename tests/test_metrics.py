@@ -5,12 +5,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipejax import checkpoint, config, metrics
+from pipejax import checkpoint, config, methods, metrics
 from pipejax.config import Config, DataConfig
 from pipejax.data import make_task
 from pipejax.data.examples import Example
@@ -151,7 +150,10 @@ class Canned:
     default_strategy = "pipelined"
 
     def __init__(self, data: DataConfig, rows: list[list[str]]) -> None:
-        self.config, self.rows = SimpleNamespace(data=data), rows
+        self.config, self.rows = Config(data=data), rows
+
+    def method(self, name: str) -> methods.Method:
+        return methods.make(name, self.config)
 
     def stream(self, sources: Sequence[Any], *, report: Report, **rest: Any):
         report.examples += len(self.rows)

@@ -194,7 +194,11 @@ def test_refused_overrides(run: Path, overrides: Any, line: str) -> None:
 
 def test_dir_and_repr(run: Path, t5: pipejax.Generator) -> None:
     names = {name for name in dir(pipejax) if not name.startswith("_")}
-    assert names == {*pipejax.__all__} == {"Config", "Generator", "Record", "RowEvent", "UserError", "fit", "load"}
+    assert (
+        names
+        == {*pipejax.__all__}
+        == {"Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"}
+    )
     assert all(getattr(pipejax, name) for name in names)
     size = sum(x.size for x in _leaves(oracle.random_params(MODEL, np.random.default_rng(0))))
     assert repr(t5) == (

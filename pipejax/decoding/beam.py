@@ -56,11 +56,6 @@ class Beam(Plain):
         """bos once, then one a beam and step."""
         return 1 + self.beams * (self.max_length - 1)
 
-    @property
-    def places(self) -> tuple[int, int]:
-        """None: an answer is several candidates."""
-        return 0, 0
-
     def start(self, row: Any) -> Any:
         """At once."""
         return 0 * row

@@ -119,7 +119,7 @@ def begin(
       apart: each example takes slots on its own, so that others can take its place (`refilled`). A step then writes
         each example's keys to another place, which not every device does as fast.
     """
-    batch, tokens = strategy.done(state).shape[0], jax.eval_shape(strategy.result, state).tokens.shape
+    batch = strategy.done(state).shape[0]
     none = jnp.zeros((batch, 0), jnp.int32)
     state, query = strategy.query(state)
     return Carry(
@@ -129,7 +129,7 @@ def begin(
         used=jnp.zeros(batch if apart else 1, jnp.int32),
         filled=Filled(none, none),
         cache=model.cache(0, None),
-        log_probs=jnp.zeros(tokens) if wishes.scores else None,
+        log_probs=jnp.zeros((batch, *strategy.places)) if wishes.scores else None,
     )
 
 

@@ -63,6 +63,10 @@ class Stepper(Protocol):
         """S, the most queries of an example in one step."""
 
     @property
+    def places(self) -> tuple[int, int]:
+        """R and W, rows and times of the queries whose answers are tokens; (0, 0) if nothing can be wished of them."""
+
+    @property
     def queries(self) -> tuple[int, ...] | None:
         """The sizes of steps of a whole batch that suit it; None: those of the device."""
 
@@ -100,10 +104,6 @@ class Strategy(Stepper, Protocol):
     def eos(self) -> int:
         """The token that ends a row."""
 
-    @property
-    def places(self) -> tuple[int, int]:
-        """R and W, rows and times of the queries whose answers are tokens; (0, 0) if nothing can be wished of them."""
-
     def start(self, row: Any) -> Any:
         """The time of the query whose answer is a row's first token."""
 
@@ -139,6 +139,11 @@ class Plain:
     borrows: ClassVar[bool] = False
     queries: ClassVar[tuple[int, ...] | None] = None
     choose: ClassVar[Any] = None  # greedily
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """None: nothing can be wished of its answers."""
+        return 0, 0
 
     def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> Any:
         """See `Strategy`."""

@@ -1,5 +1,6 @@
 """From a checkpoint to a `Generator`."""
 
+import dataclasses
 from pathlib import Path
 
 from pipejax import checkpoint, methods
@@ -7,14 +8,22 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
 from pipejax.inference.generator import Generator
+from pipejax.methods import Method
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 # What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "data.max_source", "data.separator", "data.csv_delimiter")
+DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", "data.csv_delimiter")
 
 
-def load(path: str | Path, *, best: bool = False, overrides: Overrides = (), where: str = "--set") -> Generator:
+def load(
+    path: str | Path,
+    *,
+    best: bool = False,
+    overrides: Overrides = (),
+    where: str = "--set",
+    method: Method | None = None,
+) -> Generator:
     """What `pipejax.load` calls; arguments and errors are described there. `where` names the overrides in errors.
 
     Compiled programs are kept as the commands keep them (`pipejax.system.compile_cache`).
@@ -27,10 +36,11 @@ def load(path: str | Path, *, best: bool = False, overrides: Overrides = (), whe
             )
     compile_cache.use()
     restored = checkpoint.open_run(path, best=best, packed=True)
-    config = config_lib.override(restored.config, overrides, where=where)
+    trained = restored.config if method is None else dataclasses.replace(restored.config, method=method)
+    config = config_lib.override(trained, overrides, where=where)
     tokenizer = checkpoint.tokenizer_of(restored)
     generator = Generator(config, restored.items["params"], tokenizer, backend=None)
     generator.checkpoint = str(path)
-    generator.trained = methods.trained(restored.config)
+    generator.trained = methods.trained(trained)
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator

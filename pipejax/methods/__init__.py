@@ -142,7 +142,5 @@ def _own(config: Config) -> Method | None:
     if not isinstance(own, Method):
         raise UserError(f"method: {own}")
     if own.name in ("", *STRATEGIES):
-        raise UserError(
-            f"method: found {type(own).__name__} with the name {own.name!r}; expected one that is not taken"
-        )
+        raise UserError(f"method: found {type(own).__name__} with the name {own.name!r}; expected one that is free")
     return own

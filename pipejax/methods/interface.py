@@ -31,6 +31,7 @@ ABILITIES = {
     "serve": "decode requests that come and go",
     "prefix": "begin a row as it is told",
     "rows": "begin several rows as they are told, or end after so many",
+    "draw": "write rows that `pipejax picture` can draw",
     "generate": "be written by transformers' generate",
 }
 

@@ -14,13 +14,16 @@ from pipejax.data.bad_lines import BadLines
 from pipejax.data.examples import Example
 from pipejax.data.formats import rows_in
 from pipejax.data.own_files import FilesTask
+from pipejax.methods import Method
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 from pipejax.system.fields import shown
 from pipejax.training.command import require_libraries
 
 
-def fit(config: Any, workdir: str | Path, *, train: Any, dev: Any, overrides: Overrides) -> Path:
+def fit(
+    config: Any, workdir: str | Path, *, train: Any, dev: Any, overrides: Overrides, method: Method | None = None
+) -> Path:
     """See `pipejax.fit`."""
     if isinstance(config, Mapping):
         config = config_lib.override(Config(), config, where="config")
@@ -28,6 +31,8 @@ def fit(config: Any, workdir: str | Path, *, train: Any, dev: Any, overrides: Ov
         config = config_lib.load(Path(config))
     elif not isinstance(config, Config):
         raise UserError(f"config: found {shown(config)}; expected a Config, the path of one, or a dict of settings")
+    if method is not None:
+        config = dataclasses.replace(config, method=method)
     config_lib.check(config, where="config")
     config = config_lib.override(config, overrides, where="overrides")
     given: dict[str, list[Example]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipejax import config
+from pipejax import config, methods
 from pipejax.config import GRID, Config, GridConfig
 from pipejax.inference.picture import record
 from pipejax.inference.picture.calls import Asked
@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         from pipejax.data.tokenizer import Tokenizer  # takes a second
 
         settings = config.load(Path(flags.checkpoint) / "config.json")
+        if settings.method is not None:
+            methods.trained(settings).require("draw", f"{place}: found a record of {flags.checkpoint}")
         if (Path(flags.checkpoint) / "tokenizer").is_dir():
             found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
     grid = settings.grid if settings is not None else None

@@ -1,0 +1,286 @@
+"""A method of somebody else's: whatever ours can do it can, or one line says that it cannot."""
+
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pipejax
+from pipejax import checkpoint, methods
+from pipejax import config as config_lib
+from pipejax.checkpoint.run import open_run
+from pipejax.config import Config, DecodeConfig
+from pipejax.data import demo
+from pipejax.data.batches import TrainingBatches, collate, longest
+from pipejax.data.encoding import encode
+from pipejax.data.examples import Example
+from pipejax.inference import bulk
+from pipejax.inference.engine import Engine, Request
+from pipejax.inference.export import export
+from pipejax.inference.generator import Generator
+from pipejax.inference.picture.command import main as picture
+from pipejax.inference.report import Report
+from pipejax.inference.sources import Source
+from pipejax.inference.streaming import RowEvent
+from pipejax.model import t5
+from pipejax.system.errors import UserError
+from pipejax.training.step import batch_loss
+from support import oracle
+from support.staggered import STOP, Staggered
+from support.tiny import FEW_WORDS, MODEL, RUN_ON_ONE, change, metrics
+
+METHOD = Staggered(rows=3, width=5)
+PARAMS = oracle.random_params(FEW_WORDS, np.random.default_rng(2))
+CONFIG = Config(model=FEW_WORDS, method=METHOD, decode=DecodeConfig(scores=True))
+RUN = dataclasses.replace(change(RUN_ON_ONE, train={"steps": 4, "checkpoint_every": 2}), method=METHOD)
+NAME = "support.staggered:Staggered"
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """But for ids; batches of other sizes round otherwise."""
+    for key in ("row_ids", "steps", "calls", "truncated"):
+        assert found[key] == expected[key]
+    assert found["log_prob"] == pytest.approx(expected["log_prob"], abs=1e-3)
+
+
+def sources(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(count)
+    return [[*rng.integers(2, FEW_WORDS.vocab_size, rng.integers(2, 9)).tolist(), 1] for _ in range(count)]
+
+
+def written(source: list[int]) -> tuple[list[list[int]], list[list[float]], int]:
+    """Rows, log-probabilities of their tokens, and steps, in plain Python."""
+    encoded = oracle.encode(PARAMS, FEW_WORDS, source)
+    rows: list[list[int]] = [[] for _ in range(METHOD.rows)]
+    probs: list[list[float]] = [[] for _ in rows]
+    over, time = set[int](), 0
+    while len(over) < len(rows):
+        begun = [i for i in range(len(rows)) if 2 * i <= time]
+        if going := [i for i in begun if i not in over]:
+            fed = [[0, *(token for token in rows[i] if token != STOP)][: METHOD.width] for i in begun]
+            logits = oracle.grid_logits(PARAMS, FEW_WORDS, encoded, fed, 2)
+            for i in going:
+                last = logits[i][-1]
+                rows[i].append(int(last.argmax()))
+                probs[i].append(float(last[rows[i][-1]] - np.log(np.exp(last - last.max()).sum()) - last.max()))
+                if rows[i][-1] == STOP or len(rows[i]) == METHOD.width:
+                    over.add(i)
+        time += 1
+    return [[token for token in row if token != STOP] for row in rows], probs, time
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    return Generator(CONFIG, PARAMS, None)
+
+
+def test_answers_and_scores_are_those_of_plain_python(generator: Generator) -> None:
+    """Log-probabilities, too, stand where the strategy says that a row begins."""
+    texts, seen = sources(12), set[int]()
+    for size in (1, 4):
+        for text, record in zip(texts, generator.decode(texts, batch_size=size), strict=True):
+            rows, probs, steps = written(text)
+            assert record["row_ids"] == [row for row in rows if row]
+            assert record["steps"] == steps
+            for row, found in zip([p for r, p in zip(rows, probs, strict=True) if r], record["log_probs"], strict=True):
+                assert found == pytest.approx(row[: len(found)], abs=1e-3)
+            assert record["log_prob"] == pytest.approx(sum(map(sum, probs)), abs=1e-2)
+            seen.add(steps)
+    assert len(seen) > 2  # answers of several lengths
+
+
+def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generator) -> None:
+    texts = [[5, 7, 1], [3, 8, 6, 1]]
+    for text, record in zip(texts, generator.decode(texts, limit="source", temperature=3.0), strict=True):
+        assert {token for row in record["row_ids"] for token in row} <= {*text}  # and never 0
+    found = generator.decode([[5, 1]], limit="source")
+    assert any(len(row) < METHOD.width for row in found[0]["row_ids"]) or not found[0]["row_ids"]  # its end is allowed
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ({"row_prefixes": [[3], [4]]}, "source 0: found several row_prefixes with staggered decoding; expected none, "),
+        (
+            {"row_prefixes": [[3]]},
+            "source 0: found row_prefixes with staggered decoding; expected none, since it does ",
+        ),
+        ({"max_rows": 2}, "source 0: found max_rows with staggered decoding; expected none, since it does not begin "),
+    ],
+)
+def test_rows_are_not_told_silently(generator: Generator, more: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        generator.decode([{"source_ids": [5, 1], **more}])
+
+
+def test_drafts_are_refused(generator: Generator) -> None:
+    with pytest.raises(
+        UserError, match=r"^decode\.draft: found source with staggered decoding; expected none, since it"
+    ):
+        generator.decode([[5, 1]], draft="source")
+
+
+def test_a_report_has_its_name(generator: Generator) -> None:
+    report = Report()
+    records = list(
+        generator.stream([Source(0, text) for text in sources(3)], strategy=None, batch_size=2, report=report)
+    )
+    found = report.summary(generator.method())
+    assert found["staggered_steps"] == sum(record["steps"] for record in records) / 3
+    assert "pipelined_steps" not in found and found["sequential_steps"] > 0
+
+
+def test_streams_and_requests_are_what_a_list_is(generator: Generator) -> None:
+    texts = sources(5)
+    expected = generator.decode(texts)
+    for text, record in zip(texts, expected, strict=True):
+        *events, last = generator.stream_rows(text)
+        assert_same(last, record)
+        rows: dict[int, list[int]] = {}
+        for event in events:
+            assert isinstance(event, RowEvent)
+            if event.done:
+                assert event.token == STOP
+            else:
+                rows.setdefault(event.row, []).append(event.token)
+        assert [rows[i] for i in sorted(rows)] == record["row_ids"]
+    engine = Engine(generator, places=2, queue=9)
+    answers = [engine.submit(Request(Source(i, text), "staggered")) for i, text in enumerate(texts)]
+    for answer, record in zip(answers, expected, strict=True):
+        assert_same(list(answer.events())[-1], record)
+    engine.close(drain=False, seconds=9)
+
+
+def test_the_loss_is_its_own() -> None:
+    """Of a batch, beside the same numbers in NumPy."""
+    tokenizer = demo.DemoTask().tokenizer()
+    encoded = [encode(e, tokenizer, RUN, MODEL) for e in demo.examples("train")[:5]]
+    assert encoded[0].target.targets.shape[1:] == (2,)
+    params = oracle.random_params(MODEL, np.random.default_rng(3))
+    arrays = collate(encoded).arrays
+    total, count = jax.jit(lambda p: batch_loss(t5.T5(MODEL), p, jax.tree.map(jnp.asarray, arrays), None, METHOD.loss))(
+        params
+    )
+    expected, slots = 0.0, 0
+    for one in encoded:
+        seen = oracle.encode(params, MODEL, one.source.tolist())
+        rows = [one.target.inputs[one.target.row == i].tolist() for i in range(METHOD.rows)]
+        logits = np.concatenate(oracle.grid_logits(params, MODEL, seen, rows, 2))
+        log_probs = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        log_probs -= logits.max(1, keepdims=True)
+        for slot, (right, other) in enumerate(one.target.targets.tolist()):
+            expected -= np.log(np.exp(log_probs[slot, right]) + METHOD.second * np.exp(log_probs[slot, other]))
+            slots += 1
+    assert count == slots and float(total) == pytest.approx(expected, rel=1e-4)
+    assert jnp.isfinite(total) and longest(RUN)[1] >= max(len(e.target.inputs) for e in encoded)
+
+
+def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
+    """What a run has in its config it has wherever it is opened; a stopped run comes to the same weights."""
+    whole = pipejax.fit(RUN, tmp_path / "whole")
+    half = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, steps=2))
+    pipejax.fit(half, tmp_path / "half")
+    pipejax.fit(RUN, tmp_path / "half")
+    ends = [metrics(tmp_path / name)[-1]["params_fp"] for name in ("whole", "half")]
+    assert ends[0] == ends[1]
+    assert json.loads((whole / "config.json").read_text())["method"] == {
+        "class": NAME,
+        "rows": 3,
+        "width": 5,
+        "second": 0.25,
+    }
+    opened = pipejax.load(whole)
+    assert opened.default_strategy == "staggered" and opened.config.method == METHOD
+    evaluated = [line for line in metrics(whole) if line["event"] == "evaluation"]
+    assert evaluated and all("staggered_steps" in line for line in evaluated)
+    other = pipejax.load(whole, method=Staggered(rows=2, width=5))
+    assert len(other.decode(["the baker smiled ."])[0]["row_ids"]) <= 2
+
+    # In bulk and as a program, by the run alone.
+    (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
+    found = bulk.caught(bulk.describe, bulk.Work(str(whole), ".", str(tmp_path / "out")))
+    assert found["settings"]["strategy"] == "staggered" and not found["doubt"]
+    assert found["settings"]["method"]["rows"] == 3
+    export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
+    assert (tmp_path / "exported" / "staggered-cpu.jax").is_file()
+
+    record = tmp_path / "record.jsonl"
+    record.write_text(json.dumps(opened.decode(["the baker smiled ."])[0]))
+    with pytest.raises(UserError, match=r"^.*record\.jsonl.*: found a record of .* with staggered decoding"):
+        picture([str(record), "--checkpoint", str(whole), "--output", str(tmp_path / "x.svg")])
+
+
+# Configs.
+
+
+def test_a_config_names_it_and_its_settings(tmp_path: Path) -> None:
+    found = config_lib.override(Config(), [f"method={NAME}", "method.rows=7"])
+    assert found.method == Staggered(rows=7)
+    assert config_lib.from_json(config_lib.to_json(found), where="x") == found
+    assert config_lib.override(found, ["method="]).method is None
+    file = tmp_path / "mine.py"
+    file.write_text(f"from pipejax.config import Config\nconfig = Config(method='{NAME}')\n")
+    assert config_lib.load(file).method == Staggered()
+    assert methods.names(found) == ("pipelined", "sequential", "staggered")
+
+
+@pytest.mark.parametrize(
+    "setting, line",
+    [
+        ("method.rows=10", "--set: method.rows: found 10; expected at most 9"),
+        ("method.row=1", "method.row: unknown key"),
+        (
+            "method=nowhere:Class",
+            "method: found 'nowhere:Class', which cannot be imported (ModuleNotFoundError",
+        ),
+        ("method=support.staggered:Other", "method: found 'support.staggered:Other', which cannot be imported (Attrib"),
+    ],
+)
+def test_settings_of_a_method_are_checked_as_ours(setting: str, line: str) -> None:
+    assignments = [setting] if setting.startswith("method=") else [f"method={NAME}", setting]
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        config_lib.override(Config(), assignments)
+
+
+def test_a_run_whose_class_is_gone_says_so_and_takes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class may lie in a file that is no longer there; whoever opens the run can bring it along."""
+    file = tmp_path / "gone.py"
+    file.write_text("from support.staggered import Staggered\nclass Gone(Staggered):\n    name = 'gone'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    params = oracle.random_params(MODEL, np.random.default_rng(1))
+    config = config_lib.override(dataclasses.replace(RUN, model=MODEL), ["method=gone:Gone"])
+    checkpoint.save_params(tmp_path / "run", config, params)
+    file.unlink()
+    del sys.modules["gone"]
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=r"^method: method: found 'gone:Gone', which cannot be imported"):
+        pipejax.load(tmp_path / "run").decode([[5, 1]])
+    assert pipejax.load(tmp_path / "run", method=METHOD).decode([[5, 1]])[0]["row_ids"] is not None
+    assert open_run(tmp_path / "run").config.train == RUN.train  # what is read is the same
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    class Pipelined(Staggered):
+        name = "pipelined"
+
+    with pytest.raises(
+        UserError, match=r"^method: found Pipelined with the name 'pipelined'; expected one that is free"
+    ):
+        methods.trained(Config(method=Pipelined()))
+
+
+def test_targets_are_cut_to_its_rows() -> None:
+    tokenizer = demo.DemoTask().tokenizer()
+    example = Example("x", "the baker smiled .", ("roses",) * 5)
+    assert encode(example, tokenizer, RUN, MODEL).target_was_cut
+    batches = TrainingBatches(demo.examples("train"), tokenizer, RUN, MODEL)
+    assert batches[0].arrays["targets"].shape[2:] == (2,)
