@@ -230,7 +230,11 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("step: " + wrong);
   if (numbers.S < numbers.C || numbers.S % kPanel || results.size() != 1 + 2 * layers.size())
     return Wrong("step: a cache of another size");
-  if (numbers.words < 1 || numbers.words > numbers.V) return Wrong("step: other words than the head has");
+  const ffi::AnyBuffer answers = *results.get<ffi::AnyBuffer>(0).value();
+  const bool greedy = answers.element_type() == ffi::S32;
+  if (numbers.words < 1 || numbers.words > numbers.V ||
+      static_cast<int64_t>(answers.element_count()) != numbers.N * (greedy ? 1 : numbers.V))
+    return Wrong("step: other words than the head has");
   const auto [least, most] = std::minmax_element(fields.start, fields.start + numbers.B);
   if (*least < 0 || *most + numbers.Q > numbers.C) return Wrong("step: a cache that is full");
 
@@ -244,7 +248,6 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   Stack stack{team, step.count, step.D, step.inner, step.F, epsilon, static_cast<int>(step.activation), rooms.x, rooms.operand, rooms.hidden};
   for (size_t i = 0; i < layers.size(); ++i)
     step.Layer(stack, layers[i], ResultAt<float>(results, 1 + 2 * i), ResultAt<float>(results, 2 + 2 * i));
-  const bool greedy = (*results.get<ffi::AnyBuffer>(0).value()).element_type() == ffi::S32;
   if (greedy) step.Choose(stack, ResultAt<int32_t>(results, 0));
   else step.Head(stack, ResultAt<float>(results, 0));
   return ffi::Error::Success();
@@ -264,6 +267,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   if (results.size() != 2 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
   const int64_t inner = heads * width, memory = numbers.M;
+  if (static_cast<int64_t>((*results.get<ffi::AnyBuffer>(0).value()).element_count()) != batch * inner * memory || memory < length)
+    return Wrong("encode: a memory of another size");
 
   thread_local Rooms kept;
   Rooms& rooms = kept;  // the one of the thread that leads, for all
