@@ -176,7 +176,8 @@ struct DecoderStep : StepNumbers, StepFields {
         WithConstant<2>(std::min<int64_t>(2, to - c), [&](auto pair) {
           const float* of_pair = rooms.bias.data() + (c * H + h) * room;
           float* found = rooms.found.data() + c * inner + h * K;
-          cache.Attend<decltype(pair)::value>(first + c * row_size, row_size, slot, filled, used, of_pair, H * room, found, inner);
+          cache.Attend<decltype(pair)::value>(first + c * row_size, row_size, slot, filled, used, of_pair, H * room, found,
+                                              inner);
         });
       };
       if (order.fed) attend([](int64_t i) { return i; });  // faster
@@ -245,7 +246,8 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   step.Gather();
   step.SortSlots();
   step.Embed();
-  Stack stack{team, step.count, step.D, step.inner, step.F, epsilon, static_cast<int>(step.activation), rooms.x, rooms.operand, rooms.hidden};
+  Stack stack{team, step.count, step.D, step.inner, step.F, epsilon, static_cast<int>(step.activation),
+              rooms.x, rooms.operand, rooms.hidden};
   for (size_t i = 0; i < layers.size(); ++i)
     step.Layer(stack, layers[i], ResultAt<float>(results, 1 + 2 * i), ResultAt<float>(results, 2 + 2 * i));
   if (greedy) step.Choose(stack, ResultAt<int32_t>(results, 0));
@@ -285,7 +287,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
     std::copy(fields.embedded + b * length * size, fields.embedded + b * length * size + (first[b + 1] - first[b]) * size,
               rooms.x.data() + first[b] * size);
 
-  Stack stack{team, count, size, inner, numbers.F, epsilon, static_cast<int>(numbers.activation), rooms.x, rooms.operand, rooms.hidden};
+  Stack stack{team, count, size, inner, numbers.F, epsilon, static_cast<int>(numbers.activation),
+              rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
   for (const EncoderLayer& layer : layers) {
     // Queries and shares in as many as its other activations; tiles take two.
