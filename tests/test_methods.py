@@ -38,7 +38,9 @@ from support.staggered import STOP, Staggered
 from support.tiny import FEW_WORDS, MODEL, RUN_ON_ONE, change, metrics
 
 METHOD = Staggered(rows=3, width=5)
-PARAMS = oracle.random_params(FEW_WORDS, np.random.default_rng(2))
+PARAMS = oracle.random_params(
+    dataclasses.replace(FEW_WORDS, eos_token_id=STOP), np.random.default_rng(2), eos_scale=3.0
+)
 CONFIG = Config(model=FEW_WORDS, method=METHOD, decode=DecodeConfig(scores=True))
 RUN = dataclasses.replace(change(RUN_ON_ONE, train={"steps": 4, "checkpoint_every": 2}), method=METHOD)
 NAME = "support.staggered:Staggered"
@@ -85,7 +87,7 @@ def generator() -> Generator:
 
 def test_answers_and_scores_are_those_of_plain_python(generator: Generator) -> None:
     """Log-probabilities, too, stand where the strategy says that a row begins."""
-    texts, seen = sources(12), set[int]()
+    texts, seen = sources(30), set[int]()
     for size in (1, 4):
         for text, record in zip(texts, generator.decode(texts, batch_size=size), strict=True):
             rows, probs, steps = written(text)

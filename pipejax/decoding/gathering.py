@@ -87,7 +87,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     if query.lineage is None:
         # Fillers stand at NOWHERE as well, and would see the empty slots.
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
-        positions = grid.position(row, time), grid.position(filled.row, filled.time)
+        positions = grid.position(row, time), grid.position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
     else:  # whatever rows it runs through, a line is as long as it took
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")

@@ -89,21 +89,10 @@ class KernelDecoder:
         c, w, memory = self.config, self.weights, self.memory
         places = jnp.arange(len(step.tokens)) if step.place_of_query is None else step.place_of_query
         batch, queries, reach = step.mask.shape
-        of_step = {
-            "tokens": step.tokens,
-            "place": places.astype(jnp.int32),
-            "start": jnp.broadcast_to(step.start, batch),
-            "mask": step.mask,
-            "position": step.position,
-            "key_position": step.key_position,
-            "row": step.filled.row,
-            "time": step.filled.time,
-            "bias": w.bias,
-            "memory_mask": memory.mask,
-            "norm": w.norm * (c.d_model**-0.5 if c.scale_head else 1.0),
-            "head": w.head,
-            "embedding": w.embedding or w.head,
-        }
+        of_step = {name: getattr(step, name) for name in ("tokens", "mask", "position", "key_position")}
+        of_step |= {"start": jnp.broadcast_to(step.start, batch), "place": places.astype(jnp.int32)} | vars(step.filled)
+        of_step |= {"bias": w.bias, "memory_mask": memory.mask, "head": w.head, "embedding": w.embedding or w.head}
+        of_step |= {"norm": w.norm * (c.d_model**-0.5 if c.scale_head else 1.0)}
         given = fields.arrays("STEP_FIELDS", of_step)
         aliases: dict[int, int] = {}  # the caches, a layer's last, are written in place
         for i, layer in enumerate(w.layers):
@@ -111,18 +100,9 @@ class KernelDecoder:
             of_cache = {"cache_keys": cache.keys[i], "cache_values": cache.values[i]}
             given += fields.arrays("DECODER_LAYER_FIELDS", vars(layer) | of_memory | of_cache)
             aliases |= {len(given) - 2: 1 + 2 * i, len(given) - 1: 2 + 2 * i}
-        sizes = {
-            "B": batch,
-            "N": len(step.tokens),
-            "Q": queries,
-            "C": reach,
-            "S": cache.keys[0].shape[2],
-            "L": memory.mask.shape[1],
-            "P": w.bias.shape[1],
-            "V": w.head.rows.shape[0] * kernels.PANEL,
-            "words": c.vocab_size,
-            "layers": len(w.layers),
-        }
+        vocabulary = {"V": w.head.rows.shape[0] * kernels.PANEL, "words": c.vocab_size}
+        sizes = {"B": batch, "N": len(step.tokens), "Q": queries, "C": reach, "S": cache.keys[0].shape[2]} | vocabulary
+        sizes |= {"L": memory.mask.shape[1], "P": w.bias.shape[1], "layers": len(w.layers)}
         caches = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers))
         found = jax.ffi.ffi_call(f"pipejax_step_{self.level.name}", (answers, *caches), input_output_aliases=aliases)(
             *given,
@@ -217,6 +197,5 @@ def left(count: Array, switch: Array, *, level: kernels.Level) -> Array:
 
 def _sizes(config: T5Config) -> dict[str, int]:
     """Numbers of every call."""
-    activation = ACTIVATIONS.index(config.feed_forward)
     widths = {"D": config.d_model, "H": config.num_heads, "K": config.d_kv, "F": config.d_ff}
-    return widths | {"activation": activation}
+    return widths | {"activation": ACTIVATIONS.index(config.feed_forward)}

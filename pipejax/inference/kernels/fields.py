@@ -39,6 +39,7 @@ def numbers(table: str, given: Mapping[str, int]) -> np.ndarray:
 
 def _ordered(table: str, given: Mapping[str, Any]) -> list[Any]:
     names = TABLES[table]
-    if wrong := set(names) ^ set(given):
-        raise TypeError(f"{table}: found {', '.join(given)}; expected {', '.join(names)} ({', '.join(sorted(wrong))})")
+    missing, unknown = [x for x in names if x not in given], [x for x in given if x not in names]
+    if missing or unknown:
+        raise TypeError(f"{table}: missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}")
     return [given[name] for name in names]

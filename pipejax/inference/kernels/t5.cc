@@ -176,7 +176,8 @@ struct DecoderStep : StepNumbers, StepFields {
         WithConstant<2>(std::min<int64_t>(2, to - c), [&](auto pair) {
           const float* of_pair = rooms.bias.data() + (c * H + h) * room;
           float* found = rooms.found.data() + c * inner + h * K;
-          cache.Attend<decltype(pair)::value>(first + c * row_size, row_size, slot, filled, used, of_pair, H * room, found, inner);
+          cache.Attend<decltype(pair)::value>(first + c * row_size, row_size, slot, filled, used, of_pair, H * room, found,
+                                              inner);
         });
       };
       if (order.fed) attend([](int64_t i) { return i; });  // faster
@@ -230,7 +231,11 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("step: " + wrong);
   if (numbers.S < numbers.C || numbers.S % kPanel || results.size() != 1 + 2 * layers.size())
     return Wrong("step: a cache of another size");
-  if (numbers.words < 1 || numbers.words > numbers.V) return Wrong("step: other words than the head has");
+  const ffi::AnyBuffer answers = *results.get<ffi::AnyBuffer>(0).value();
+  const bool greedy = answers.element_type() == ffi::S32;
+  if (numbers.words < 1 || numbers.words > numbers.V ||
+      static_cast<int64_t>(answers.element_count()) != numbers.N * (greedy ? 1 : numbers.V))
+    return Wrong("step: other words than the head has");
   const auto [least, most] = std::minmax_element(fields.start, fields.start + numbers.B);
   if (*least < 0 || *most + numbers.Q > numbers.C) return Wrong("step: a cache that is full");
 
@@ -241,10 +246,10 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   step.Gather();
   step.SortSlots();
   step.Embed();
-  Stack stack{team, step.count, step.D, step.inner, step.F, epsilon, static_cast<int>(step.activation), rooms.x, rooms.operand, rooms.hidden};
+  Stack stack{team, step.count, step.D, step.inner, step.F, epsilon, static_cast<int>(step.activation),
+              rooms.x, rooms.operand, rooms.hidden};
   for (size_t i = 0; i < layers.size(); ++i)
     step.Layer(stack, layers[i], ResultAt<float>(results, 1 + 2 * i), ResultAt<float>(results, 2 + 2 * i));
-  const bool greedy = (*results.get<ffi::AnyBuffer>(0).value()).element_type() == ffi::S32;
   if (greedy) step.Choose(stack, ResultAt<int32_t>(results, 0));
   else step.Head(stack, ResultAt<float>(results, 0));
   return ffi::Error::Success();
@@ -264,6 +269,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   if (results.size() != 2 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
   const int64_t inner = heads * width, memory = numbers.M;
+  if (static_cast<int64_t>((*results.get<ffi::AnyBuffer>(0).value()).element_count()) != batch * inner * memory || memory < length)
+    return Wrong("encode: a memory of another size");
 
   thread_local Rooms kept;
   Rooms& rooms = kept;  // the one of the thread that leads, for all
@@ -280,7 +287,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
     std::copy(fields.embedded + b * length * size, fields.embedded + b * length * size + (first[b + 1] - first[b]) * size,
               rooms.x.data() + first[b] * size);
 
-  Stack stack{team, count, size, inner, numbers.F, epsilon, static_cast<int>(numbers.activation), rooms.x, rooms.operand, rooms.hidden};
+  Stack stack{team, count, size, inner, numbers.F, epsilon, static_cast<int>(numbers.activation),
+              rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
   for (const EncoderLayer& layer : layers) {
     // Queries and shares in as many as its other activations; tiles take two.
