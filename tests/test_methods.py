@@ -17,7 +17,7 @@ import pipejax
 from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.run import open_run
-from pipejax.config import Config, DecodeConfig
+from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode
@@ -286,3 +286,33 @@ def test_targets_are_cut_to_its_rows() -> None:
     assert encode(example, tokenizer, RUN, MODEL).target_was_cut
     batches = TrainingBatches(demo.examples("train"), tokenizer, RUN, MODEL)
     assert batches[0].arrays["targets"].shape[2:] == (2,)
+
+
+# The page.
+
+
+def test_the_method_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is at most 80 lines, trains, and writes what ours writes for the same rows turned round."""
+    page = (Path(__file__).parent.parent / "docs" / "methods.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    assert len(code.splitlines()) <= 80
+    (tmp_path / "last_first.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "last_first:LastFirst"
+    config = config_lib.override(dataclasses.replace(RUN, method=None), [f"method={name}", "method.delay=2"])
+    tokenizer = demo.DemoTask().tokenizer()
+    for example in demo.examples("train")[:20]:
+        turned = dataclasses.replace(example, targets=example.targets[::-1])
+        plain = dataclasses.replace(config, method=None, grid=GridConfig(delay=2))
+        ours, own = encode(turned, tokenizer, plain, MODEL), encode(example, tokenizer, config, MODEL)
+        assert all(np.array_equal(*pair) for pair in zip(ours.target, own.target, strict=True))
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(7))
+    config = dataclasses.replace(config, model=FEW_WORDS)
+    grid = GridConfig(delay=2, time_max=32, sub_max=8)
+    on_grid = Generator(Config(model=FEW_WORDS, grid=grid), params, None)
+    found = Generator(config, params, None).decode(sources(8))
+    for record, turned_round in zip(found, on_grid.decode(sources(8)), strict=True):
+        assert record["row_ids"] == turned_round["row_ids"][::-1] and record["steps"] == turned_round["steps"]
+    assert max(len(record["row_ids"]) for record in found) > 1
+    run = pipejax.fit(dataclasses.replace(config, model=MODEL), tmp_path / "run")
+    assert pipejax.load(run, overrides={"method.rows": 2}).decode(["the baker smiled ."], draft="source")

@@ -744,7 +744,10 @@ def test_models(client: TestClient) -> None:
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json() == listed["data"][0]
-    assert listed["data"][0]["delay"] == 1 and listed["data"][0]["max_prompt_tokens"] == 24
+    assert (
+        listed["data"][0]["delays"] == {"pipelined": 1, "sequential": 0}
+        and listed["data"][0]["max_prompt_tokens"] == 24
+    )
 
 
 def test_metrics(client: TestClient) -> None:

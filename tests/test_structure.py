@@ -237,6 +237,28 @@ def test_only_lab_knows_lab(module: str) -> None:
         assert not {name for name in names if within(name, "lab")}, path
 
 
+# Methods.
+
+OURS = ("pipelined", "sequential")
+CLASSES = {"Pipelined", "Sequential", "Beam", "Beams", "Drafted", "NamedRows"}
+
+
+@pytest.mark.parametrize("module", sorted(module for module in TREES if not matches(module, ("methods*", "config*"))))
+def test_no_method_is_told_by_name_or_type(module: str) -> None:
+    """What a room needs to know is asked of the method or its strategy, so that those of others work as well."""
+    for node in ast.walk(TREES[module]):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Dict) and {ast.unparse(key).strip("'") for key in node.keys if key} & {*OURS}:
+            raise AssertionError(f"line {node.lineno}: a table by the names of methods")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type"):
+            named = {part.id if isinstance(part, ast.Name) else "" for part in ast.walk(node)}
+            assert not named & CLASSES, f"line {node.lineno} asks for the type of a method"
+        constants = {part.value for one in asked for part in ast.walk(one) if isinstance(part, ast.Constant)}
+        assert not constants & {*OURS}, f"{ast.unparse(node)} asks for the name of a method"
+
+
 # Files.
 
 

@@ -71,8 +71,8 @@ def write(directory: Path, name: str, config: Config, *, tokenizer: bool) -> lis
     Raises:
       OSError: a file cannot be written.
     """
-    facts = dataclasses.asdict(kept(config))
-    sections = {section: facts[section] for section in ("grid", "decode")}
+    facts = json.loads(config_lib.to_json(kept(config)))
+    sections = {section: facts[section] for section in ("grid", "decode", "method")}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
     values = {"format": FORMAT, "weights": _digest(directory / WEIGHTS), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -95,6 +95,7 @@ def kept(config: Config) -> Config:
         decode = dataclasses.replace(decode, draft="none", trace=False)
     return Config(
         model=config.model,
+        method=config.method,
         grid=config.grid,
         data=DataConfig(**{key: getattr(config.data, key) for key in DATA}),
         train=TrainConfig(objective=config.train.objective),
@@ -139,30 +140,22 @@ def read(directory: Path, model: T5Config, generate: Generation) -> tuple[Config
 
 def card(name: str, config: Config, *, tokenizer: bool) -> str:
     """The text of README.md; arguments as of `write`."""
-    data, grid = config.data, config.grid
+    data = config.data
     template, between, core = data.source_template, data.separator, data.separator.strip(" ")
     if data.task in PUBLISHED:  # it has a template of its own
         template = make_task(data).template
     fields = (
         dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}
     )
-    begun = f"a new one every {grid.delay} steps" if grid.delay else "all from the first step on"
-    named = f" Each row begins as told, in turn: {', '.join(map(repr, grid.row_names))}." if grid.row_names else ""
-    parted = f"Its rows are parted by {between!r}." if tells_rows_apart(between) else "Nothing tells its rows apart."
-    what, limit, rows = {
-        "pipelined": (
-            f"A T5 that was trained to write the rows of an answer side by side, {begun} (pipelined decoding), with at "
-            f"most {grid.sub_max} rows and {grid.time_max} steps.{named} pipejax joins rows with {between!r}.",
-            "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows.",
-            "[text]",
-        ),
-        "sequential": (
-            f"A T5 that was trained to write an answer in one piece. {parted}",
-            "`generate` writes the whole answer.",
-            f"[row.strip() for row in text.split({core!r})]" if tells_rows_apart(between) else "[text]",
-        ),
-        "none": ("A T5 that was converted and not trained since.", "`generate` writes the whole answer.", "[text]"),
-    }[config.train.objective]
+    method, never = methods.trained(config), config.method is None and config.train.objective == "none"
+    what = "A T5 that was converted and not trained since." if never else method.about
+    if not method.parts_text:
+        what += f" pipejax joins rows with {between!r}."
+    limit, rows = "`generate` writes the whole answer.", "[text]"
+    if "generate" not in method.can:
+        limit = "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
+    elif tells_rows_apart(between) and not never:
+        rows = f"[row.strip() for row in text.split({core!r})]"
     return CARD_TEXT.format(
         name=name,
         what=what if tokenizer else f"{what} There is no tokenizer here: sources have to be token ids.",

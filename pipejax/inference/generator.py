@@ -87,6 +87,11 @@ class Generator:
         """The method that the weights were trained for; sequential for converted weights."""
         return methods.default(self.config)
 
+    @property
+    def ids(self) -> Ids:
+        """What rows begin and end with."""
+        return Ids(self.architecture.decoder_start_token_id, self.architecture.eos_token_id)
+
     def method(self, name: str | None = None) -> Method:
         """The method of that name with this config's settings; None: `default_strategy`."""
         return methods.make(name or self.default_strategy, self.config)
@@ -322,11 +327,10 @@ class Generator:
           drafter: instead of the config's.
           drafts: whether drafts are verified if the config says so.
         """
-        method, model = self.method(name), self.architecture
+        method = self.method(name)
         if self.trained:
             settings_lib.warn_of_method(self.trained, method, self._told)
-        ids = Ids(model.decoder_start_token_id, model.eos_token_id)
-        made = methods.make_strategy(method, self.config.decode, ids, drafter, drafts=drafts)
+        made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         small.check(self._opened.small, made, method)
         return self.programs.suited(made) if made.reads_source else made  # else nothing is laid out before it must be
 

@@ -74,6 +74,11 @@ class Method:
         return f"{self.name} decoding"
 
     @property
+    def about(self) -> str:
+        """What a model that was trained for it writes, in a sentence for people."""
+        return f"A T5 that was trained for {self.label}."
+
+    @property
     def setting(self) -> str:
         """How it was asked for, for messages."""
         return f"strategy: found {self.name}"

@@ -32,6 +32,17 @@ class Pipelined(Method):
         named = config.grid.row_names or config.grid.delay == 0
         return (NamedRows if named else cls)(config.grid, config.decode.unique_rows)
 
+    @property
+    def about(self) -> str:
+        """Rows side by side."""
+        delay, names = self.grid.delay, self.grid.row_names
+        begun = f"a new one every {delay} steps" if delay else "all from the first step on"
+        named = f" Each row begins as told, in turn: {', '.join(map(repr, names))}." if names else ""
+        return (
+            f"A T5 that was trained to write the rows of an answer side by side, {begun} (pipelined decoding), with at "
+            f"most {self.grid.sub_max} rows and {self.grid.time_max} steps.{named}"
+        )
+
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5)."""
         return self._laid_out([row for row in spell(rows, spells, ids.eos) if row], ids, most=most)

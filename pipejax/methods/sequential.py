@@ -38,6 +38,15 @@ class Sequential(Method):
         """With the settings of a config."""
         return cls(config.decode.max_length, config.data.separator, config.grid.delay)
 
+    @property
+    def about(self) -> str:
+        """In one piece."""
+        between = self.separator
+        parted = (
+            f"Its rows are parted by {between!r}." if tells_rows_apart(between) else "Nothing tells its rows apart."
+        )
+        return f"A T5 that was trained to write an answer in one piece. {parted}"
+
     def check_text(self, spells: Spells) -> None:
         """A target can be taken apart again only if the tokenizer knows what parts its rows."""
         between = self.separator

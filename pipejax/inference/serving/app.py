@@ -118,6 +118,7 @@ class Service:
     async def models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""
         config, template = self.generator.config, template_of(self.generator.config)
+        ids = self.generator.ids
         found = {
             "id": self.name,
             "object": "model",
@@ -125,7 +126,7 @@ class Service:
             "owned_by": "pipejax",
             "strategies": list(methods.names(config)),
             "default_strategy": self.generator.default_strategy,
-            "delay": config.grid.delay,
+            "delays": {name: int(methods.make(name, config).strategy(ids).start(1)) for name in methods.names(config)},
             "max_prompt_tokens": config.data.max_source,
             "template": template.text,
             "fields": [*dict.fromkeys(template.fields)],
