@@ -67,9 +67,9 @@ def opened_once(checkpoints):
     """Spares each run its compilation: the same checkpoint with the same settings is the same generator."""
     known = dict[tuple[Any, ...], Generator]()
 
-    def load_once(path, *, best=False, overrides=(), where="--set"):
-        key = str(path), best, str(overrides)
-        known[key] = known.get(key) or load(path, best=best, overrides=overrides, where=where)
+    def load_once(path, *, best=False, overrides=(), where="--set", method=None):
+        key = str(path), best, str(overrides), method
+        known[key] = known.get(key) or load(path, best=best, overrides=overrides, where=where, method=method)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def force(generator: type[Generator] | Generator, rows: Sequence[int], grid: GridConfig) -> None:
     """Lets a generator, or all of them, write answers of these rows, whatever the weights say."""
     fixed = Fixed(grid.delay, grid.time_max, grid.sub_max, lengths=tuple(rows))
-    setattr(generator, "make_strategy", lambda *given: fixed)  # noqa: B010  (mypy takes no assignment to a method)
+    setattr(generator, "make_strategy", lambda *given, **more: fixed)  # noqa: B010  (mypy takes no assignment to a method)
 
 
 def of_peer(name: str, directory: Path, length: int, *, threads: int) -> Answers:

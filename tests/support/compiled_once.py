@@ -31,7 +31,7 @@ def shared_trainer(config: Config) -> Trainer:
     outside = (*OUTSIDE, "steps") if config.train.schedule == "constant" else OUTSIDE
     default = TrainConfig()
     train = dataclasses.replace(config.train, **{name: getattr(default, name) for name in outside})
-    key = config.model, config.mesh, train
+    key = config.model, config.method, config.mesh, train
     if key not in _trainers:
         _trainers[key] = _Trainer(config)
     _trainers[key].config = config
