@@ -291,15 +291,23 @@ def test_targets_are_cut_to_its_rows() -> None:
 # The page.
 
 
-def test_the_method_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is at most 80 lines, trains, and writes what ours writes for the same rows turned round."""
-    page = (Path(__file__).parent.parent / "docs" / "methods.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A config with the method that the page shows, from a file as the page tells."""
+    text = (Path(__file__).parent.parent / "docs" / "methods.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     assert len(code.splitlines()) <= 80
     (tmp_path / "last_first.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "last_first", raising=False)
+    importlib.invalidate_caches()
     name = "last_first:LastFirst"
-    config = config_lib.override(dataclasses.replace(RUN, method=None), [f"method={name}", "method.delay=2"])
+    return config_lib.override(dataclasses.replace(RUN, method=None), [f"method={name}", "method.delay=2"])
+
+
+def test_the_method_of_the_page_writes_rows_turned_round(page: Config) -> None:
+    """In training and in decoding it is ours for the same rows in the other order."""
+    config = page
     tokenizer = demo.DemoTask().tokenizer()
     for example in demo.examples("train")[:20]:
         turned = dataclasses.replace(example, targets=example.targets[::-1])
@@ -314,5 +322,9 @@ def test_the_method_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for record, turned_round in zip(found, on_grid.decode(sources(8)), strict=True):
         assert record["row_ids"] == turned_round["row_ids"][::-1] and record["steps"] == turned_round["steps"]
     assert max(len(record["row_ids"]) for record in found) > 1
-    run = pipejax.fit(dataclasses.replace(config, model=MODEL), tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_the_method_of_the_page_is_trained(page: Config, tmp_path: Path) -> None:
+    run = pipejax.fit(page, tmp_path / "run")
     assert pipejax.load(run, overrides={"method.rows": 2}).decode(["the baker smiled ."], draft="source")
