@@ -47,12 +47,12 @@ def next_start(time: Any, delay: int) -> Any:
 
 
 def beginning(delay: int, time_max: int, sub_max: int) -> int:
-    """How many rows start before time runs out."""
+    """The number of rows that start before time runs out."""
     return min(sub_max, -(-time_max // delay)) if delay else sub_max
 
 
 def starting(delay: int, rows: int) -> int:
-    """How many of so many rows start at a time at which any does."""
+    """The number, of so many rows, that start at a time at which any does."""
     return 1 if delay else rows
 
 

@@ -1,4 +1,4 @@
-"""How a token is chosen from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
+"""The choice of a token from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
 
 Strategies take the token of the highest logit; `chosen` puts the one that is wished for in its place. A sample is drawn
 by a random number that depends on the seed and the place on the grid alone: it is the same whatever else is in the
@@ -45,7 +45,7 @@ MOST_LIKELY = Sampling()
 
 @flax.struct.dataclass
 class Wishes:
-    """How the answers of a batch are chosen."""
+    """The wishes for the answers of a batch, by which their tokens are chosen."""
 
     sampling: Sampling | None = None  # None: greedily
     forced: Any = None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's

@@ -1,4 +1,4 @@
-"""What a step feeds: the live queries of a batch, gathered, and the coordinates of all that was fed before.
+"""The queries of a step: the live ones of a batch, gathered, and the coordinates of all that was fed before.
 
 Shapes as in `core`: B batch, S queries that an example may ask, N queries of a step over the whole batch, Q queries of
 one example, C cache slots in reach, T time-steps.
@@ -17,7 +17,7 @@ NOWHERE = 2**30  # the row of an empty slot and of a filler query: later than ev
 
 @flax.struct.dataclass
 class Query:
-    """What one step may ask."""
+    """The queries that one step may ask."""
 
     tokens: Array  # i32 [B, S]
     row: Array  # i32 [B|1, S], coordinates on the grid
@@ -36,7 +36,7 @@ class Filled:
 
 @flax.struct.dataclass
 class Step:
-    """What the model is asked: N live queries, gathered; the last may be fillers, which stand for no query.
+    """The question to the model: N live queries, gathered; the last may be fillers, which stand for no query.
 
     Where every example has all its Q places among the N, the two index arrays are None.
     """
@@ -108,7 +108,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
 
 
 def _put(old: Array, new: Array, start: Array) -> Array:
-    """What is old [B, C], with the new [B, Q] from slot `start` i32 [B|1] on."""
+    """The old array [B, C], with the new [B, Q] from slot `start` i32 [B|1] on."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(old, new, start[0], axis=1)
     place = jnp.arange(old.shape[1]) - start[:, None]

@@ -1,4 +1,4 @@
-"""What became of drafts, call by call, for people who want to see it. Only kept if `Drafted.trace` asks for it.
+"""The fate of drafts, call by call, for people who want to see it. Only kept if `Drafted.trace` asks for it.
 
 Shapes: B batch, C calls at the most, R rows of the grid, D drafted tokens of a row in a call, at the most.
 """

@@ -85,7 +85,7 @@ class KernelDecoder:
         return self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens),), jnp.int32))
 
     def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
-        """What the kernel makes of a step: logits or tokens, as the answers' type says, and the cache."""
+        """The kernel's answers to a step: logits or tokens, as the answers' type says, and the cache."""
         c, w, memory = self.config, self.weights, self.memory
         places = jnp.arange(len(step.tokens)) if step.place_of_query is None else step.place_of_query
         batch, queries, reach = step.mask.shape
@@ -126,7 +126,7 @@ class EncoderLayer:
 
 @flax.struct.dataclass
 class Encoder:
-    """What the encoder reads, and the projections of its result that each decoder layer looks into."""
+    """The weights that the encoder reads, and the projections of its result that each decoder layer looks into."""
 
     embedding: Matrix  # [V, D] in rows
     bias: Array  # f32 [buckets, H]

@@ -116,7 +116,7 @@ def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """What drafts for a T5, if that is a T5 itself. Static under jit."""
+    """A T5 that drafts for another one, with its backend. Static under jit."""
 
     model: T5
     backend: Backend
@@ -364,7 +364,7 @@ class Programs:
 
 
 def _by_itself(function: Callable[..., Any], weights: Any, *arrays: Any) -> Any:
-    """What a device makes of its part of arrays whose first axis is of the devices."""
+    """The function's result on each device, for its part of arrays whose first axis is of the devices."""
     own = jax.tree.map(lambda x: x[0], arrays)
     return jax.tree.map(lambda x: x[None], function(weights, *own))
 

@@ -1,4 +1,4 @@
-"""What is given to be decoded, from Python or in lines: texts, token ids, or records as a task makes its source of."""
+"""The sources to be decoded, from Python or in lines: texts, token ids, or records as a task makes its source of."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence

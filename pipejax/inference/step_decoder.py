@@ -102,7 +102,7 @@ class StepDecoder:
     def _attend_cache(
         self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
     ) -> tuple[Array, Array, Array]:
-        """What queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
+        """The values that queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
 
         Args:
           projected: query, key and value, [3 I, B Q].
@@ -117,7 +117,7 @@ class StepDecoder:
         return _by_query(attend(query, keys, values, bias)), keys, values
 
     def _attend_memory(self, number: int, query: Array) -> Array:
-        """What the queries [I, B Q] of a layer find in the source: [I, B Q]."""
+        """The values that the queries [I, B Q] of a layer find in the source: [I, B Q]."""
         bias = jnp.where(self.memory.mask, 0.0, MASKED)[:, None, None]
         return _by_query(attend(self._by_head(query), self.memory.keys[number], self.memory.values[number], bias))
 
@@ -188,7 +188,7 @@ def grown(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache
 
 
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
+    """The values that queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
     batch, heads, width, queries = query.shape
     rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
     keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])

@@ -62,7 +62,7 @@ def _prefix_ids(tokenizer: Spells, text: str) -> tuple[int, ...]:
 
 
 def shown(change: tuple[str, str]) -> str:
-    """What `Tokenizer.change` says, in words."""
+    """The result of `Tokenizer.change`, in words."""
     composed = (unicodedata.normalize("NFC", text) for text in change)
     show = ascii if len({*composed}) == 1 else repr  # else both may look alike
     was, now = (show(text if len(text) <= 40 else f"{text[:40]}...") for text in change)

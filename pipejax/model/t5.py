@@ -303,7 +303,7 @@ class T5(nn.Module):
     config: T5Config
     dtype: DTypeLike = jnp.float32
     dropout: float = 0.0
-    remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
+    remat: str = "none"  # the trade of time for memory in teacher-forced calls: see `apply_layers`
     pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
     shards: int = 1  # on how many devices a batch lies when it trains
 

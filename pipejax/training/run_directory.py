@@ -198,7 +198,7 @@ class RunDirectory:
             write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
     def _logged(self) -> list[tuple[str, dict[str, Any]]]:
-        """What `run_log.read` finds; nothing if there is no log yet."""
+        """The lines that `run_log.read` finds; none if there is no log yet."""
         path = self.path / "metrics.jsonl"
         return run_log.read(path) if path.is_file() else []
 

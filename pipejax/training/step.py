@@ -243,7 +243,7 @@ class Trainer:
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Any]:
-        """What `checkpoint.Store.restore` needs to put a saved state on this mesh."""
+        """The templates that `checkpoint.Store.restore` needs to put a saved state on this mesh."""
         placed = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )

@@ -163,7 +163,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
 
 
 def measure(run: Path, made: Labels) -> dict[str, Any]:
-    """How far the run's newest step agrees with the checkpoint on the sources that were held out.
+    """The agreement of the run's newest step with the checkpoint on the sources that were held out.
 
     Returns:
       what is also written to agreement.json: scores of spans, with the checkpoint's rows as gold; "equal_answers", the

@@ -1,4 +1,4 @@
-"""What a picture needs of a record, once it is checked: a forged or a wrong one is refused in one line."""
+"""The parts of a record that a picture needs, checked: a forged or a wrong one is refused in one line."""
 
 import reprlib
 from collections import Counter
@@ -110,9 +110,9 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
 
 
 def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] | None:
-    """What `decode.trace` left in a record whose rows and steps are checked, once it agrees with them.
+    """The calls that `decode.trace` left in a record whose rows and steps are checked, once they agree with them.
 
-    None: it left nothing.
+    None: it left none.
     """
     if (trace := record.get("trace")) is None:
         return None

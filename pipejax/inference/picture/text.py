@@ -1,4 +1,4 @@
-"""How text gets into a picture: escaped, measured, cut, placed; and a source with the rows found in it marked."""
+"""The text of a picture: escaped, measured, cut, placed; and a source with the rows found in it marked."""
 
 import html
 import re

@@ -1,4 +1,4 @@
-"""What a server answers when it does not do what is asked: OpenAI's error object with the status that says who errs."""
+"""The server's answer when it does not do what is asked: OpenAI's error object with the status that says who errs."""
 
 import reprlib
 from collections.abc import Mapping
