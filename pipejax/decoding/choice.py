@@ -71,9 +71,15 @@ def first_argmax(logits: Array) -> Array:
 
 
 def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes) -> Array:
-    """The tokens i32 [N] that are wished for, from logits [V, N] of the queries that were asked.
+    """The tokens i32 [N] that are wished for, of the queries that were asked.
 
     `greedy` takes the most likely ones, where nothing else is wished for.
+
+    Args:
+      greedy: takes the most likely ones, where nothing else is wished for.
+      logits: [V, N].
+      asked: the step with the queries.
+      wishes: for the batch.
     """
     if wishes.allowed is None and wishes.sampling is None:
         return greedy(logits)
@@ -110,7 +116,14 @@ def log_probs_of(logits: Array, tokens: Array, wishes: Wishes) -> Array:
 
 
 def noted(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
-    """The log-probabilities [B, R, W] with those found for queries [B, S], of which bool [B, S] count."""
+    """The log-probabilities with those found in a step.
+
+    Args:
+      log_probs: f32 [B, R, W], of the steps before.
+      found: f32 [B, S].
+      query: the queries that they are found for.
+      counts: bool [B, S], those that count.
+    """
     row = jnp.where(counts, query.row, log_probs.shape[1])
     example = jnp.arange(len(counts))[:, None]
     return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")

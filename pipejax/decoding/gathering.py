@@ -59,14 +59,28 @@ def taken(live: Array, kept: Array) -> Array:
 
 
 def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates, where nobody sees the rejected ones [B, S] of the live queries that were fed from `start` on."""
+    """The coordinates, where nobody sees the rejected queries.
+
+    Args:
+      rejected: bool [B, S].
+      live: bool [B, S], the queries that were fed.
+      filled: the coordinates with theirs.
+      start: i32 [B|1], the slot of each example's first query.
+    """
     slot = jnp.where(rejected, start[:, None] + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
     example = jnp.arange(live.shape[0])[:, None]
     return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
 
 
 def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
-    """Gathers the live queries of a batch into N = `queries`, at most Q = `width` an example.
+    """Gathers the live queries of a batch.
+
+    Args:
+      query: those that the step may ask.
+      filled: the coordinates of all that was fed before.
+      start: i32 [B|1], the slot of each example's first query.
+      queries: N.
+      width: Q.
 
     Returns:
       what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.

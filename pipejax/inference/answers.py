@@ -109,7 +109,15 @@ def record_of(
 
 
 def count(record: Record, method: Method, report: Report, *, config: Config, tokenizer: Tokenizer | None) -> None:
-    """Adds a record to the report."""
+    """Adds a record to the report.
+
+    Args:
+      record: to be counted.
+      method: that decoded it.
+      report: is changed.
+      config: that it was decoded with.
+      tokenizer: for texts.
+    """
     report.examples += 1
     report.steps += record["steps"]
     report.calls += record["calls"]

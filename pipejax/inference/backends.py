@@ -47,7 +47,14 @@ class Backend(Protocol):
         ...
 
     def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
-        """The memory of sources i32 [B, L], of which i32 [B] tokens are real, of `memory_length(L)`."""
+        """The memory of a batch of sources, of `memory_length(L)` slots.
+
+        Args:
+          model: the T5.
+          encoder: as `encoder` gives it.
+          source: i32 [B, L].
+          length: i32 [B], real tokens of each.
+        """
         ...
 
     def widened(self, memory: Memory, slots: int) -> Memory:

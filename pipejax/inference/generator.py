@@ -263,9 +263,18 @@ class Generator:
         tick: Callable[[int], None] = lambda count: None,
         drafter: Drafter | None = None,
     ) -> Iterator[Record]:
-        """Yields records in input order, reading `window` batches of checked sources ahead.
+        """Yields records in input order.
 
         Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
+
+        Args:
+          given: sources that are checked.
+          strategy: the name of a method; None: `default_strategy`.
+          batch_size: that is wanted.
+          report: is added to, batch by batch.
+          window: batches of sources that are read ahead.
+          tick: is called with the number of examples of each batch once it is decoded.
+          drafter: instead of the config's.
         """
         method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
         wanted = batch_size
@@ -300,7 +309,14 @@ class Generator:
     def wishes_of(
         self, batch: Sequence[Source], ids: Sequence[Sequence[int]], method: Method, made: Strategy
     ) -> Wishes:
-        """The wishes for the answers to a batch of sources of these token ids."""
+        """The wishes for the answers to a batch.
+
+        Args:
+          batch: its sources.
+          ids: the token ids of each.
+          method: that decodes.
+          made: its strategy.
+        """
         more = method.allowed(self.tokenizer) if self.tokenizer else []
         return wishes.of_batch(
             batch,

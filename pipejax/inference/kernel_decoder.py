@@ -159,7 +159,17 @@ def encode(
     weights: str,
     level: kernels.Level,
 ) -> Memory:
-    """The memory of sources i32 [B, L], of which i32 [B] tokens are real, with so many slots."""
+    """The memory of a batch of sources.
+
+    Args:
+      config: of the T5.
+      encoder: its weights.
+      source: i32 [B, L].
+      length: i32 [B], real tokens of each.
+      slots: of the memory.
+      weights: one of `pipejax.config.WEIGHTS`; the dtype of the memory follows from it.
+      level: that the kernel is compiled for.
+    """
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x

@@ -277,7 +277,15 @@ class Programs:
     def warm_up(
         self, strategy: Strategy, *, batch_size: int, length: int, report: Report, wishes: Wishes = GREEDILY
     ) -> None:
-        """Compiles all that batches of that size and with such wishes may need with sources that pad to that length."""
+        """Compiles all that batches of a size may need.
+
+        Args:
+          strategy: that decodes them.
+          batch_size: sources of a batch.
+          length: of a source; it counts padded.
+          report: is told of the compilation.
+          wishes: such as the batches will have.
+        """
         shape = 1, batch_size, bucket(length)
         ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)

@@ -119,6 +119,12 @@ def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, h
 def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[dict[str, Any]]:
     """The checkpoint's greedy answers to all sources of the file at `path`; those that are there are kept.
 
+    Args:
+      directory: of the answers.
+      generator: of the checkpoint.
+      path: of the file with the sources.
+      sources: those of the file, checked.
+
     Raises:
       UserError: what is there are not answers to these sources.
     """

@@ -145,6 +145,12 @@ class RunDirectory:
 
         From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
 
+        Args:
+          config: of the run.
+          tokenizer: of its data.
+          step: that training goes on from.
+          data: fingerprints, by name.
+
         Raises:
           UserError: they cannot be written.
         """

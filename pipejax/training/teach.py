@@ -119,6 +119,12 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     Each has four times the examples, computed in as many parts, each as large and packed as before. The rate of AdamW
     is doubled: it grows with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287).
 
+    Args:
+      saved: the checkpoint's config.
+      checkpoint: its path.
+      overrides: settings of the run, "key=value" each.
+      best: whether the best step is taken.
+
     Raises:
       UserError: the checkpoint is pipelined already, or an override does not fit.
     """

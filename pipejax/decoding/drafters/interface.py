@@ -48,4 +48,4 @@ class Borrower(Protocol):
     """A drafter that is a model itself, and borrows its decoder of each batch."""
 
     def over(self, decoder: Any, grid: Any, most: int, *, queries: tuple[int, ...], batch: int) -> Any:
-        """The drafter for one batch (`FromModel.over`)."""
+        """The drafter for one batch; arguments as of `FromModel.over`."""

@@ -60,7 +60,14 @@ def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[st
 
 
 def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str) -> int:
-    """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
+    """The record's steps, once they agree with its rows: with another delay the picture would be wrong.
+
+    Args:
+      record: that says them.
+      rows: its token texts.
+      delay: Δt.
+      place: of the record, for the error.
+    """
     found, truncated = _end(record, place)
     if not _agree(rows, delay, found, truncated):
         needed = fill(rows, delay=delay, truncated=truncated).steps
