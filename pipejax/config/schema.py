@@ -140,7 +140,7 @@ class DecodeConfig:
     unique_rows: bool = setting(False)  # a row that repeats one above is left out; two such in turn end the answer
     scores: bool = setting(False)  # records hold the log-probability of each token
     limit: str = setting("none", choices=LIMITS)  # "source": only tokens of the source are written
-    draft: str = setting("none", choices=DRAFTS)  # the guesses of tokens, for fewer decoder calls: docs/drafting.md
+    draft: str = setting("none", choices=DRAFTS)  # the guesser of tokens, for fewer decoder calls: docs/drafting.md
     draft_checkpoint: str = setting("")  # `draft` = "model": a small T5 of the same vocabulary
     draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
     trace: bool = setting(False)  # records hold what was drafted in each call, and what was accepted
