@@ -17,12 +17,22 @@ import numpy as np
 
 
 def visible(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any:
-    """Whether a query may see a key: its own and earlier rows, up to its own time (paper section 3.2, eq. 4)."""
+    """Whether a query may see a key: its own and earlier rows, up to its own time (paper section 3.2, eq. 4).
+
+    Args:
+      query_row, query_time: coordinates of the query.
+      key_row, key_time: those of the key; arrays are broadcast.
+    """
     return (key_row <= query_row) & (key_time <= query_time)
 
 
 def distance(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any:
-    """Manhattan distance on the grid, the relative position of T5's bias (paper section 4.3)."""
+    """Manhattan distance on the grid, the relative position of T5's bias (paper section 4.3).
+
+    Args:
+      query_row, query_time: coordinates of the query.
+      key_row, key_time: those of the key; arrays are broadcast.
+    """
     return abs(query_time - key_time) + abs(query_row - key_row)
 
 
@@ -47,12 +57,12 @@ def next_start(time: Any, delay: int) -> Any:
 
 
 def beginning(delay: int, time_max: int, sub_max: int) -> int:
-    """How many rows start before time runs out."""
+    """The number of rows that start before time runs out."""
     return min(sub_max, -(-time_max // delay)) if delay else sub_max
 
 
 def starting(delay: int, rows: int) -> int:
-    """How many of so many rows start at a time at which any does."""
+    """The number, of so many rows, that start at a time at which any does."""
     return 1 if delay else rows
 
 
@@ -73,8 +83,14 @@ def flatten(
 
     Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last, unless the delay is 0.
     An eos is fed, without a target of its own, only where a token that has a target can see it: elsewhere the slot
-    would change nothing. One row without `final` is an ordinary T5 target. `names` are the tokens at the beginning of
-    each row that decoding puts there: they are fed like others, and have weight 0.
+    would change nothing. One row without `final` is an ordinary T5 target.
+
+    Args:
+      rows: token ids without bos and eos.
+      delay: Δt.
+      bos, eos: ids.
+      final: whether the empty row follows.
+      names: how many tokens at the beginning of each row decoding puts there: they are fed like others, with weight 0.
     """
     every = [list(row) for row in rows] + ([[]] if final and delay else [])
     last_times = [start(i, delay) + len(row) for i, row in enumerate(every)]  # of each row's last query
@@ -98,7 +114,14 @@ def flatten(
 
 
 def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_max: int) -> int:
-    """Time-steps that Algorithm 1 takes for rows of these lengths (tokens, eos not counted) under the default stop."""
+    """Time-steps that Algorithm 1 takes for rows under the default stop.
+
+    Args:
+      lengths: of the rows, in tokens without eos.
+      delay: Δt.
+      sub_max: rows at the most.
+      time_max: time-steps at the most.
+    """
     started = [length for i, length in enumerate(lengths[:sub_max]) if start(i, delay) < time_max]
     steps: list[int] = [start(i, delay) + length + 1 for i, length in enumerate(started)]
     if len(started) < sub_max:

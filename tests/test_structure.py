@@ -8,6 +8,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,60 @@ def test_no_method_is_told_by_name_or_type(module: str) -> None:
             assert not named & CLASSES, f"line {node.lineno} asks for the type of a method"
         constants = {part.value for one in asked for part in ast.walk(one) if isinstance(part, ast.Constant)}
         assert not constants & {*OURS}, f"{ast.unparse(node)} asks for the name of a method"
+
+
+# Docstrings.
+
+VAGUE = ("What", "Who", "Whoever", "Whatever", "How")  # each hides the noun or the verb that the line is about
+VAGUE_YET = ("inference.kernels*",)
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public(node: ast.AST, name: str) -> Iterator[tuple[str, DOCUMENTED]]:
+    """Yields what is public in a tree, by its dotted name: itself, classes, functions and methods."""
+    if isinstance(node, DOCUMENTED):
+        yield name, node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for child in ast.iter_child_nodes(node):
+            own = getattr(child, "name", None) if isinstance(child, DOCUMENTED) else None
+            if own is None or not own.startswith("_"):
+                yield from public(child, f"{name}.{own}" if own else name)
+
+
+def begins_vaguely(line: str) -> bool:
+    return re.split(r"\W", line, maxsplit=1)[0] in VAGUE
+
+
+def test_first_words_are_told_apart() -> None:
+    source = 'class A:\n  """What it is."""\n  if True:\n    def f(self):\n      """However."""\n  def _g(self): ...'
+    found = {name: ast.get_docstring(node) or "" for name, node in public(ast.parse(source), "m")}
+    assert found == {"m": "", "m.A": "What it is.", "m.A.f": "However."}
+    assert [name for name, line in found.items() if begins_vaguely(line)] == ["m.A"]
+
+
+@pytest.mark.parametrize("module", sorted(module for module in TREES if not matches(module, VAGUE_YET)))
+def test_docstrings_name_the_thing(module: str) -> None:
+    """A noun phrase for a thing, a verb for a function: "The queries of a step." and not "What a step asks."."""
+    lines = {name: ast.get_docstring(node) or "" for name, node in public(TREES[module], module)}
+    vague = {name: line.partition("\n")[0] for name, line in lines.items() if begins_vaguely(line)}
+    assert not vague, f"each begins with one of {VAGUE}"
+
+
+MANY = 4  # parameters of a function that leave its one line too little room
+ELSEWHERE = re.compile(r"^See `|describes arguments|arguments (and errors )?as (of )?`", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("module", sorted(TREES))
+def test_many_parameters_are_described(module: str) -> None:
+    """Under `Args:`, or where the docstring says."""
+    silent = []
+    for name, node in public(TREES[module], module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found, doc = node.args, ast.get_docstring(node) or ""
+            names = {one.arg for one in (*found.posonlyargs, *found.args, *found.kwonlyargs)} - {"self", "cls"}
+            if len(names) >= MANY and "Args:" not in doc and not ELSEWHERE.search(doc):
+                silent.append(name)
+    assert not silent
 
 
 # Files.

@@ -45,7 +45,7 @@ class T5Config:
     scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
     pad_token_id: int = setting(0, least=0)  # fills up batches
     eos_token_id: int = setting(1, least=0)  # ends sources and rows
-    decoder_start_token_id: int = setting(0, least=0)  # bos: what every row begins with
+    decoder_start_token_id: int = setting(0, least=0)  # bos: the token that every row begins with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GridConfig:
     time_max: int = setting(50, least=1, most=GRID)  # time-steps at the most
     sub_max: int = setting(20, least=1, most=GRID)  # rows at the most
     stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
-    row_names: tuple[str, ...] = setting(())  # what the rows of every answer begin with, in turn; none: they are free
+    row_names: tuple[str, ...] = setting(())  # the beginnings of every answer's rows, in turn; none: they are free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TrainConfig:
     accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
     pack: int = setting(0, least=0)  # examples whose targets share a row of slots; 0: up to four, by the batch size
     length_group: int = setting(16, least=1, most=2**16)  # batches drawn together and sorted by length; 1: each alone
-    remat: str = setting("none", choices=REMATS)  # what the backward pass computes again: all but products, or layers
+    remat: str = setting("none", choices=REMATS)  # the part that the backward pass repeats: all but products, or layers
     shapes: int = setting(22, least=1)  # padded shapes of batches, at the most but for rare lengths; each compiles once
     optimizer: str = setting("adamw", choices=OPTIMIZERS)  # "adafactor" needs less memory
     freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
@@ -140,13 +140,13 @@ class DecodeConfig:
     unique_rows: bool = setting(False)  # a row that repeats one above is left out; two such in turn end the answer
     scores: bool = setting(False)  # records hold the log-probability of each token
     limit: str = setting("none", choices=LIMITS)  # "source": only tokens of the source are written
-    draft: str = setting("none", choices=DRAFTS)  # who guesses tokens ahead, for fewer decoder calls: docs/drafting.md
+    draft: str = setting("none", choices=DRAFTS)  # the guesser of tokens, for fewer decoder calls: docs/drafting.md
     draft_checkpoint: str = setting("")  # `draft` = "model": a small T5 of the same vocabulary
     draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
     trace: bool = setting(False)  # records hold what was drafted in each call, and what was accepted
     batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
     dtype: str = setting("auto", choices=DTYPES)  # of the computation, as train.dtype
-    weights: str = setting("auto", choices=WEIGHTS)  # what weights are held in; "auto": in the dtype, as trained
+    weights: str = setting("auto", choices=WEIGHTS)  # the type weights are held in; "auto": in the dtype, as trained
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What lies beside the weights for Hugging Face: pipejax.json keeps a run's settings, README.md says how to decode.
+"""The files beside the weights for Hugging Face: pipejax.json keeps a run's settings, README.md says how to decode.
 
 pipejax.json holds what decoding needs and nothing else: no path, and no size or id, which config.json has.
 """

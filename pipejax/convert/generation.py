@@ -37,7 +37,7 @@ FACTORS = (  # for which 1 changes nothing
 
 @dataclass(frozen=True)
 class Generation:
-    """What a directory says of `generate`."""
+    """The settings of `generate` that a directory has."""
 
     file: Path  # that says it
     values: Mapping[str, Any]  # its keys, without those that are null

@@ -55,7 +55,14 @@ def merge_shared(tensors: dict[str, Stored]) -> None:
 
 
 def check_names(file: Path, model: T5Config, weights: Path, tensors: dict[str, Stored]) -> None:
-    """Raises a UserError unless the tensors are exactly those of the architecture in config.json."""
+    """Raises a UserError unless the tensors are exactly those of the architecture in config.json.
+
+    Args:
+      file: config.json, for messages.
+      model: its architecture.
+      weights: the file of the tensors, for messages.
+      tensors: by name.
+    """
     if not any(name.startswith("decoder.") for name in tensors):
         raise UserError(
             f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "

@@ -18,7 +18,7 @@ class Growing:
         self._said = ""  # of their text, what was given out
 
     def add(self, token: int) -> str:
-        """What the token adds. Half a character waits for the other half."""
+        """The text that the token adds. Half a character waits for the other half."""
         if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
             return ""
         self._ids.append(token)
@@ -33,7 +33,7 @@ class Growing:
         return added
 
     def rest(self) -> str:
-        """What still waits when the row ends."""
+        """The text that still waits when the row ends."""
         text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
         added, self._said = text[len(self._said) :], text
         return added

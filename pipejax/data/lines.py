@@ -22,9 +22,15 @@ LONGEST = 2**28  # characters of a line; without a bound a small archive could u
 def decode_lines(
     lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse
 ) -> Iterator[tuple[str, str]]:
-    """Yields ("FILE:LINE", text) for each line, the first being line `first`; a BOM and CRLF are dropped.
+    """Yields ("FILE:LINE", text) for each line, without BOM and CRLF.
 
     A line that is not UTF-8 goes to `bad`.
+
+    Args:
+      lines: with their ends.
+      where: the file, for places and messages.
+      first: the number of the first line.
+      bad: is called with the error of a line that is not UTF-8, which is then left out.
 
     Raises:
       UserError: a line is longer than LONGEST.
@@ -66,9 +72,15 @@ def _single_bytes(line: bytes) -> str:
 
 
 def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", object) for each line that is not blank; the first of them is line `first` of its file.
+    """Yields ("FILE:LINE", object) for each line that is not blank.
 
     A line that is not UTF-8, not JSON or not an object goes to `bad`.
+
+    Args:
+      lines: with their ends.
+      where: the file, for places and messages.
+      first: the number of the first line in its file.
+      bad: is called with the error of a line that is not UTF-8, not JSON or not an object; it is then left out.
     """
     for place, line in decode_lines(lines, where, first, bad):
         text = line.strip()
@@ -139,7 +151,14 @@ def text_of(value: dict[str, Any], key: str, place: str) -> str:
 
 
 def value_of(value: dict[str, Any], key: str, place: str, expected: str = "one") -> Any:
-    """The value that an object has under a key; raises a UserError if it is absent."""
+    """The value that an object has under a key; raises a UserError if it is absent.
+
+    Args:
+      value: the object.
+      key: of the value.
+      place: of the object, for the error.
+      expected: the words of the error for the value.
+    """
     if key not in value:
         keys = ", ".join(map(str, value)) or "none"
         raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys})')

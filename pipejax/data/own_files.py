@@ -185,7 +185,7 @@ def _misspelt(field: str, keys: frozenset[str]) -> str:
 
 
 def _cell(value: Mapping[str, Any], field: str, place: str, known: Collection[str]) -> Any:
-    """What a record has in a field; None if that is absent, null or blank.
+    """The value of a record's field; None if that is absent, null or blank.
 
     Raises:
       UserError: it is absent, and a key that is not known is spelt almost like it.

@@ -1,4 +1,4 @@
-"""How a token is chosen from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
+"""The choice of a token from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
 
 Strategies take the token of the highest logit; `chosen` puts the one that is wished for in its place. A sample is drawn
 by a random number that depends on the seed and the place on the grid alone: it is the same whatever else is in the
@@ -45,7 +45,7 @@ MOST_LIKELY = Sampling()
 
 @flax.struct.dataclass
 class Wishes:
-    """How the answers of a batch are chosen."""
+    """The wishes for the answers of a batch, by which their tokens are chosen."""
 
     sampling: Sampling | None = None  # None: greedily
     forced: Any = None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
@@ -71,9 +71,15 @@ def first_argmax(logits: Array) -> Array:
 
 
 def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes) -> Array:
-    """The tokens i32 [N] that are wished for, from logits [V, N] of the queries that were asked.
+    """The tokens i32 [N] that are wished for, of the queries that were asked.
 
     `greedy` takes the most likely ones, where nothing else is wished for.
+
+    Args:
+      greedy: takes the most likely ones, where nothing else is wished for.
+      logits: [V, N].
+      asked: the step with the queries.
+      wishes: for the batch.
     """
     if wishes.allowed is None and wishes.sampling is None:
         return greedy(logits)
@@ -110,7 +116,14 @@ def log_probs_of(logits: Array, tokens: Array, wishes: Wishes) -> Array:
 
 
 def noted(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
-    """The log-probabilities [B, R, W] with those found for queries [B, S], of which bool [B, S] count."""
+    """The log-probabilities with those found in a step.
+
+    Args:
+      log_probs: f32 [B, R, W], of the steps before.
+      found: f32 [B, S].
+      query: the queries that they are found for.
+      counts: bool [B, S], those that count.
+    """
     row = jnp.where(counts, query.row, log_probs.shape[1])
     example = jnp.arange(len(counts))[:, None]
     return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")

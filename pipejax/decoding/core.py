@@ -59,7 +59,7 @@ class Sizes:
 
 @flax.struct.dataclass
 class Carry:
-    """What goes from step to step."""
+    """The state of a decode that goes from step to step."""
 
     state: Any
     query: Query  # of the next step
@@ -73,10 +73,10 @@ class Carry:
 
 @flax.struct.dataclass
 class Stretch:
-    """What a decode came to before a step did not fit into its cache."""
+    """The part of a decode before a step that did not fit into its cache."""
 
     over: Array  # bool scalar, every example is done; else a larger cache is needed
-    decoded: Decoded  # what is written; the result, if it is over
+    decoded: Decoded  # the rows so far; the result, if it is over
     carry: Carry
     left: Array | None = None  # as in `Carry`
 
@@ -108,7 +108,7 @@ def begin(
     wishes: Wishes = GREEDILY,
     apart: bool = False,
 ) -> Carry:
-    """What the first step needs, with no slot yet; traced.
+    """The carry that the first step needs, with no slot yet; traced.
 
     Args:
       strategy: decides what is fed.

@@ -27,14 +27,14 @@ from pipejax.decoding.interface import Array, Decoded, Model, SourceIds
 from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, below
 from pipejax.grid import start
 
-MEMORY = 0.9  # what a call leaves of the weight of those before it, in the estimate of how often drafts are right
+MEMORY = 0.9  # the share of their weight that calls keep after another, in the estimate of how often drafts are right
 ROUNDS = 4  # of the search for the drafts to feed; each comes nearer to the best choice
 PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tokens
 
 
 @flax.struct.dataclass
 class State:
-    """What is written, and what was asked last."""
+    """The rows as far as they are written, and the last questions."""
 
     tokens: Array  # i32 [B, R, T], of each row, eos included
     length: Array  # i32 [B, R], how many
@@ -60,7 +60,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Drafted:
-    """What `inner` writes, in fewer calls.
+    """The answers of `inner`, in fewer calls.
 
     Drafted tokens that are too seldom right are not worth their column of the call: `_chosen` keeps those that are. How
     often drafts are right is learned as they are judged, for each example and each degree of trust.
@@ -70,7 +70,7 @@ class Drafted:
     drafter: Drafter
     tokens: int = 8  # D, drafted for a row in a call, at the most
     queries: tuple[int, ...] = ()  # the sizes of calls of a whole batch, ascending, but for the largest
-    fixed: float = 3.0  # what a call costs in any case, in columns
+    fixed: float = 3.0  # the cost of a call in any case, in columns
     rounded: bool = True  # whether a call costs all columns of its size, and not only those that are fed
     trace: bool = False  # whether what becomes of drafts is kept (`Decoded.trace`)
 
@@ -290,7 +290,7 @@ class Drafted:
         return dataclasses.replace(state, done=state.done | over)
 
     def kept(self, state: State) -> Array:
-        """What the last call fed and is right."""
+        """The mask of the tokens that the last call fed and that are right."""
         return _flat(state.kept)
 
     def done(self, state: State) -> Array:

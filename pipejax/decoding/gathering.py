@@ -1,4 +1,4 @@
-"""What a step feeds: the live queries of a batch, gathered, and the coordinates of all that was fed before.
+"""The queries of a step: the live ones of a batch, gathered, and the coordinates of all that was fed before.
 
 Shapes as in `core`: B batch, S queries that an example may ask, N queries of a step over the whole batch, Q queries of
 one example, C cache slots in reach, T time-steps.
@@ -17,7 +17,7 @@ NOWHERE = 2**30  # the row of an empty slot and of a filler query: later than ev
 
 @flax.struct.dataclass
 class Query:
-    """What one step may ask."""
+    """The queries that one step may ask."""
 
     tokens: Array  # i32 [B, S]
     row: Array  # i32 [B|1, S], coordinates on the grid
@@ -36,7 +36,7 @@ class Filled:
 
 @flax.struct.dataclass
 class Step:
-    """What the model is asked: N live queries, gathered; the last may be fillers, which stand for no query.
+    """The question to the model: N live queries, gathered; the last may be fillers, which stand for no query.
 
     Where every example has all its Q places among the N, the two index arrays are None.
     """
@@ -59,14 +59,28 @@ def taken(live: Array, kept: Array) -> Array:
 
 
 def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates, where nobody sees the rejected ones [B, S] of the live queries that were fed from `start` on."""
+    """The coordinates, where nobody sees the rejected queries.
+
+    Args:
+      rejected: bool [B, S].
+      live: bool [B, S], the queries that were fed.
+      filled: the coordinates with theirs.
+      start: i32 [B|1], the slot of each example's first query.
+    """
     slot = jnp.where(rejected, start[:, None] + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
     example = jnp.arange(live.shape[0])[:, None]
     return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
 
 
 def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
-    """Gathers the live queries of a batch into N = `queries`, at most Q = `width` an example.
+    """Gathers the live queries of a batch.
+
+    Args:
+      query: those that the step may ask.
+      filled: the coordinates of all that was fed before.
+      start: i32 [B|1], the slot of each example's first query.
+      queries: N.
+      width: Q.
 
     Returns:
       what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
@@ -108,7 +122,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
 
 
 def _put(old: Array, new: Array, start: Array) -> Array:
-    """What is old [B, C], with the new [B, Q] from slot `start` i32 [B|1] on."""
+    """The old array [B, C], with the new [B, Q] from slot `start` i32 [B|1] on."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(old, new, start[0], axis=1)
     place = jnp.arange(old.shape[1]) - start[:, None]

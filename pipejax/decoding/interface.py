@@ -1,4 +1,4 @@
-"""What the decoding loop is given: a strategy, which says what is asked, and a model, which answers.
+"""The parts of the decoding loop: a strategy, which says what is asked, and a model, which answers.
 
 Shapes as in `core`.
 """
@@ -17,7 +17,7 @@ from pipejax.decoding.trace import Trace
 Array = jax.Array
 Cache = TypeVar("Cache")
 
-TRUNCATIONS = (None, "time_max", "sub_max", "max_length")  # what the codes in Decoded.truncated stand for
+TRUNCATIONS = (None, "time_max", "sub_max", "max_length")  # the meanings of the codes in Decoded.truncated
 
 
 @flax.struct.dataclass
@@ -26,7 +26,7 @@ class SourceIds:
 
     ids: Any  # i32 [B, L]
     length: Any  # i32 [B], how many are real
-    memory: Any = None  # what a drafter's own model made of them
+    memory: Any = None  # their memory in a drafter's own model
 
 
 @flax.struct.dataclass
@@ -39,7 +39,7 @@ class Decoded:
     truncated: Array  # i32 [B], index into TRUNCATIONS
     calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
     log_probs: Any = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
-    trace: Trace | None = None  # what became of drafts, if `Drafted.trace`
+    trace: Trace | None = None  # the fate of drafts, if `Drafted.trace`
 
 
 class Model(Protocol[Cache]):
@@ -56,7 +56,7 @@ class Model(Protocol[Cache]):
 
 
 class Stepper(Protocol):
-    """What the loop asks, step by step. Its state is a pytree of fixed shapes."""
+    """The steps of a strategy, as the loop takes them. Its state is a pytree of fixed shapes."""
 
     @property
     def rows(self) -> int:
@@ -82,7 +82,7 @@ class Stepper(Protocol):
 
     @property
     def choose(self) -> Callable[[Array], Any] | None:
-        """What it takes from logits f32 [V, N]: arrays [N, ...], the answers; None: the most likely tokens i32 [N]."""
+        """The function from logits f32 [V, N] to the answers, arrays [N, ...]; None: the most likely tokens i32 [N]."""
 
     def advance(self, state: Any, answers: Any) -> Any:
         """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
@@ -133,7 +133,7 @@ class Strategy(Stepper, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """What most strategies have in common: they read no source, borrow no model, and suit every device as they are."""
+    """The common part of most strategies: they read no source, borrow no model, and suit every device as they are."""
 
     reads_source: ClassVar[bool] = False
     borrows: ClassVar[bool] = False

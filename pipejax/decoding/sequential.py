@@ -13,7 +13,7 @@ from pipejax.decoding.pipelined import Pipelined
 
 @flax.struct.dataclass
 class State:
-    """What is written."""
+    """The answers as far as they are written."""
 
     tokens: Array  # i32 [B, max_length]
     last: Array  # i32 [B], the newest token

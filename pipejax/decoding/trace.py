@@ -1,4 +1,4 @@
-"""What became of drafts, call by call, for people who want to see it. Only kept if `Drafted.trace` asks for it.
+"""The fate of drafts, call by call, for people who want to see it. Only kept if `Drafted.trace` asks for it.
 
 Shapes: B batch, C calls at the most, R rows of the grid, D drafted tokens of a row in a call, at the most.
 """
@@ -33,7 +33,14 @@ class Asked(NamedTuple):
 
 
 def empty(batch: int, calls: int, rows: int, drafts: int) -> Trace:
-    """Nobody was asked."""
+    """A trace in which nobody was asked.
+
+    Args:
+      batch: B.
+      calls: C.
+      rows: R.
+      drafts: D.
+    """
     none = jnp.zeros((batch, calls, rows), jnp.int32)
     return Trace(jnp.zeros((batch, calls, rows, drafts), jnp.int32), none - 1, none, none)
 

@@ -15,7 +15,7 @@ from pipejax.methods import Method, tells_rows_apart
 
 
 class Record(TypedDict):
-    """What a source was decoded to; a line of what `pipejax decode` writes."""
+    """The answer to a source; a line of the output of `pipejax decode`."""
 
     id: str | int  # as given; else the position
     text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
@@ -23,7 +23,7 @@ class Record(TypedDict):
     row_ids: list[list[int]]  # token ids
     steps: int  # of Algorithm 1
     calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
-    truncated: str | None  # what cut it short, one of `decoding.TRUNCATIONS`
+    truncated: str | None  # the limit that cut it short, one of `decoding.TRUNCATIONS`
     repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
     sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
     log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
@@ -50,7 +50,7 @@ def record_of(
     tokenizer: Tokenizer | None,
     ends: bool = True,
 ) -> Record:
-    """What an example was decoded to.
+    """The record of an example that was decoded.
 
     Args:
       source: of the example.
@@ -109,7 +109,15 @@ def record_of(
 
 
 def count(record: Record, method: Method, report: Report, *, config: Config, tokenizer: Tokenizer | None) -> None:
-    """Adds a record to the report."""
+    """Adds a record to the report.
+
+    Args:
+      record: to be counted.
+      method: that decoded it.
+      report: is changed.
+      config: that it was decoded with.
+      tokenizer: for texts.
+    """
     report.examples += 1
     report.steps += record["steps"]
     report.calls += record["calls"]

@@ -1,4 +1,4 @@
-"""Who computes the encoder and the decoder's steps, and how weights and memories lie for it: XLA, or our own kernel.
+"""The backends, which compute encoder and decoder steps, and lay weights and memories out for it: XLA, our own kernel.
 
 A backend is chosen once, when a checkpoint is opened.
 
@@ -39,7 +39,7 @@ class Backend(Protocol):
         ...
 
     def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
-        """What is in no layer, from parameters without layers: the encoder's, and the decoder's."""
+        """The arrays that are in no layer, from parameters without layers: the encoder's, and the decoder's."""
         ...
 
     def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
@@ -47,7 +47,14 @@ class Backend(Protocol):
         ...
 
     def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
-        """The memory of sources i32 [B, L], of which i32 [B] tokens are real, of `memory_length(L)`."""
+        """The memory of a batch of sources, of `memory_length(L)` slots.
+
+        Args:
+          model: the T5.
+          encoder: as `encoder` gives it.
+          source: i32 [B, L].
+          length: i32 [B], real tokens of each.
+        """
         ...
 
     def widened(self, memory: Memory, slots: int) -> Memory:
@@ -65,7 +72,7 @@ class Backend(Protocol):
 
     @property
     def reading(self) -> Reading:
-        """What a step on a CPU takes beside its columns."""
+        """The time that a step on a CPU takes beside its columns."""
         ...
 
     @property
@@ -85,7 +92,7 @@ class Backend(Protocol):
 class Xla:
     """XLA's own products, on any device and in any dtype."""
 
-    weights: str = "auto"  # what they are held in, one of `pipejax.config.WEIGHTS`
+    weights: str = "auto"  # the dtype that they are held in, one of `pipejax.config.WEIGHTS`
 
     def encoder_layer(self, model: T5, layer: Any) -> Any:
         """See `Backend`."""
@@ -232,7 +239,7 @@ XLA = Xla()
 
 
 def call_costs(weights: Weights, backend: Backend = XLA) -> float:
-    """What a call on a CPU costs whatever it computes, in columns: the reading of the weights."""
+    """The cost of a call on a CPU whatever it computes, in columns: the reading of the weights."""
     held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
     cached = sum(x.nbytes for x in held) < CACHE
     return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)

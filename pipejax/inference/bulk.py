@@ -34,7 +34,7 @@ DELIMITER = "data.csv_delimiter"
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a process is told once. Paths are absolute, but those of blocks are relative to `root`."""
+    """The settings that a process is told once. Paths are absolute, but those of blocks are relative to `root`."""
 
     checkpoint: str
     output: str
@@ -43,7 +43,7 @@ class Work:
     overrides: tuple[str, ...] = ()
     strategy: str | None = None  # None: as the checkpoint was trained
     skip_bad: bool = False  # lines that are no sources
-    settings: Mapping[str, Any] | None = None  # what the records depend on; None: not known yet
+    settings: Mapping[str, Any] | None = None  # those that the records depend on; None: not known yet
     run: str = ""  # as `Shards` wants it
 
 
@@ -51,10 +51,10 @@ class Pool(Protocol):
     """Processes that decode."""
 
     def ask(self, work: Work) -> dict[str, Any]:
-        """What `describe` says in one of them."""
+        """The result of `describe` in one of them."""
 
     def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
-        """What `Worker` says to each block, each once, in any order."""
+        """The result of `Worker` for each block, each once, in any order."""
 
 
 def caught(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def caught(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, An
 
 
 def checked(said: dict[str, Any]) -> dict[str, Any]:
-    """What another process said; raises the error if it is one."""
+    """The message of another process; raises the error if it is one."""
     if "error" not in said:
         return said
     kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
@@ -220,7 +220,7 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
 def _read(
     files: Sequence[str], block: int, described: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[list[Block]]]:
-    """What the manifest says of each input, and the blocks of each; in no input may a field of the template lack."""
+    """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
     inputs, blocks, delimiter = [], [], described["settings"][DELIMITER]
     reader = Reader(Path(), delimiter)
     with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:

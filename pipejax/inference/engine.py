@@ -32,7 +32,7 @@ class Full(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """A source to decode, and the way to do it."""
 
     source: Source  # as `Generator.source` gives it
     strategy: str
@@ -54,7 +54,7 @@ Found = Sequence[Event | Record | BaseException]  # of one answer; its last is t
 
 
 class Answer:
-    """What comes of a request. May be read or listened to by one thread, and cancelled by any."""
+    """The result of a request as it comes. May be read or listened to by one thread, and cancelled by any."""
 
     def __init__(self, request: Request, wake: Callable[[], None]) -> None:
         """Nothing has come yet. `wake`: called when it is cancelled."""

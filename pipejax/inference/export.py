@@ -229,7 +229,7 @@ def _decode(
 
 
 def _description(config: Config, restored: Restored, model: T5, batch: int, length: int) -> dict[str, Any]:
-    """What stands in the JSON file but for the programs."""
+    """The content of the JSON file but for the programs."""
     architecture, template = model.config, template_of(config)
     return {
         "jax": jax.__version__,

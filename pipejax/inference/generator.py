@@ -89,7 +89,7 @@ class Generator:
 
     @property
     def ids(self) -> Ids:
-        """What rows begin and end with."""
+        """The token ids that rows begin and end with."""
         return Ids(self.architecture.decoder_start_token_id, self.architecture.eos_token_id)
 
     def method(self, name: str | None = None) -> Method:
@@ -225,7 +225,7 @@ class Generator:
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:
-        """What is given, if it can be decoded; `name`: its id, if it has none.
+        """The value as a source, if it can be decoded; `name`: its id, if it has none.
 
         Raises:
           UserError: it cannot; `place` says where it is.
@@ -263,9 +263,18 @@ class Generator:
         tick: Callable[[int], None] = lambda count: None,
         drafter: Drafter | None = None,
     ) -> Iterator[Record]:
-        """Yields records in input order, reading `window` batches of checked sources ahead.
+        """Yields records in input order.
 
         Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
+
+        Args:
+          given: sources that are checked.
+          strategy: the name of a method; None: `default_strategy`.
+          batch_size: that is wanted.
+          report: is added to, batch by batch.
+          window: batches of sources that are read ahead.
+          tick: is called with the number of examples of each batch once it is decoded.
+          drafter: instead of the config's.
         """
         method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
         wanted = batch_size
@@ -300,7 +309,14 @@ class Generator:
     def wishes_of(
         self, batch: Sequence[Source], ids: Sequence[Sequence[int]], method: Method, made: Strategy
     ) -> Wishes:
-        """What is wished for in the answers to a batch of sources of these token ids."""
+        """The wishes for the answers to a batch.
+
+        Args:
+          batch: its sources.
+          ids: the token ids of each.
+          method: that decodes.
+          made: its strategy.
+        """
         more = method.allowed(self.tokenizer) if self.tokenizer else []
         return wishes.of_batch(
             batch,
@@ -313,14 +329,14 @@ class Generator:
         )
 
     def batch_size_for(self, wanted: int) -> int:
-        """How many sources a device decodes at a time when so many are wanted: on a CPU a few at most."""
+        """The number of sources that a device decodes at a time when so many are wanted: on a CPU a few at most."""
         on_cpu = self._devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
     def make_strategy(
         self, name: str | None = None, drafter: Drafter | None = None, *, drafts: bool = True
     ) -> Strategy:
-        """What decodes by the method of that name, checked, with this config's settings.
+        """The strategy that decodes by the method of that name, checked, with this config's settings.
 
         Args:
           name: None: `default_strategy`.

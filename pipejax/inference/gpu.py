@@ -112,7 +112,7 @@ TOLERANCE = 0.05  # of `trial`; what both round to bfloat16 is apart by 0.01 to 
 
 
 def trial(queries: int, *, interpret: bool = False) -> Array:
-    """How far the kernels are from what XLA finds for random numbers, relative to 1 + |x|, at the most: f32 scalar.
+    """The largest difference of the kernels from XLA for random numbers, relative to 1 + |x|: f32 scalar.
 
     `queries` is Q of each of two examples; `interpret` as in `GpuDecoder`.
     """
@@ -256,7 +256,7 @@ def _attend_memory(query: Array, keys: Array, values: Array, mask: Array, *, int
 def _attend_cache(
     projected: Array, keys: Array, values: Array, bias: Array, start: Array, *, interpret: bool
 ) -> tuple[Array, Array, Array]:
-    """What queries find in a cache and among themselves, [B Q, H K], and the cache with their keys and values.
+    """The values that queries find in a cache and among themselves, [B Q, H K]; the cache with their keys and values.
 
     Args:
       projected: [B Q, 3 H K], query, key, value.

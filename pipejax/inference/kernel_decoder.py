@@ -85,7 +85,7 @@ class KernelDecoder:
         return self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens),), jnp.int32))
 
     def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
-        """What the kernel makes of a step: logits or tokens, as the answers' type says, and the cache."""
+        """The kernel's answers to a step: logits or tokens, as the answers' type says, and the cache."""
         c, w, memory = self.config, self.weights, self.memory
         places = jnp.arange(len(step.tokens)) if step.place_of_query is None else step.place_of_query
         batch, queries, reach = step.mask.shape
@@ -126,7 +126,7 @@ class EncoderLayer:
 
 @flax.struct.dataclass
 class Encoder:
-    """What the encoder reads, and the projections of its result that each decoder layer looks into."""
+    """The weights that the encoder reads, and the projections of its result that each decoder layer looks into."""
 
     embedding: Matrix  # [V, D] in rows
     bias: Array  # f32 [buckets, H]
@@ -159,7 +159,17 @@ def encode(
     weights: str,
     level: kernels.Level,
 ) -> Memory:
-    """The memory of sources i32 [B, L], of which i32 [B] tokens are real, with so many slots."""
+    """The memory of a batch of sources.
+
+    Args:
+      config: of the T5.
+      encoder: its weights.
+      source: i32 [B, L].
+      length: i32 [B], real tokens of each.
+      slots: of the memory.
+      weights: one of `pipejax.config.WEIGHTS`; the dtype of the memory follows from it.
+      level: that the kernel is compiled for.
+    """
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x

@@ -24,7 +24,7 @@ def load(
     where: str = "--set",
     method: Method | None = None,
 ) -> Generator:
-    """What `pipejax.load` calls; arguments and errors are described there. `where` names the overrides in errors.
+    """Does the work of `pipejax.load`, which describes arguments and errors. `where` names the overrides in errors.
 
     Compiled programs are kept as the commands keep them (`pipejax.system.compile_cache`).
     """

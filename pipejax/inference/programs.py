@@ -116,7 +116,7 @@ def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """What drafts for a T5, if that is a T5 itself. Static under jit."""
+    """A T5 that drafts for another one, with its backend. Static under jit."""
 
     model: T5
     backend: Backend
@@ -277,7 +277,15 @@ class Programs:
     def warm_up(
         self, strategy: Strategy, *, batch_size: int, length: int, report: Report, wishes: Wishes = GREEDILY
     ) -> None:
-        """Compiles all that batches of that size and with such wishes may need with sources that pad to that length."""
+        """Compiles all that batches of a size may need.
+
+        Args:
+          strategy: that decodes them.
+          batch_size: sources of a batch.
+          length: of a source; it counts padded.
+          report: is told of the compilation.
+          wishes: such as the batches will have.
+        """
         shape = 1, batch_size, bucket(length)
         ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
@@ -364,7 +372,7 @@ class Programs:
 
 
 def _by_itself(function: Callable[..., Any], weights: Any, *arrays: Any) -> Any:
-    """What a device makes of its part of arrays whose first axis is of the devices."""
+    """The function's result on each device, for its part of arrays whose first axis is of the devices."""
     own = jax.tree.map(lambda x: x[0], arrays)
     return jax.tree.map(lambda x: x[None], function(weights, *own))
 

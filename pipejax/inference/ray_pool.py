@@ -87,12 +87,12 @@ class RayPool:
             self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
 
     def ask(self, work: Work) -> dict[str, Any]:
-        """What `describe` says, in a process that ends and lets go of its device."""
+        """The result of `describe`, in a process that ends and lets go of its device."""
         said: dict[str, Any] = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
         return said
 
     def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
-        """What `Worker` says to each block, in any order."""
+        """The result of `Worker` for each block, in any order."""
         data = self.ray.data
         data.DataContext.get_current().enable_progress_bars = False
         rows = [{"block": json.dumps(block)} for block in blocks]

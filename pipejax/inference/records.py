@@ -96,6 +96,17 @@ def decode_file(
     goes on after the records that are there, and `continued_by` says to people what will. A table is made of these
     lines in the end. With `live`, rows are shown on standard error as they are written, one source after the other.
 
+    Args:
+      generator: decodes.
+      source: the file; "-": standard input.
+      target: the file; "-": standard output.
+      strategy: the name of a method; None: the generator's default.
+      batch_size: None: the config's; for standard input 1.
+      resume: whether records that are there are kept.
+      live: whether rows are shown as they are written.
+      continued_by: the words for what goes on later.
+      skip_bad: whether lines that are no sources are left out.
+
     Raises:
       UserError: a line that is not a source (the message names file and line), unless it is to be skipped; or an output
         that is of other work.

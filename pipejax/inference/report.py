@@ -1,4 +1,4 @@
-"""What a decode came to: examples, time, steps, and what was cut."""
+"""The sums of a decode: examples, time, steps, and what was cut."""
 
 import dataclasses
 from collections import Counter
@@ -10,7 +10,7 @@ from pipejax.methods import Method
 
 @dataclasses.dataclass
 class Report:
-    """What a decode came to, as sums."""
+    """The sums of a decode."""
 
     examples: int = 0
     seconds: float = 0.0  # generate and detokenise; compilation and tokenisation left out
@@ -26,7 +26,7 @@ class Report:
 
     @classmethod
     def of_all(cls, parts: "Sequence[Report]") -> "Report":
-        """What processes came to that each decoded a part at the same time."""
+        """The sums over processes that each decoded a part at the same time."""
         others = [part.other_steps for part in parts]
         return cls(
             examples=sum(part.examples for part in parts),

@@ -170,7 +170,7 @@ class RunningBatch:
         return sorted((first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k]))
 
     def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
-        """What is written, who is done, and how many steps it took."""
+        """The answers as far as they are written, which are done, and the number of steps taken."""
         assert self._memory is not None, "nobody has a place"
         wishes, is_scored = Wishes(forced=self._forced), self._scored.any()
         if is_scored or self._sampling.temperature.any():  # another program: it computes all logits
@@ -216,7 +216,7 @@ class RunningBatch:
         switch: Array,
         watched: Array,
     ) -> tuple[Decoded, Array, Array | None, Carry]:
-        """What is written, who is done, how many steps were left, and the carry."""
+        """The answers as far as they are written, which are done, the number of steps left, and the carry."""
         strategy, sizes = self.strategy, self._sizes
         carry = decoding.refilled(strategy, carry, begins=begins, ends=ends, sizes=sizes)
         decoder, slots = self._decoder(weights, memory), carry.filled.row.shape[1]

@@ -85,7 +85,7 @@ class Shards:
         return _said(name, text.encode(), skipped)
 
     def look(self, name: str) -> Shard | None:
-        """What a shard holds; None if it is not written."""
+        """The content of a shard; None if it is not written."""
         path, beside = self.directory / name, self.skipped / name
         if not path.exists():
             return None
@@ -208,6 +208,6 @@ class Output:
 
 
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What must stay the same, by name: not where the files lie, nor their lines, of which the shards' names tell."""
+    """The values that must stay, by name: not where the files lie, nor their lines, of which the shards' names tell."""
     flat = {"--block": work["block"], "the number of inputs": len(work["inputs"]), **flattened(work["settings"])}
     return flat | {f"input {i}": Path(given["path"]).name for i, given in enumerate(work["inputs"], start=1)}

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Small:
-    """What `decode.draft_checkpoint` names."""
+    """The checkpoint that `decode.draft_checkpoint` names."""
 
     directory: str
     config: Config

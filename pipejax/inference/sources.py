@@ -1,4 +1,4 @@
-"""What is given to be decoded, from Python or in lines: texts, token ids, or records as a task makes its source of."""
+"""The sources to be decoded, from Python or in lines: texts, token ids, or records as a task makes its source of."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,13 @@ class Source(NamedTuple):
 
 
 def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Config) -> Source:
-    """The source of a record, with the template that the model was trained with; `name`: its id, if it has none.
+    """The source of a record, with the template that the model was trained with.
+
+    Args:
+      value: the record.
+      place: names it in errors.
+      name: the source's id, if it has none.
+      config: with the template.
 
     Raises:
       UserError: a field is absent or of another kind; `place` names the record.
@@ -87,7 +93,14 @@ def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> No
 
 
 def check(source: Source, place: str, *, architecture: T5Config, tokenizer: Tokenizer | None) -> Source:
-    """The source if it can be decoded; `place` names it in the UserError otherwise."""
+    """The source if it can be decoded.
+
+    Args:
+      source: to be checked.
+      place: names it in the UserError otherwise.
+      architecture: of the T5.
+      tokenizer: None: texts cannot be decoded.
+    """
     vocabulary, eos = architecture.vocab_size, architecture.eos_token_id
     for i, prefix in enumerate(source.prefixes):
         where = f'{place}: "row_prefixes"'

@@ -102,7 +102,7 @@ class StepDecoder:
     def _attend_cache(
         self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
     ) -> tuple[Array, Array, Array]:
-        """What queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
+        """The values that queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
 
         Args:
           projected: query, key and value, [3 I, B Q].
@@ -117,7 +117,7 @@ class StepDecoder:
         return _by_query(attend(query, keys, values, bias)), keys, values
 
     def _attend_memory(self, number: int, query: Array) -> Array:
-        """What the queries [I, B Q] of a layer find in the source: [I, B Q]."""
+        """The values that the queries [I, B Q] of a layer find in the source: [I, B Q]."""
         bias = jnp.where(self.memory.mask, 0.0, MASKED)[:, None, None]
         return _by_query(attend(self._by_head(query), self.memory.keys[number], self.memory.values[number], bias))
 
@@ -175,7 +175,15 @@ def _by_query(found: Array) -> Array:
 
 
 def grown(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache | None) -> Cache:
-    """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
+    """A cache of that many slots.
+
+    Args:
+      config: of the T5.
+      batch: B.
+      dtype: of keys and values.
+      slots: at least those of `old`.
+      old: is followed by zeroed slots; None: there are no others.
+    """
     heads, width = batch * config.num_heads, config.d_kv
     if old is None:
         keys, values = jnp.zeros((heads, width, slots), dtype), jnp.zeros((heads, slots, width), dtype)
@@ -188,7 +196,14 @@ def grown(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache
 
 
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """What queries [B, H, K, Q] find in keys [.., K, C] and values [.., C, K] under bias [B, .., C]."""
+    """The values that queries find in keys under a bias: [B, H, K, Q].
+
+    Args:
+      query: [B, H, K, Q].
+      keys: [.., K, C].
+      values: [.., C, K].
+      bias: [B, .., C].
+    """
     batch, heads, width, queries = query.shape
     rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
     keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])

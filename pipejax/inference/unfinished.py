@@ -28,7 +28,7 @@ DEFAULTS = {
 
 
 class Kept(NamedTuple):
-    """What is there of an output."""
+    """The part of an output that is there."""
 
     records: int
     size: int  # bytes
@@ -105,7 +105,7 @@ HASHED = {
 
 
 def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """What the records depend on; batches are no part of it, and drafts only if records hold their trace."""
+    """The settings that the records depend on; batches are no part, and drafts only if records hold their trace."""
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))

@@ -44,7 +44,7 @@ class Layer:
 
 @flax.struct.dataclass
 class Weights:
-    """What a decoder step reads, except for the source."""
+    """The weights that a decoder step reads, all but those of the source."""
 
     embedding: Matrix | None  # [V, D]; None: the head's, if tied
     layers: tuple[Layer, ...]

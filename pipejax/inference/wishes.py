@@ -1,4 +1,4 @@
-"""What is wished for in the answers of a batch, from the settings and what the sources say, for `decoding.choice`."""
+"""The wishes for the answers of a batch, from the settings and what the sources say, for `decoding.choice`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pipejax.system.errors import UserError
 
 
 def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None) -> Given:
-    """What is known of the rows of an answer, with prefixes as ids: as the source says, or the method's own settings.
+    """The known part of the rows of an answer, with prefixes as ids: as the source says, or the method's own settings.
 
     Args:
       source: whose answer they are.

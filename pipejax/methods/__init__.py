@@ -113,7 +113,7 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
 def make_strategy(
     method: Method, decode: DecodeConfig, ids: Ids, drafter: "Drafter | None" = None, *, drafts: bool = True
 ) -> "Strategy":
-    """What decodes by a method, with drafts if the settings say so.
+    """The strategy that decodes by a method, with drafts if the settings say so.
 
     Args:
       method: that decodes.

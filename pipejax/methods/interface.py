@@ -39,16 +39,16 @@ ABILITIES = {
 class Ids(NamedTuple):
     """Token ids that a model gives a meaning."""
 
-    bos: int  # what every row begins with
-    eos: int  # what ends it
+    bos: int  # the token that every row begins with
+    eos: int  # the token that ends it
 
 
 class Given(NamedTuple):
-    """What is known of the rows of an answer before it is written."""
+    """The known part of the rows of an answer before it is written."""
 
     prefixes: tuple[str | Sequence[int], ...] = ()  # texts or ids with which they begin, in turn
     most: int | None = None  # after so many the answer ends; None: the model decides
-    where: str = ""  # who says so, for messages
+    where: str = ""  # the place that says so, for messages
 
 
 class Target(NamedTuple):
@@ -75,12 +75,12 @@ class Method:
 
     @property
     def about(self) -> str:
-        """What a model that was trained for it writes, in a sentence for people."""
+        """The sentence that tells people what a model that was trained for it writes."""
         return f"A T5 that was trained for {self.label}."
 
     @property
     def setting(self) -> str:
-        """How it was asked for, for messages."""
+        """The setting by which it was asked for, for messages."""
         return f"strategy: found {self.name}"
 
     def check(self) -> None:
@@ -121,7 +121,7 @@ class Method:
         return cross_entropy(logits, targets, weights)
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """What decodes it; static under jit."""
+        """The strategy that decodes it; static under jit."""
         raise NotImplementedError
 
     def given(self, given: Given) -> Given:
@@ -129,7 +129,7 @@ class Method:
         return given
 
     def exist(self, rows: int, most: int | None) -> int:
-        """How many rows of the grid an answer has, of so many that began; `most`: as in `Given`."""
+        """The number of rows of the grid that an answer has, of so many that began; `most`: as in `Given`."""
         return rows
 
     def allowed(self, spells: Spells) -> list[int]:

@@ -60,7 +60,10 @@ class Sequential(Method):
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """One row. If it is too long, its last rows are left out, and the end after them is not learned."""
+        """One row. If it is too long, its last rows are left out, and the end after them is not learned.
+
+        Arguments as of `Method.target`.
+        """
         kept = [row for row in rows if not spells.vanishes(row)]
         joined, cut = _join(kept, lambda text: spell([text], spells, ids.eos)[0], self.separator, most - 1)
         flat = grid.flatten([joined[: most - 1]], delay=1, bos=ids.bos, eos=ids.eos, final=False)

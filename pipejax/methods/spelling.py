@@ -40,7 +40,13 @@ def spell(targets: Sequence[str], tokenizer: Spells, eos: int | None) -> list[li
 
 
 def prefix_ids(tokenizer: Spells, text: str, where: str, eos: int | None = None) -> tuple[int, ...]:
-    """The ids of a text with which rows begin; `eos` is the model's, which not every tokenizer names.
+    """The ids of a text with which rows begin.
+
+    Args:
+      tokenizer: gives them.
+      text: to begin with.
+      where: begins the message of an error.
+      eos: the model's, which not every tokenizer names.
 
     Raises:
       UserError: it has no id, or one that would end the row; the message begins with `where`.
@@ -62,7 +68,7 @@ def _prefix_ids(tokenizer: Spells, text: str) -> tuple[int, ...]:
 
 
 def shown(change: tuple[str, str]) -> str:
-    """What `Tokenizer.change` says, in words."""
+    """The result of `Tokenizer.change`, in words."""
     composed = (unicodedata.normalize("NFC", text) for text in change)
     show = ascii if len({*composed}) == 1 else repr  # else both may look alike
     was, now = (show(text if len(text) <= 40 else f"{text[:40]}...") for text in change)

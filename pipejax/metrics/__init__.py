@@ -52,7 +52,7 @@ def per_document(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """What each document adds to the sums of which `combine` makes the scores; arguments and errors as `score`."""
+    """The terms by document of the sums of which `combine` makes the scores; arguments and errors as `score`."""
     if not len(sources) == len(gold) == len(predicted):
         raise ValueError(
             f"expected a source, gold and predicted rows for each document; "
@@ -89,6 +89,13 @@ def gap(
     first: Sequence[Sequence[str]],
     second: Sequence[Sequence[str]],
 ) -> dict[str, tuple[float, float, float]]:
-    """How much higher the second predictions score than the first: (difference, low, high) of a paired bootstrap."""
+    """The gain in score of the second predictions over the first: (difference, low, high) of a paired bootstrap.
+
+    Args:
+      name: of the metric, as `score` takes it.
+      sources: the document texts.
+      gold: the rows of each document in the data.
+      first, second: the generated rows of each.
+    """
     before, after = (per_document(name, sources, gold, predicted) for predicted in (first, second))
     return bootstrap(before, after, functools.partial(combine, name))

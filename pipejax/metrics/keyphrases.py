@@ -65,7 +65,7 @@ def per_document(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """Precision, recall and F1 of each document, of each kind at each cut, from 0 to 1."""
+    """Precision, recall and F1 of each document, of each kind at each cut, 0 to 1; arguments as of `metrics.score`."""
     documents = []
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
         text = " ".join(stems_of(source))

@@ -29,7 +29,7 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
 
 
 def per_document(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[dict[str, float]]:
-    """What each document adds to the counts that `combine` takes."""
+    """The counts that each document adds to those that `combine` takes."""
     documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
         golds, guesses = _distinct(gold_spans), _distinct(predicted_spans)

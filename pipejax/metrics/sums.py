@@ -21,7 +21,7 @@ def bootstrap(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, tuple[float, float, float]]:
-    """How much higher the second system scores than the first on the same documents, and how sure that is.
+    """The gain in score of the second system over the first on the same documents, and its confidence interval.
 
     Args:
       first, second: what each document adds to the sums, in the same order.

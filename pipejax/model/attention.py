@@ -34,7 +34,7 @@ def attend(queries: Array, keys: Array, values: Array, bias: Array, seed: Array 
 
 
 def _left(weights: Array, seed: Array | None, rate: float) -> Array:
-    """What dropout leaves of them; the division by 1 - rate is for the float32 sums."""
+    """The weights that dropout leaves; the division by 1 - rate is for the float32 sums."""
     return weights if seed is None else jnp.where(dropout.mask(seed, weights.shape, rate), weights, 0)
 
 

@@ -22,7 +22,14 @@ def is_factor(path: str) -> bool:
 
 
 def add(params: Any, rank: int, key: jax.Array, is_trained: Callable[[str], bool] = lambda path: True) -> Any:
-    """The parameters with fresh factors of that rank (0: none) beside each adapted kernel, where they are trained."""
+    """The parameters with fresh factors beside each adapted kernel.
+
+    Args:
+      params: a nested dict.
+      rank: of the factors; 0: none.
+      key: of the random factors.
+      is_trained: whether the parameter of a path is trained; the others get none.
+    """
     if not rank:
         return params
     flat = flatten_dict(params, sep="/")

@@ -78,7 +78,14 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: T5Config
 
 
 def check_shape(where: str, shape: tuple[int, ...], axes: str, model: T5Config) -> None:
-    """Raises a UserError that begins with `where` if the config implies another shape."""
+    """Raises a UserError that begins with `where` if the config implies another shape.
+
+    Args:
+      where: begins the message.
+      shape: that was found.
+      axes: a letter of each axis that the config implies, such as "VD".
+      model: the config.
+    """
     keys = {
         "V": "vocab_size",
         "D": "d_model",

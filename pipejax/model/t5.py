@@ -121,7 +121,13 @@ class Attention(nn.Module):
         return self.heads(self.key(x)), self.heads(self.value(x))
 
     def attend(self, x: Array, normed: Array, keys: Array, values: Array, bias: Array, deterministic: bool) -> Array:
-        """x [B, Q, D] plus what its normed form finds in keys and values [B, H, C, K] under bias [B|1, H|1, Q|1, C]."""
+        """x plus what its normed form finds in keys and values, [B, Q, D].
+
+        Args:
+          x, normed: [B, Q, D].
+          keys, values: [B, H, C, K].
+          bias: [B|1, H|1, Q|1, C].
+        """
         queries = self.heads(self.query(normed))
         seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))
         found = attend(queries, keys, values, bias, seed, self.dropout).swapaxes(1, 2)
@@ -303,7 +309,7 @@ class T5(nn.Module):
     config: T5Config
     dtype: DTypeLike = jnp.float32
     dropout: float = 0.0
-    remat: str = "none"  # how teacher-forced calls trade time for memory: see `apply_layers`
+    remat: str = "none"  # the trade of time for memory in teacher-forced calls: see `apply_layers`
     pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
     shards: int = 1  # on how many devices a batch lies when it trains
 

@@ -1,4 +1,4 @@
-"""What this machine's processor is, and what it can do."""
+"""The processor of this machine: its kind, and its abilities."""
 
 import functools
 import platform

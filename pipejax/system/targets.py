@@ -21,7 +21,7 @@ from pipejax.system.errors import UserError, did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the compiler asks of an NVIDIA GPU; memory in bytes, bandwidth in bytes a second."""
+    """The facts about an NVIDIA GPU that the compiler asks for; memory in bytes, bandwidth in bytes a second."""
 
     name: str
     capability: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What a training step costs by arithmetic: floating-point operations, and the peak that hardware has for them.
+"""The cost of a training step by arithmetic: floating-point operations, and the peak that hardware has for them.
 
 Shapes: D width, H heads, K head width, F feed-forward width, V vocabulary. A multiply-add counts as two operations.
 """

@@ -106,6 +106,12 @@ class Examiner:
         `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
         behind. The line in the log comes last: who is killed before it evaluates again, so no best step is missed.
 
+        Args:
+          step: that the parameters are of.
+          params: of the model.
+          progress: the bar of the training.
+          stopped: is asked before and after each batch.
+
         Returns:
           whether the evaluation came to its end.
         """

@@ -22,7 +22,7 @@ from pipejax.system.files import make_directories, write_text
 
 STRATEGY = "sequential"  # by which the checkpoint answers
 ANSWERS = "answers.jsonl"  # records as `pipejax decode` writes them
-SETTINGS = "settings.json"  # what the answers depend on, and the share that is held out
+SETTINGS = "settings.json"  # the settings that the answers depend on, and the share that is held out
 # Of what a record depends on: the grid is the student's business, and answers are parted anew at every start.
 LATER = ("grid", "data.separator")
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
@@ -30,7 +30,7 @@ FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """What is learned from, and what the result is compared with."""
+    """The examples to learn from, and those that the result is compared with."""
 
     train: list[Example]
     held_out: list[Example]
@@ -118,6 +118,12 @@ def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, h
 
 def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[dict[str, Any]]:
     """The checkpoint's greedy answers to all sources of the file at `path`; those that are there are kept.
+
+    Args:
+      directory: of the answers.
+      generator: of the checkpoint.
+      path: of the file with the sources.
+      sources: those of the file, checked.
 
     Raises:
       UserError: what is there are not answers to these sources.

@@ -104,7 +104,7 @@ def fit(
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """What a run is trained on and examined with."""
+    """The examples that a run is trained on and examined with."""
 
     train: Any
     dev: Any

@@ -1,4 +1,4 @@
-"""What is seen of a training run: its data at the start, where the time goes, a profile, the log's windows of steps."""
+"""The view of a training run: its data at the start, where the time goes, a profile, the log's windows of steps."""
 
 import contextlib
 import logging

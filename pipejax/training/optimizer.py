@@ -1,4 +1,4 @@
-"""What turns gradients into updates: schedules, AdamW and Adafactor, and what is left as it is."""
+"""The optimizer, which turns gradients into updates: schedules, AdamW and Adafactor, and what is left as it is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,5 +85,5 @@ def split(params: Any, is_trained: Callable[[str], bool]) -> tuple[Any, Any]:
 
 
 def join(trained: Any, fixed: Any) -> Any:
-    """What `split` took apart."""
+    """Puts together the trees that `split` took apart."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

@@ -1,4 +1,4 @@
-"""How much memory a training step needs on each device, before anything is bought or started.
+"""The memory that a training step needs on each device, before anything is bought or started.
 
     pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--target NAME | --compile | --measure]
 
@@ -140,7 +140,7 @@ def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dic
 
 
 def compiled_bytes(trainer: Any, config: Config) -> float:
-    """What XLA sets aside on each device for the compiled step, everything included."""
+    """The bytes that XLA sets aside on each device for the compiled step, everything included."""
     analysis = trainer.program(longest_batch(config)).memory_analysis()
     return (
         analysis.argument_size_in_bytes

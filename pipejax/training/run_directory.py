@@ -145,6 +145,12 @@ class RunDirectory:
 
         From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
 
+        Args:
+          config: of the run.
+          tokenizer: of its data.
+          step: that training goes on from.
+          data: fingerprints, by name.
+
         Raises:
           UserError: they cannot be written.
         """
@@ -198,7 +204,7 @@ class RunDirectory:
             write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
     def _logged(self) -> list[tuple[str, dict[str, Any]]]:
-        """What `run_log.read` finds; nothing if there is no log yet."""
+        """The lines that `run_log.read` finds; none if there is no log yet."""
         path = self.path / "metrics.jsonl"
         return run_log.read(path) if path.is_file() else []
 

@@ -27,5 +27,5 @@ def read(path: Path) -> list[tuple[str, Line]]:
 
 
 def score_of(line: Line) -> tuple[float, float]:
-    """What decides which evaluation is better: the metric's chief score, then the loss."""
+    """The key by which evaluations are compared, higher being better: the metric's chief score, then the loss."""
     return line[HEADLINES[line["metric"]]], -line["dev_loss"]

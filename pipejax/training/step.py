@@ -48,7 +48,15 @@ class TrainState:
 def batch_loss(
     model: T5, params: Any, batch: Arrays, dropout: Array | None, loss: Loss = losses.cross_entropy
 ) -> tuple[Array, Array]:
-    """Summed loss and target tokens of a batch of flat slots (paper section 3.3); without a key no dropout."""
+    """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
+
+    Args:
+      model: the T5.
+      params: its parameters.
+      batch: arrays by name, padded.
+      dropout: a key; None: no dropout.
+      loss: of logits, targets and weights.
+    """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
@@ -112,12 +120,25 @@ def train_step(
 
     The batch is computed in `accumulate` parts. Their loss sums and gradients of sums are added up and divided once,
     by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
-    finite, the state stays as it was, to the bit. `is_trained` says it of a parameter's path; `place` says where
-    parameters lie when they are used; `rate` is only told in the metrics.
+    finite, the state stays as it was, to the bit.
 
     Where the state stays as it was, the update is a branch that is not taken, or with `branch` False, a choice of each
     array. On a CPU, XLA works in the donated buffers inside a branch only; on a GPU a branch waits for the host, and
     the choice is made where the update is computed.
+
+    Args:
+      model: the T5.
+      optimizer: for the parameters that are trained.
+      state: is donated by callers that compile this.
+      batch: arrays by name, padded.
+      key: of dropout.
+      loss: of logits, targets and weights.
+      accumulate: the parts of the batch.
+      clip_norm: the largest norm of the mean gradient.
+      is_trained: whether the parameter of a path is trained.
+      place: moves parameters to where they lie when they are used.
+      rate: only told in the metrics.
+      branch: whether the update is a branch, and not a choice.
     """
     trained, fixed = split(state.params, is_trained)
 
@@ -243,7 +264,7 @@ class Trainer:
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Any]:
-        """What `checkpoint.Store.restore` needs to put a saved state on this mesh."""
+        """The templates that `checkpoint.Store.restore` needs to put a saved state on this mesh."""
         placed = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )

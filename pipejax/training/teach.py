@@ -119,6 +119,12 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     Each has four times the examples, computed in as many parts, each as large and packed as before. The rate of AdamW
     is doubled: it grows with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287).
 
+    Args:
+      saved: the checkpoint's config.
+      checkpoint: its path.
+      overrides: settings of the run, "key=value" each.
+      best: whether the best step is taken.
+
     Raises:
       UserError: the checkpoint is pipelined already, or an override does not fit.
     """
@@ -163,7 +169,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
 
 
 def measure(run: Path, made: Labels) -> dict[str, Any]:
-    """How far the run's newest step agrees with the checkpoint on the sources that were held out.
+    """The agreement of the run's newest step with the checkpoint on the sources that were held out.
 
     Returns:
       what is also written to agreement.json: scores of spans, with the checkpoint's rows as gold; "equal_answers", the

@@ -19,7 +19,7 @@ Write = Callable[[int, dict[str, float]], None]
 
 
 class Trackers:
-    """What the config asks for, in the first process alone. A board that fails is dropped; training goes on."""
+    """The trackers of the config, in the first process alone. A board that fails is dropped; training goes on."""
 
     def __init__(self, config: TrainConfig, directory: Path, step: int) -> None:
         """Opens them; curves go on after `step`.

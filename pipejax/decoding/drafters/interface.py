@@ -1,4 +1,4 @@
-"""What a drafter is asked, and what it answers. It never sees the model.
+"""The questions to a drafter, and its answers. It never sees the model.
 
 Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens.
 """
@@ -12,7 +12,7 @@ from pipejax.decoding.interface import Array, SourceIds
 
 @flax.struct.dataclass
 class Written:
-    """What is there when drafts are asked for."""
+    """The rows as far as they are written when drafts are asked for."""
 
     tokens: Array  # i32 [B, R, T], of each row, without bos and with the eos of an ended one; 0 beyond `length`
     length: Array  # i32 [B, R], how many
@@ -22,7 +22,7 @@ class Written:
 
 @flax.struct.dataclass
 class Draft:
-    """How each row may go on. What is drafted for rows that have ended or cannot begin is ignored."""
+    """The tokens by which each row may go on. Drafts for rows that have ended or cannot begin are ignored."""
 
     tokens: Array  # i32 [B, R, D]; an eos is a guess as well, and ends the draft
     count: Array  # i32 [B, R], how many count
@@ -48,4 +48,4 @@ class Borrower(Protocol):
     """A drafter that is a model itself, and borrows its decoder of each batch."""
 
     def over(self, decoder: Any, grid: Any, most: int, *, queries: tuple[int, ...], batch: int) -> Any:
-        """The drafter for one batch (`FromModel.over`)."""
+        """The drafter for one batch; arguments as of `FromModel.over`."""

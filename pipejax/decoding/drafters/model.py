@@ -138,7 +138,7 @@ class Looking(Plain):
 
 @flax.struct.dataclass
 class Memory:
-    """What the small T5 keeps from draft to draft."""
+    """The memory that the small T5 keeps from draft to draft."""
 
     fed: Array  # i32 [B, R], how many of bos and the written tokens of each row are in the cache
     used: Array  # i32 [B], slots that they take

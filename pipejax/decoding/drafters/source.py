@@ -38,7 +38,7 @@ class FromSource:
         return State(source, none, none)
 
     def propose(self, state: State, written: Written, most: int) -> tuple[State, Draft]:
-        """What follows the place that agrees best."""
+        """Drafts the tokens that follow the place that agrees best."""
         batch, rows, times = written.tokens.shape
         length = state.source.ids.shape[1]
         text = jnp.concatenate([state.source.ids, written.tokens.reshape(batch, -1)], axis=1)

@@ -40,7 +40,7 @@ class Mark:
 
 
 def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
-    """What the calls wrote and what they did not accept, in their order."""
+    """The tokens that the calls wrote and those that they did not accept, in the order of the calls."""
     texts = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
     found: list[Mark] = []
     next_of: dict[tuple[int, int], int] = {}  # of each place the rejected draft that stands there last

@@ -33,7 +33,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What the decoder did for one example."""
+    """The grid of one example, as the decoder filled it."""
 
     rows: tuple[tuple[str, ...], ...]  # token texts, without bos and eos
     delay: int
@@ -200,7 +200,7 @@ def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
 
 
 def facts(grid: Grid) -> str:
-    """What a caption says."""
+    """The text of a caption."""
     ratio = f" ({len(grid.sequential) / grid.steps:.1f}×)" if grid.steps else ""
     return (
         f"{count(grid.steps, 'time-step')} instead of {len(grid.sequential)}{ratio}, "

@@ -1,4 +1,4 @@
-"""What a picture needs of a record, once it is checked: a forged or a wrong one is refused in one line."""
+"""The parts of a record that a picture needs, checked: a forged or a wrong one is refused in one line."""
 
 import reprlib
 from collections import Counter
@@ -60,7 +60,14 @@ def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[st
 
 
 def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str) -> int:
-    """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
+    """The record's steps, once they agree with its rows: with another delay the picture would be wrong.
+
+    Args:
+      record: that says them.
+      rows: its token texts.
+      delay: Δt.
+      place: of the record, for the error.
+    """
     found, truncated = _end(record, place)
     if not _agree(rows, delay, found, truncated):
         needed = fill(rows, delay=delay, truncated=truncated).steps
@@ -110,9 +117,9 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
 
 
 def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] | None:
-    """What `decode.trace` left in a record whose rows and steps are checked, once it agrees with them.
+    """The calls that `decode.trace` left in a record whose rows and steps are checked, once they agree with them.
 
-    None: it left nothing.
+    None: it left none.
     """
     if (trace := record.get("trace")) is None:
         return None

@@ -1,4 +1,4 @@
-"""How text gets into a picture: escaped, measured, cut, placed; and a source with the rows found in it marked."""
+"""The text of a picture: escaped, measured, cut, placed; and a source with the rows found in it marked."""
 
 import html
 import re
@@ -51,7 +51,16 @@ def shorten(text: str, room: float) -> str:
 def label(
     x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle", weight: int = 400
 ) -> str:
-    """A line of text in an SVG."""
+    """A line of text in an SVG.
+
+    Args:
+      x, y: of the anchor, in the SVG's units.
+      text: is escaped here.
+      size: of the font.
+      ink: a colour.
+      anchor: the side at x, as SVG calls it.
+      weight: of the font.
+    """
     extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'

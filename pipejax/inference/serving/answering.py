@@ -35,7 +35,7 @@ class Choice:
     offset: int = 0  # characters of the pieces
     tokens: int = 0
     record: Record | None = None
-    reason: str | None = None  # what ended it: "stop" or "length"
+    reason: str | None = None  # the cause of its end: "stop" or "length"
 
 
 class Completion:
@@ -215,7 +215,7 @@ class Completion:
 
 
 class _Inbox:
-    """What threads put in, for one coroutine."""
+    """The findings that threads put in, for one coroutine."""
 
     def __init__(self) -> None:
         self._loop, self._filled = asyncio.get_running_loop(), asyncio.Event()
@@ -251,7 +251,7 @@ def _request(asked: Asked, source: Source, *, log_probs: bool) -> Request:
 
 
 def _refusal(error: BaseException) -> BaseException:
-    """What a client is told of the engine's error; another error, which the server's log describes, as it is."""
+    """The refusal for an error of the engine; another error, which the server's log describes, as it is."""
     if isinstance(error, Full):
         message = "the queue is full; try again"
         return Refused(429, message, code="queue_full", headers={"Retry-After": str(RETRY)})
@@ -265,5 +265,5 @@ def _refusal(error: BaseException) -> BaseException:
 
 
 def told(error: BaseException) -> Refused:
-    """What a client is told of any error."""
+    """The refusal that tells a client of any error."""
     return error if isinstance(error, Refused) else mistake()

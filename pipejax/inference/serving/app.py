@@ -43,7 +43,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request may take."""
+    """The most that a request may take."""
 
     body: int  # bytes
     seconds: float  # until its last byte
@@ -51,7 +51,7 @@ class Limits:
 
 
 class Service:
-    """What all requests share."""
+    """The part of the server that all requests share."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ async def _race(work: Coroutine[Any, Any, None], receive: Receive, ends: float) 
 
 
 def _noted(error: Exception) -> Refused:
-    """What the client is told; of our own mistakes the log gets the traceback."""
+    """The refusal that the client is told; of our own mistakes the log gets the traceback."""
     if not isinstance(error, Refused):
         logger.error("a request failed by a mistake of the server")
         traceback.print_exception(error)

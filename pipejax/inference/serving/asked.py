@@ -35,7 +35,7 @@ STOPS, STOP_LENGTH = 4, 200  # texts, characters
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request for completions asks for; sample k of prompt i is choice i * n + k."""
+    """A request for completions, read and checked; sample k of prompt i is choice i * n + k."""
 
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # of the prompts, that the model will not read
@@ -51,7 +51,7 @@ class Asked:
 
     @property
     def prompt_tokens(self) -> int:
-        """What the model reads."""
+        """The number of prompt tokens that the model reads."""
         return sum(len(source.content) for source in self.sources)
 
 
@@ -81,7 +81,7 @@ def _no_number(name: str) -> None:
 
 
 def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int) -> Asked:
-    """What a body asks for.
+    """The request in a body.
 
     Args:
       body: the JSON object.

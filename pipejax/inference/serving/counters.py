@@ -1,4 +1,4 @@
-"""What the server counts, in the text format of Prometheus."""
+"""The counters of the server, in the text format of Prometheus."""
 
 from typing import Any
 

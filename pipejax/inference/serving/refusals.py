@@ -1,4 +1,4 @@
-"""What a server answers when it does not do what is asked: OpenAI's error object with the status that says who errs."""
+"""The server's answer when it does not do what is asked: OpenAI's error object with the status that says who errs."""
 
 import reprlib
 from collections.abc import Mapping
@@ -39,7 +39,15 @@ class Refused(Exception):
 
 
 def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
-    """A field of the body holds something else than it must; `place` begins with its name."""
+    """The refusal of a field of the body that holds something else than it must.
+
+    Args:
+      place: begins with the name of the field.
+      found: its value, or words in the place of it (`Shown`).
+      expected: words.
+      status: of HTTP.
+      code: OpenAI's, if there is one.
+    """
     shown = found if isinstance(found, Shown) else _short.repr(found)
     return Refused(status, f"{place}: found {shown}; expected {expected}", field=place.partition(" ")[0], code=code)
 

@@ -11,7 +11,7 @@ from pipejax.inference.streaming import Repeats
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a token adds to the text; None: the rest of a row, which no single token wrote."""
+    """The text that a token adds; token None: the rest of a row, which no single token wrote."""
 
     row: int
     token: int | None
@@ -137,7 +137,7 @@ class _Cut:
         return self._give(sure)
 
     def rest(self) -> list[Piece]:
-        """What was held back and is no stop text after all."""
+        """The pieces that were held back and are no stop text after all."""
         held, self._held = self._held, []
         return [] if self.reached else held
 
@@ -156,5 +156,5 @@ class _Cut:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text begin the stop text."""
+    """The number of characters at the end of the text that begin the stop text."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
