@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 class Reading(NamedTuple):
-    """What a decoder's call takes beside its columns, in columns, by what the weights that it reads are held in."""
+    """The fixed cost of a decoder's call, in columns, by the type of the weights that it reads."""
 
     float32: float
     bfloat16: float
@@ -34,7 +34,7 @@ class Reading(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What the kernel is compiled for."""
+    """A set of instructions that the kernel is compiled for."""
 
     name: str
     needs: frozenset[str]  # of the processor

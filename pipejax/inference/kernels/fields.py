@@ -1,4 +1,4 @@
-"""What a call of the kernel is given: names and their order, read from fields.h, by which C++ reads it too."""
+"""The fields of a call of the kernel: names and their order, from fields.h, which C++ reads as well."""
 
 import re
 from collections.abc import Mapping
