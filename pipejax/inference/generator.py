@@ -317,14 +317,14 @@ class Generator:
           method: that decodes.
           made: its strategy.
         """
-        more = method.allowed(self.tokenizer) if self.tokenizer else []
+        is_limited = self.config.decode.limit != "none"
         return wishes.of_batch(
             batch,
             ids,
             self.config.decode,
             made,
             rows=[wishes.rows_of(source, method, self.tokenizer) for source in batch],
-            more=more if self.config.decode.limit != "none" else [],
+            more=method.allowed(self.tokenizer) if self.tokenizer and is_limited else [],
             vocabulary=self.architecture.vocab_size,
         )
 
