@@ -142,6 +142,8 @@ def find_class(name: str) -> Any:
     finally:
         if added:
             sys.path.remove(here)
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "strategy")):
+        raise UserError(f"method: found {name!r}, which is no method; expected MODULE:CLASS of a subclass of Method")
     return found
 
 
