@@ -1,6 +1,7 @@
 """Beam search against Hugging Face's on torch: tokens, ends and decoder steps over random models, batches included."""
 
 import dataclasses
+import re
 from collections import Counter
 
 import jax
@@ -116,3 +117,16 @@ def test_generator_decodes_with_beams(in_torch):
         assert (record["row_ids"], record["steps"], record["truncated"]) == ([row], calls, truncated)
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, since beam search is sequential"):
         generator.decode(texts, strategy="pipelined")
+
+
+@pytest.mark.parametrize(
+    "setting, line",
+    [
+        ({"temperature": 0.5}, "decode.temperature: found 0.5 with decode.beams = 2; expected 0.0, "),
+        ({"scores": True}, "decode.scores: found True with decode.beams = 2; expected False, "),
+        ({"limit": "source"}, "decode.limit: found source with decode.beams = 2; expected none, "),
+    ],
+)
+def test_settings_for_decoding_without_beams_are_refused(setting, line):
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        make("sequential", GridConfig(), DecodeConfig(beams=2, **setting), bos=0, eos=1)

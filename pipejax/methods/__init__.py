@@ -101,7 +101,7 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         ("draft", "draft", "none"),
     ):
         if (found := getattr(decode, key)) != plain:
-            method.require(ability, f"decode.{key}: found {found}")
+            method.require(ability, f"decode.{key}: found {found}", plain)
     if drafts:
         method.require("draft", "drafter: found one")
     elif decode.trace and decode.draft == "none":

@@ -152,9 +152,15 @@ class Method:
         """The settings that weights learn, by key: with other values, what they write means little."""
         return {f"method.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def require(self, ability: str, wish: str = "") -> None:
-        """Raises a UserError unless the method has the ability, one of ABILITIES; `wish`: what needs it, as found."""
+    def require(self, ability: str, wish: str = "", expected: object = "none") -> None:
+        """Raises a UserError unless the method has the ability.
+
+        Args:
+          ability: one of ABILITIES.
+          wish: the setting or request that needs it, as found; "": that it is this method.
+          expected: in the place of the wish.
+        """
         if ability not in self.can:
             if not wish:
                 raise UserError(f"{self.setting}; expected another, since it does not {ABILITIES[ability]}")
-            raise UserError(f"{wish} with {self.label}; expected none, since it does not {ABILITIES[ability]}")
+            raise UserError(f"{wish} with {self.label}; expected {expected}, since it does not {ABILITIES[ability]}")
