@@ -81,17 +81,10 @@ class Forced(Plain):
         inner, query = self.inner.query(state.inner)
         return State(inner, state.lengths), query
 
-    @property
-    def choose(self) -> None:
-        """Greedily, whatever comes: `advance` knows better."""
-
     def advance(self, state: State, next_tokens: Array) -> State:
         """Puts eos where a row is to end, and another token where the model would end it."""
         forced = ended(self.inner, state.inner, next_tokens, state.lengths)
         return State(self.inner.advance(state.inner, forced), state.lengths)
-
-    def kept(self, state: State) -> None:
-        """All."""
 
     def done(self, state: State) -> Array:
         """That of the inner strategy."""

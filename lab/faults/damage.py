@@ -41,16 +41,15 @@ def _array_file(chance: random.Random, directory: Path) -> Path:
 
 def flip(chance: random.Random, directory: Path) -> str:
     """One bit of any file of the newest step."""
-    path = chance.choice(_files(_newest(directory)))
-    content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
-    return str(path)
+    return _flipped(chance, chance.choice(_files(_newest(directory))))
 
 
 def flip_data(chance: random.Random, directory: Path) -> str:
     """One bit of a file that holds arrays."""
-    path = _array_file(chance, directory)
+    return _flipped(chance, _array_file(chance, directory))
+
+
+def _flipped(chance: random.Random, path: Path) -> str:
     content = bytearray(path.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     path.write_bytes(content)

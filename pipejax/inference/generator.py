@@ -345,7 +345,7 @@ class Generator:
         """
         method = self.method(name)
         if self.trained:
-            settings_lib.warn_of_method(self.trained, method, self._told)
+            settings_lib.warn_of_learned(self.trained, method, self._told)
         made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         small.check(self._opened.small, made, method)
         return self.programs.suited(made) if made.reads_source else made  # else nothing is laid out before it must be

@@ -52,7 +52,7 @@ def of_call(
     return config_lib.override(config, {NAMES[name]: value for name, value in settings.items()}, where=f"{call}()")
 
 
-def warn_of_method(trained: Method, wanted: Method, told: set[str]) -> None:
+def warn_of_learned(trained: Method, wanted: Method, told: set[str]) -> None:
     """Warns of settings that are others than the weights were trained with; `told`: lines said before."""
     before = trained.learned() if trained.name == wanted.name else {}
     for key, now in wanted.learned().items():

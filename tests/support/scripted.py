@@ -53,10 +53,6 @@ class Scripted(Plain):
         inner, query = self.inner.query(state.inner)
         return State(inner, state.script), query
 
-    @property
-    def choose(self) -> None:
-        """Greedily, whatever comes: `advance` knows better."""
-
     def advance(self, state: State, answers: Array) -> State:
         """Puts what the script says in place of the answers."""
         columns = jnp.arange(self.inner.width)
