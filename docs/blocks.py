@@ -109,7 +109,6 @@ def give(folder: Path) -> None:
     from pipejax.config import T5Config
     from pipejax.convert import from_hf, write_hf
     from pipejax.data.demo import build_tokenizer, examples
-    from pipejax.model.t5 import init_params
 
     for split, count in (("train", 64), ("dev", 8), ("test", 8)):
         found = examples(split)[:count]
@@ -125,7 +124,7 @@ def give(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as tokenizer:
         build_tokenizer(Path(tokenizer))
         (folder / "models").mkdir()
-        write_hf(model, init_params(model, jax.random.key(0)), folder / "models" / "my-t5", tokenizer)
+        write_hf(model, model.init_params(jax.random.key(0)), folder / "models" / "my-t5", tokenizer)
     with contextlib.redirect_stdout(sys.stderr):
         for name in ("flan-t5-base", "flan-t5-small", "t5-base"):
             from_hf(folder / "models" / "my-t5", folder / "checkpoints" / name)

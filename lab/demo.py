@@ -24,8 +24,8 @@ from pipejax.inference.answers import Record, texts
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load as open_run
-from pipejax.model.architectures import ARCHITECTURES
 from pipejax.model.precision import compute_dtype
+from pipejax.model.t5_config import ARCHITECTURES
 from pipejax.system import cli
 from pipejax.system.progress import Progress
 from pipejax.training.loop import fit

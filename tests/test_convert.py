@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from pipejax import checkpoint
 from pipejax.convert import huggingface
 from pipejax.convert.__main__ import main as convert_main
-from pipejax.model import parameters
+from pipejax.model import t5_config
 from pipejax.system.cli import run
 from pipejax.system.errors import UserError
 
@@ -120,7 +120,7 @@ def test_round_trip(kind: str, models: Models, tmp_path: Path) -> None:
     assert config.tied_head == ("own_head" not in KINDS[kind])
     assert config.scale_head == (kind in ("t5", "own head scaled"))
     flat = flatten_dict(params, sep="/")
-    assert flat.keys() == parameters.mapping(config).keys()
+    assert flat.keys() == config.tensors().keys()
     assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in flat.values())
     huggingface.write_hf(config, params, tmp_path / "out", None)
     assert equal(tensors_of(tmp_path / "out"), tensors_of(directory))
@@ -251,9 +251,9 @@ def test_embedding_aliases(names: tuple[str, ...], source: Path) -> None:
 
 def test_the_unused_bias_of_old_files_is_dropped(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = huggingface.read_hf(source)[1]
-    edit_tensors(source, lambda t: t.update({huggingface.UNUSED: np.ones((32, 3), np.float32)}))
+    edit_tensors(source, lambda t: t.update({t5_config.UNUSED: np.ones((32, 3), np.float32)}))
     assert equal(huggingface.read_hf(source)[1], expected)
-    assert huggingface.UNUSED in capsys.readouterr().err
+    assert t5_config.UNUSED in capsys.readouterr().err
 
 
 WRAPPED: dict[str, Callable[[str], str]] = {

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 from pipejax.config import T5Config
 from pipejax.convert import huggingface
-from pipejax.model import parameters
 from pipejax.system.errors import UserError
 
 CONFIG = T5Config(
@@ -39,7 +38,7 @@ BIAS = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"  #
 
 def random_params() -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    shapes = {path: [SIZES[axis] for axis in axes] for path, (_, axes) in parameters.mapping(CONFIG).items()}
+    shapes = {path: [SIZES[axis] for axis in axes] for path, (_, axes) in CONFIG.tensors().items()}
     flat = {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
     return unflatten_dict(flat, sep="/")
 

@@ -13,6 +13,7 @@ import pytest
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs
+from pipejax.inference.backends import XLA
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.model import sharding, t5
@@ -79,10 +80,10 @@ def test_no_two_layers_of_float32_lie_on_a_device():
         return made[-1]
 
     model = t5.T5(config, dtype=jnp.bfloat16)
-    ready = programs.prepare(model, params, compute=compute)
+    ready = XLA.prepare(model, params, compute=compute)
     assert len(sent) == 7 and sum(sent) == sum(x.nbytes for x in jax.tree.leaves(params))
     assert max(sent[:-1]) < sum(sent) / 4
-    whole = jax.jit(lambda p: programs.prepare(model, p))(params)
+    whole = jax.jit(lambda p: XLA.prepare(model, p))(params)
     assert jax.tree.structure(ready) == jax.tree.structure(whole)
     for a, b in zip(jax.tree.leaves(ready), jax.tree.leaves(whole), strict=True):
         assert a.dtype == b.dtype and (a == b).all()

@@ -65,7 +65,7 @@ from pipejax.model.t5 import init_params
 sizes = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
 grid, train = GridConfig(delay=1, time_max=16, sub_max=5), TrainConfig(objective="pipelined")
 config = Config(model=sizes, grid=grid, train=train, decode=DecodeConfig(draft="source", draft_tokens=4))
-generator = Generator(config, init_params(sizes, jax.random.key(0)), None)
+generator = Generator(config, sizes.init_params(jax.random.key(0)), None)
 print(len(generator.decode([[5, 6, 7, 8, 9, 1]] * 8, batch_size=8)))
 """
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}

@@ -14,7 +14,7 @@ import pytest
 from pipejax.decoding import Pipelined, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.gathering import NOWHERE, Filled
-from pipejax.inference import kernel_decoder, kernels, programs
+from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.backends import OwnKernel, fastest
 from pipejax.inference.kernels import fields
 from pipejax.inference.weights import narrowed
@@ -233,7 +233,7 @@ def answers(level, weights, columns, changed):
     head = params["lm_head"]["kernel"]
     params["lm_head"]["kernel"] = changed(head.T.copy()).T
     model, own = t5.T5(config), OwnKernel(weights, level)
-    ready = programs.prepare(model, jax.tree.map(jnp.asarray, params), backend=own)
+    ready = own.prepare(model, jax.tree.map(jnp.asarray, params))
     memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
     decoder = own.decoder(model, ready.decoding, laid_out(memory, weights))
     asked = Asked(np.random.default_rng(0), ((columns,),), 5003)
@@ -277,7 +277,7 @@ def test_what_is_not_finite_stays_so(level, weights, trouble, columns):
     for x in range(48):
         if x != 7:
             params["shared"]["embedding"] = params["shared"]["embedding"].at[x, 3].set(0.0)
-    ready = programs.prepare(model, params, backend=own)
+    ready = own.prepare(model, params)
     asked = Asked(np.random.default_rng(0), ((columns,),), 48)
     memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
     laid = laid_out(memory, weights)

@@ -10,7 +10,7 @@ from flax.traverse_util import unflatten_dict
 from pipejax import checkpoint
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches
-from pipejax.inference.programs import prepare
+from pipejax.inference.backends import XLA
 from pipejax.model import lora, sharding, t5
 from pipejax.system.errors import UserError
 from pipejax.training import optimizer
@@ -35,7 +35,7 @@ def arrays():
 def whole(tmp_path_factory):
     """A checkpoint without factors."""
     directory = tmp_path_factory.mktemp("whole") / "checkpoint"
-    checkpoint.save_params(directory, CONFIG, t5.init_params(CONFIG.model, jax.random.key(3)))
+    checkpoint.save_params(directory, CONFIG, CONFIG.model.init_params(jax.random.key(3)))
     return directory
 
 
@@ -45,7 +45,7 @@ def leaves(tree):
 
 def random_factors(seed=0):
     """Parameters whose factors B are not zero."""
-    params = lora.add(t5.init_params(DEEP, jax.random.key(seed)), RANK, jax.random.key(1))
+    params = lora.add(DEEP.init_params(jax.random.key(seed)), RANK, jax.random.key(1))
     rng = np.random.default_rng(seed)
 
     def fill(keys, x):
@@ -69,7 +69,7 @@ def by_hand(params):
 
 @pytest.mark.slow
 def test_every_matrix_of_the_layers_gets_factors_that_change_nothing(arrays):
-    plain = t5.init_params(DEEP, jax.random.key(0))
+    plain = DEEP.init_params(jax.random.key(0))
     params = lora.add(plain, RANK, jax.random.key(1))
     added = {path: x for path, x in leaves(params).items() if path not in leaves(plain)}
     matrices = DEEP.num_layers * PER_LAYER["encoder"] + DEEP.num_decoder_layers * PER_LAYER["decoder"]
@@ -150,7 +150,7 @@ def test_a_run_starts_from_whole_weights_and_ends_as_such(whole, tmp_path):
 def test_decoding_merges_factors():
     params = random_factors()
     merged = unflatten_dict(by_hand(params), sep="/")
-    close(prepare(t5.T5(DEEP), params), prepare(t5.T5(DEEP), merged), atol=1e-6)
+    close(XLA.prepare(t5.T5(DEEP), params), XLA.prepare(t5.T5(DEEP), merged), atol=1e-6)
 
 
 @pytest.mark.slow

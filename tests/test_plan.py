@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.model.architectures import ARCHITECTURES
+from pipejax.model.t5_config import ARCHITECTURES
 from pipejax.system import targets
 from pipejax.system.errors import UserError
 from pipejax.training import plan

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from pipejax import checkpoint
 from pipejax.checkpoint.__main__ import verify
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert
-from pipejax.inference import kernels, programs
+from pipejax.inference import kernels
 from pipejax.inference.backends import OwnKernel, Xla
 from pipejax.inference.loading import load
-from pipejax.model import lora, parameters, quantization, t5
+from pipejax.model import lora, quantization, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop
 from support import oracle, quantised
@@ -81,8 +82,8 @@ def test_what_is_computed_with_is_the_same_to_the_bit(weights, model, make):
     """Whole numbers and scales, for every backend."""
     params = jax.tree.map(jnp.asarray, random_params(model))
     held = quantization.hold(params, jnp.float32, weights)
-    prepare = jax.jit(programs.prepare, static_argnames=("model", "backend"))
-    found, expected = (prepare(model=t5.T5(model), params=x, backend=make(weights)) for x in (held, params))
+    prepare = jax.jit(partial(make(weights).prepare, t5.T5(model)))
+    found, expected = prepare(held), prepare(params)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
@@ -115,7 +116,7 @@ def test_what_is_saved(weights, original, smaller, tmp_path):
         np.testing.assert_array_equal(found[path], x, err_msg=path)
     convert(["to-hf", str(smaller[weights]), str(tmp_path / "hf")])
     tensors = load_file(tmp_path / "hf/model.safetensors")
-    for path, (name, _) in parameters.mapping(MODEL).items():
+    for path, (name, _) in MODEL.tensors().items():
         tensor = tensors[name].T if path.endswith("kernel") else tensors[name]
         np.testing.assert_array_equal(tensor, wanted[path], err_msg=name)
 

@@ -7,9 +7,8 @@ import pytest
 
 from pipejax.config import T5Config
 from pipejax.model import relative_bias
-from pipejax.model.layers import logits_of
+from pipejax.model.layers import RelativeBias, logits_of
 from pipejax.model.relative_bias import along_diagonals, by_bucket
-from pipejax.model.t5 import RelativeBias
 
 
 def normal(seed, *shape):

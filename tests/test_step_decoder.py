@@ -13,6 +13,7 @@ from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Beam, Pipelined, Sequential, Sizes
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather
 from pipejax.inference import programs
+from pipejax.inference.backends import XLA
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.model import t5
 from support import full_grid, oracle
@@ -71,7 +72,7 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
     source = np.random.default_rng(0).integers(0, 40, (batch, 6))
     lengths = np.asarray([6, 4, 5][:batch], np.int32)
     model = t5.T5(CONFIG)
-    ready = programs.prepare(model, params)
+    ready = XLA.prepare(model, params)
     decoder = StepDecoder(
         CONFIG, ready.decoding, programs.encode_batch(model, ready.encoding, source, lengths), jnp.float32
     )
@@ -198,7 +199,7 @@ def test_no_step_copies_the_cache(strategy, batch, number):
     """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
     sizes = Sizes.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78))
-    ready = jax.eval_shape(lambda k: programs.prepare(model, t5.init_params(CONFIG, k)), jax.random.key(0))
+    ready = jax.eval_shape(lambda k: XLA.prepare(model, CONFIG.init_params(k)), jax.random.key(0))
     source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     memory = jax.eval_shape(partial(programs.encode_batch, model), ready.encoding, source, length)
     carry = None

@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from pipejax import grid
 from pipejax.config import DecodeConfig, GridConfig, T5Config
 from pipejax.convert.huggingface import read_hf
-from pipejax.model import t5
+from pipejax.model import layers, t5
 from pipejax.model.sharding import path_of
 from support import oracle
 from support.one_program import compiled
@@ -117,7 +117,7 @@ def test_buckets_equal_transformers():
                 torch.tensor(offsets), bidirectional, count, longest
             ).numpy()
             half = count // 2 if bidirectional else count
-            found = t5.buckets(np.minimum(np.abs(offsets), longest), count=half, longest=longest)
+            found = layers.buckets(np.minimum(np.abs(offsets), longest), count=half, longest=longest)
             np.testing.assert_array_equal(found + np.where(bidirectional & (offsets > 0), half, 0), expected)
 
 
@@ -200,7 +200,7 @@ def test_padding_and_batch_do_not_change_logits(tiny):
 
 
 def test_parameter_paths_are_public():
-    shapes = jax.eval_shape(lambda key: t5.init_params(CONFIG, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: CONFIG.init_params(key), jax.random.key(0))
     found = {path_of(keys): x.shape for keys, x in jax.tree_util.tree_flatten_with_path(shapes)[0]}
     d, inner, f = 16, 12, 24
 

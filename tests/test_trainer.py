@@ -23,7 +23,6 @@ from pipejax.model import lora, sharding, t5
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training import optimizer
-from pipejax.training.costs import training_flops
 from pipejax.training.step import Trainer, batch_loss, take_apart, train_step
 from support import oracle
 from support.compiled_once import shared_trainer
@@ -364,12 +363,10 @@ def test_meshes_agree(tokenizer, options, capfd):
 def test_every_parameter_matches_exactly_one_rule():
     gated = dataclasses.replace(MODEL, feed_forward="gated-gelu", tied_head=False)
     for model in (MODEL, gated):
-        shapes = jax.eval_shape(
-            lambda key, model=model: lora.add(t5.init_params(model, key), 2, key), jax.random.key(0)
-        )
+        shapes = jax.eval_shape(lambda key, model=model: lora.add(model.init_params(key), 2, key), jax.random.key(0))
         for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]:
             path = sharding.path_of(keys)
-            assert sum(bool(re.fullmatch(rule, path)) for rule, _ in sharding.RULES) == 1, path
+            assert sum(bool(re.fullmatch(rule, path)) for rule, _ in model.sharding) == 1, path
 
 
 @pytest.mark.parametrize(
@@ -398,14 +395,14 @@ def test_training_operations_are_those_of_the_matrices():
     seen = np.ones((1, source), np.int32), np.ones((1, source), bool), flat, np.ones((1, slots, slots), bool)
     forward = jax.jit(lambda p: t5.T5(model).apply({"params": p}, *seen, flat))
     counted = forward.lower(params).compile().cost_analysis()["flops"]
-    ours = training_flops(model, np.asarray([[source, slots]])) / 3
+    ours = model.training_flops(np.asarray([[source, slots]])) / 3
     assert 0.97 * counted < ours <= counted  # XLA counts norms and softmax, too
 
 
 def test_a_row_more_costs_what_one_example_costs():
     lengths = np.asarray([[100, 20], [300, 5]])
-    both = training_flops(MODEL, lengths)
-    assert both == training_flops(MODEL, lengths[:1]) + training_flops(MODEL, lengths[1:])
+    both = MODEL.training_flops(lengths)
+    assert both == MODEL.training_flops(lengths[:1]) + MODEL.training_flops(lengths[1:])
 
 
 def test_an_example_without_rows_still_teaches_to_stop(tokenizer):

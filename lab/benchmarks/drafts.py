@@ -37,8 +37,8 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafted, Pipelined, Sequential, SourceIds, Step, Strategy, drafters
 from pipejax.grid import start
 from pipejax.inference import backends, programs
-from pipejax.inference.backends import Backend
-from pipejax.inference.programs import Drafting, Ready
+from pipejax.inference.backends import Backend, Ready
+from pipejax.inference.programs import Drafting
 from pipejax.inference.weights import Weights
 from pipejax.model.precision import precision
 from pipejax.model.t5 import T5, Memory
@@ -292,7 +292,7 @@ def prepared(config: T5Config, params: Any, weights: str) -> Prepared:
     """On the fastest backend."""
     model = T5(config, dtype=jnp.float32)
     backend = backends.fastest(config, model.dtype, weights)
-    ready = jax.jit(lambda p: programs.prepare(model, p, backend=backend))(params)
+    ready = jax.jit(lambda p: backend.prepare(model, p))(params)
     return Prepared(model, ready, backend)
 
 

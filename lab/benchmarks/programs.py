@@ -26,7 +26,7 @@ from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config,
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA, Backend, Gpu
-from pipejax.model.t5 import T5, init_params
+from pipejax.model.t5 import T5
 from pipejax.system import cli, targets
 from pipejax.system.errors import UserError
 from pipejax.training.plan import longest_batch
@@ -128,8 +128,8 @@ def cases(
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
     model, grid = T5(config, dtype=dtype), GridConfig()
-    params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
-    ready = on_device(jax.eval_shape(partial(programs.prepare, model, backend=backend), params))
+    params = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
+    ready = on_device(jax.eval_shape(partial(backend.prepare, model), params))
     strategies = Sequential(512), Pipelined(grid.delay, grid.time_max, grid.sub_max)
     for batch in batches:
         source = on_device(jax.ShapeDtypeStruct((batch, length), np.int32))

@@ -66,7 +66,7 @@ def measured(config: Config, steps: int) -> dict[str, Any]:
     compiled = compiled_bytes(trainer, config)
     cli.note(f"making {steps} steps")
     peak_bytes, seconds = measured_bytes(trainer, config, steps=steps)
-    flops = costs.training_flops(config.model, np.asarray([(shapes["source"][1], slots)] * size))
+    flops = config.model.training_flops(np.asarray([(shapes["source"][1], slots)] * size))
     peak = costs.peak(device)
     return {
         "batch": size,

@@ -25,10 +25,9 @@ from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.grid import sequential_steps
 from pipejax.inference import backends
-from pipejax.inference.backends import Backend
-from pipejax.inference.programs import Ready, prepare
-from pipejax.model.architectures import ARCHITECTURES
-from pipejax.model.t5 import T5, init_params
+from pipejax.inference.backends import Backend, Ready
+from pipejax.model.t5 import T5
+from pipejax.model.t5_config import ARCHITECTURES
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 
@@ -90,7 +89,7 @@ def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
 def random_params(config: T5Config, seed: int = 0) -> Any:
     """Parameters of Hugging Face's initial scales, from NumPy's generator."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
 
     def draw(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -390,7 +389,7 @@ def build(
     """Ours, on shared weights, held in what `weights` says; `kernels`: one of `KERNELS`."""
     model = T5(config, dtype=jnp.dtype(dtype))
     backend = backends.fastest(config, model.dtype, weights) if kernels == "own" else backends.Xla(weights)
-    ready = jax.jit(lambda p: prepare(model, p, backend=backend))(params)
+    ready = jax.jit(lambda p: backend.prepare(model, p))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]
 
 

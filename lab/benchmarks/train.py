@@ -24,7 +24,6 @@ from pipejax.data.encoding import Encoded
 from pipejax.model import sharding
 from pipejax.system import cli, compile_cache
 from pipejax.system.progress import Progress
-from pipejax.training.costs import training_flops
 from pipejax.training.step import Trainer
 
 Step = Callable[[], float]  # makes one step and returns its seconds
@@ -107,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{'system':<22}{'slots':>8}{'s a step':>12}{'x pipelined':>14}")
     for result in results:
         print("{system:<22}{slots:>8}{step_s:>12.3f}{over_pipelined:>14.2f}".format(**result))
-    print(f"{training_flops(model, lengths) / np.median(first) / 1e9:.1f} GFLOP/s of the model's own")
+    print(f"{model.training_flops(lengths) / np.median(first) / 1e9:.1f} GFLOP/s of the model's own")
     if flags.json:
         command = "python -m lab.benchmarks.train " + " ".join(argv)
         save(flags.json, {"results": results, "machine": machine(flags.threads), "command": command})

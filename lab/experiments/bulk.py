@@ -64,7 +64,6 @@ def prepare(folder: Path, lines: int, rng: random.Random) -> None:
     from pipejax import checkpoint
     from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
     from pipejax.data import demo
-    from pipejax.model.t5 import init_params
 
     model = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=1, num_decoder_layers=1)
     config = Config(
@@ -77,7 +76,7 @@ def prepare(folder: Path, lines: int, rng: random.Random) -> None:
     )
     demo.build_tokenizer(folder / "tokenizer")
     noise = np.random.default_rng(0)  # T5's own random weights say nearly the same to all
-    params = jax.tree.map(lambda x: x + 0.5 * noise.normal(size=x.shape), init_params(model, jax.random.key(0)))
+    params = jax.tree.map(lambda x: x + 0.5 * noise.normal(size=x.shape), model.init_params(jax.random.key(0)))
     checkpoint.save_params(folder / "checkpoint", config, params, tokenizer_source=folder / "tokenizer")
     notes = [example.source.split() for example in demo.examples("test")[:50]]
     for part in range(4):

@@ -36,7 +36,6 @@ from pipejax.config import T5Config
 from pipejax.data import text
 from pipejax.data.lines import read_objects, text_of
 from pipejax.data.tokenizer import Tokenizer, import_transformers
-from pipejax.model.t5 import init_params
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import write_text
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", default=str(ROOT / "configs/copying.py"), help="with the model (default: copying)")
     flags = parser.parse_args(argv)
     output, config = Path(flags.output), config_lib.load(flags.config)
-    if config.model is None:
+    if not isinstance(config.model, T5Config):
         raise UserError(f"{flags.config}: found no model; expected `model=T5Config(...)`")
     require_free(output / "start")
     try:
@@ -114,7 +113,7 @@ def weights(model: T5Config) -> Any:
     the right, the third at the token itself; in the decoder the first looks at the token itself, the second at the one
     before.
     """
-    params = jax.device_get(init_params(model, jax.random.key(0)))
+    params = jax.device_get(model.init_params(jax.random.key(0)))
     after = model.relative_attention_num_buckets // 2  # the encoder's buckets of keys that come after the query
     for stack, seen in (("encoder", (1, after + 1, 0)), ("decoder", (0, 1))):
         bias = np.array(params[stack]["relative_bias"]["embedding"])  # [buckets, heads]

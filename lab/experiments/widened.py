@@ -19,8 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax import checkpoint
 from pipejax.config import T5Config
-from pipejax.model.architectures import ARCHITECTURES, architecture
-from pipejax.model.parameters import mapping
+from pipejax.model.t5_config import ARCHITECTURES, architecture
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 
@@ -37,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     restored = checkpoint.open_run(flags.checkpoint, best=flags.best)
     small, wanted = restored.config.model, architecture(flags.model)
-    assert small is not None, "checked by open_run"
+    if not isinstance(small, T5Config):
+        parser.error(f"--checkpoint: found {type(small).__name__}; expected a T5")
     grown = SIZES[:1] if flags.only_vocabulary else SIZES
     large = sizes_of(small, {name: getattr(wanted, name) for name in grown})
     config = dataclasses.replace(restored.config, model=large)
@@ -75,7 +75,7 @@ def widened(params: Any, small: T5Config, large: T5Config) -> Any:
     sizes = {"V": large.vocab_size, "D": large.d_model, "F": large.d_ff, "H": large.num_heads, "I": inner}
     sizes["B"] = large.relative_attention_num_buckets
     found: dict[str, np.ndarray] = {}
-    for path, (_, axes) in mapping(large).items():
+    for path, (_, axes) in large.tensors().items():
         made = np.zeros([sizes[axis] for axis in axes], np.float32)
         if path in given:
             held = np.asarray(given[path], np.float32)

@@ -16,7 +16,7 @@ from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import huggingface
 from pipejax.inference.loading import load
-from pipejax.model import parameters, t5
+from pipejax.model import parameters
 from pipejax.system.errors import UserError
 from pipejax.training import loop
 from support import oracle
@@ -60,7 +60,7 @@ def test_refused(kind, run, monkeypatch):
 def test_the_table_of_parameters_is_what_the_model_has(changes):
     """The table that is checked against, and the modules that are built."""
     model = dataclasses.replace(MODEL, **changes)
-    built = flatten_dict(jax.eval_shape(lambda key: t5.init_params(model, key), jax.random.key(0)), sep="/")
+    built = flatten_dict(jax.eval_shape(lambda key: model.init_params(key), jax.random.key(0)), sep="/")
     parameters.check_paths("here", {path: x.shape for path, x in built.items()}, model)
     path = sorted(built)[3]
     with pytest.raises(UserError, match=f"^here: {path}: missing"):

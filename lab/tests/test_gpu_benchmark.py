@@ -20,7 +20,6 @@ from lab.benchmarks.systems import Run
 from pipejax.decoding import Sequential
 from pipejax.inference.backends import Xla
 from pipejax.inference.step_decoder import StepDecoder
-from pipejax.training.costs import training_flops
 from support import oracle
 from support.tiny import IN_BLOCKS
 
@@ -294,7 +293,7 @@ def test_a_training_step_is_measured_beside_its_plan(tmp_path, monkeypatch, caps
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["failures"] == [{"model": "base", "error": "RuntimeError: RESOURCE_EXHAUSTED"}]
     (result,) = found["results"]
-    flops = training_flops(systems.SIZES["tiny"], np.asarray([(result["source"], result["slots"])] * 2))
+    flops = systems.SIZES["tiny"].training_flops(np.asarray([(result["source"], result["slots"])] * 2))
     assert result["utilisation"] == pytest.approx(flops / result["step_s"] / 1e12)
     assert result["slots"] >= 8 + 3 and result["compiled_bytes"] > 0 and result["estimate_bytes"] > 0
     assert "tiny, batch 2" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pipejax.config import T5Config
 from pipejax.data.examples import Example
 from pipejax.data.lines import read_file
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.model.t5 import RelativeBias
+from pipejax.model.layers import RelativeBias
 from pipejax.system.errors import UserError
 
 FILLER = "So it was as it is, and so it will be. "

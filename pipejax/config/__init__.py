@@ -4,7 +4,6 @@ from pipejax.config.files import Overrides, assignments, flat, from_json, load, 
 from pipejax.config.schema import (
     DRAFTS,
     DTYPES,
-    FEED_FORWARDS,
     FREEZES,
     GRID,
     METRICS,
@@ -22,15 +21,14 @@ from pipejax.config.schema import (
     DecodeConfig,
     GridConfig,
     MeshConfig,
-    T5Config,
     TrainConfig,
     check,
 )
+from pipejax.model.t5_config import T5Config
 
 __all__ = [
     "DRAFTS",
     "DTYPES",
-    "FEED_FORWARDS",
     "FREEZES",
     "GRID",
     "METRICS",

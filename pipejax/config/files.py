@@ -17,7 +17,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pipejax.config.schema import Config, T5Config, check
+from pipejax.config.schema import Config, check
+from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
 from pipejax.system.files import look

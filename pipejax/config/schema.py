@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from pipejax.model.interface import Backbone
+from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
 from pipejax.system.fields import check_fields, setting
 
@@ -10,7 +12,6 @@ STRATEGIES = ("pipelined", "sequential")  # of decoding; beam search is sequenti
 DRAFTS = ("none", "source", "jacobi", "model")
 OBJECTIVES = ("pipelined", "sequential", "none")
 STOPS = ("empty_row", "literal")
-FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "adafactor")
 REMATS = ("none", "dots", "layers")
@@ -23,29 +24,6 @@ EMPTY_TARGETS = ("keep", "skip", "refuse")
 METRICS = ("spans", "keyphrases", "rouge")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 PLACES = 2**24  # of a grid at the most: beyond that no device holds what decoding keeps of each
-
-
-@dataclasses.dataclass(frozen=True)
-class T5Config:
-    """The architecture of a T5 (names as in Hugging Face's config.json where one exists)."""
-
-    vocab_size: int = setting(least=2, most=2**24)  # rows of the embedding table
-    d_model: int = setting(least=1, most=2**16)  # width of the model
-    d_kv: int = setting(least=1, most=2**12)  # width of an attention head
-    d_ff: int = setting(least=1, most=2**18)  # inner width of the feed-forward layers
-    num_heads: int = setting(least=1, most=2**10)  # attention heads
-    num_layers: int = setting(least=1, most=2**10)  # layers of the encoder
-    num_decoder_layers: int = setting(least=1, most=2**10)  # layers of the decoder
-    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)  # of distances, each with a bias of its own
-    relative_attention_max_distance: int = setting(128, least=4)  # farther tokens share the last bucket
-    dropout_rate: float = setting(0.1, least=0.0, below=1.0)  # kept for Hugging Face; training goes by train.dropout
-    layer_norm_epsilon: float = setting(1e-6, above=0.0)  # added to the mean square under the root
-    feed_forward: str = setting("relu", choices=FEED_FORWARDS)  # "gated-gelu": v1.1, Flan and mT5
-    tied_head: bool = setting(True)  # the head is the embedding table (v1.0); False: lm_head/kernel (v1.1, mT5)
-    scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
-    pad_token_id: int = setting(0, least=0)  # fills up batches
-    eos_token_id: int = setting(1, least=0)  # ends sources and rows
-    decoder_start_token_id: int = setting(0, least=0)  # bos: the token that every row begins with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +141,7 @@ class Config:
     """One experiment. `model` is None when the weights come from `train.init_from`."""
 
     name: str = setting("experiment")  # of the experiment, for people
-    model: T5Config | None = setting(None)  # the architecture, for random weights
+    model: T5Config | Backbone | None = setting(None)  # the architecture, for random weights
     method: Any = setting(None)  # a way to write answers of your own: docs/methods.md; none: as train.objective says
     grid: GridConfig = dataclasses.field(default_factory=GridConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -183,12 +161,7 @@ def check(config: Config, *, where: str) -> None:
                     f"{where}: model.{key}: found {getattr(model, key)}; expected an id below "
                     f"model.vocab_size = {model.vocab_size}"
                 )
-        if model.relative_attention_max_distance <= model.relative_attention_num_buckets // 2:
-            raise UserError(
-                f"{where}: model.relative_attention_max_distance: found "
-                f"{model.relative_attention_max_distance}; expected more than half of the "
-                f"{model.relative_attention_num_buckets} buckets"
-            )
+        model.check(where)
         if 2 * config.decode.beams > model.vocab_size:
             raise UserError(
                 f"{where}: decode.beams: found {config.decode.beams}; expected at most half of model.vocab_size = "

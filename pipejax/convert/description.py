@@ -10,13 +10,14 @@ from pathlib import Path
 
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.config import Config, DataConfig, T5Config, TrainConfig
+from pipejax.config import Config, DataConfig, TrainConfig
 from pipejax.convert import generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.text import Template
 from pipejax.methods import tells_rows_apart
+from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
@@ -103,7 +104,7 @@ def kept(config: Config) -> Config:
     )
 
 
-def read(directory: Path, model: T5Config, generate: Generation) -> tuple[Config, list[str]] | None:
+def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config, list[str]] | None:
     """The config of the run that a directory is from, and a line for each thing to say of it; None: there is no file.
 
     Args:

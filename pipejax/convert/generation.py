@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pipejax import methods
-from pipejax.config import Config, DecodeConfig, T5Config, check
+from pipejax.config import Config, DecodeConfig, check
 from pipejax.convert.tensor_files import read_json
+from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
@@ -126,7 +127,7 @@ def special_ids(generation: Generation, facts: Mapping[str, Any]) -> tuple[dict[
     return ids, lines
 
 
-def decoding(generation: Generation, model: T5Config) -> tuple[DecodeConfig, list[str]]:
+def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, list[str]]:
     """Those of its settings that mean the same here, and a line for each thing to say of them."""
     decode, lost = DecodeConfig(), [*generation.lost()]
     for key, (ours, value) in generation.followed().items():

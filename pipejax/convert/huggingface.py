@@ -1,9 +1,7 @@
-"""Converts T5 checkpoints of Hugging Face to ours and back, without torch.
+"""Converts checkpoints of Hugging Face to ours and back, without torch.
 
 Both ways are strict: a tensor that is unused or missing, or whose shape contradicts config.json, is an error. The
-weights decide whether the head is tied, as config.json may mislead: the head is `lm_head.weight`, or without one the
-embedding table. Supported are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. `pipejax.model.parameters` has the tensors' names
-and shapes.
+backbone knows the names and shapes of its tensors and the keys of its config.json (`pipejax.model.interface`).
 """
 
 import dataclasses
@@ -11,9 +9,8 @@ import json
 import re
 import shutil
 import tempfile
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -24,22 +21,18 @@ from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.convert import description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
-from pipejax.convert.tensor_names import check_names, merge_shared, unwrapped
+from pipejax.convert.tensor_names import check_names, unwrapped
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.model.parameters import check_shape, mapping
+from pipejax.model.interface import Backbone
+from pipejax.model.parameters import check_shape
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look, new_directory
 
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
+Model = TypeVar("Model", bound=Backbone)
 
-# Very old files have this tensor, which T5 does not use.
-UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-
-# transformers' dense_act_fn for each feed_forward_proj.
-ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
-# Keys that config.json must have, and keys whose null means that they are absent.
-REQUIRED = ("model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers")
+# Keys of config.json whose null means that they are absent.
 NULLABLE = ("num_decoder_layers", "tie_word_embeddings", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 TOKENIZER_FILES = (
     "spiece.model",
@@ -50,29 +43,24 @@ TOKENIZER_FILES = (
 )
 
 
-def read_hf(directory: str | Path) -> tuple[T5Config, Params]:
-    """Reads a Hugging Face T5 directory into the architecture and float32 parameters, one tensor at a time.
+def read_hf(directory: str | Path, backbone: type[Backbone] = T5Config) -> tuple[Any, Params]:
+    """Reads a Hugging Face directory into a backbone of that class and float32 parameters, one tensor at a time.
 
     Raises:
       UserError: a file, key or tensor is missing, damaged or superfluous, or contradicts another.
     """
     directory = Path(directory)
-    model, _ = _read_architecture(directory)
+    model, _ = _read_architecture(directory, backbone)
     return _read_params(directory, model)
 
 
-def _read_params(directory: Path, model: T5Config) -> tuple[T5Config, Params]:
-    """The parameters, and the architecture with the head that they have."""
+def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
+    """The parameters, and the backbone as they show it to be."""
     weights, tensors = open_tensors(directory)
-    tensors = unwrapped(weights, tensors)
-    if tensors.pop(UNUSED, None):
-        note(f"{weights}: dropped {UNUSED}, which T5 does not use")
-    merge_shared(tensors)
-    model = replace(model, tied_head="lm_head.weight" not in tensors)
-    if model.tied_head and not model.scale_head:
-        note(f"{weights}: no lm_head.weight; the head is the shared table, unscaled, as in transformers")
+    tensors = unwrapped(model, weights, tensors)
+    model = model.fitted(tensors, weights)
     check_names(directory / "config.json", model, weights, tensors)
-    table = mapping(model)
+    table = model.tensors()
     for path, (name, axes) in table.items():  # all shapes are checked before a tensor is read
         axes = axes[::-1] if path.endswith("kernel") else axes
         check_shape(f"{tensors[name].file}: {name}", tensors[name].shape, axes, model)
@@ -80,24 +68,21 @@ def _read_params(directory: Path, model: T5Config) -> tuple[T5Config, Params]:
     for path, (name, _) in table.items():
         array = tensors.pop(name).read()  # popped, so that no tensor is in memory twice
         flat[path] = np.array(array.T if path.endswith("kernel") else array, dtype=np.float32, order="C")
-    if not model.tied_head and np.array_equal(flat["lm_head/kernel"].T, flat["shared/embedding"]):
-        del flat["lm_head/kernel"]  # the head is a copy of the table, so it counts as tied, as in transformers
-        model = replace(model, tied_head=True)
     return model, unflatten_dict(flat, sep="/")
 
 
 def write_hf(
-    config: T5Config,
+    config: Backbone,
     params: Params,
     out: str | Path,
     tokenizer_dir: str | Path | None,
     *,
     run: Config | None = None,
 ) -> None:
-    """Writes a directory that transformers loads as T5ForConditionalGeneration: completely or not at all.
+    """Writes a directory that transformers loads: completely or not at all.
 
     Args:
-      config: the architecture.
+      config: the backbone.
       params: its parameters.
       out: a new or an empty directory.
       tokenizer_dir: the directory of the tokenizer files to copy; None: none are copied.
@@ -112,7 +97,7 @@ def write_hf(
     generate = generation.written(run) if run else {key: getattr(config, key) for key in generation.IDS}
     try:
         with new_directory(out) as staging:
-            for name, values in (("config.json", _hf_config(config)), (generation.FILE, generate)):
+            for name, values in (("config.json", config.facts()), (generation.FILE, generate)):
                 (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
             save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers requires this
             shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets mode 0600
@@ -125,7 +110,7 @@ def write_hf(
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
 
 
-def from_hf(source: str | Path, out: str | Path) -> None:
+def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Config) -> None:
     """Converts a Hugging Face directory, or a model of the hub, to a run directory with step 0.
 
     Raises:
@@ -134,7 +119,7 @@ def from_hf(source: str | Path, out: str | Path) -> None:
     require_free(Path(out))
     check_place(Path(out))
     directory = _locate(str(source))
-    model, files = _read_architecture(directory)
+    model, files = _read_architecture(directory, backbone)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = _copy_tokenizer(directory, Path(scratch) / "tokenizer")
         if tokenizer is None:
@@ -166,7 +151,7 @@ def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
     _report(out, restored.items["params"])
 
 
-def _settings(directory: Path, model: T5Config) -> Config:
+def _settings(directory: Path, model: Backbone) -> Config:
     """The config of the new run: that of the run which the directory is from, or as near to `generate` as can be."""
     generate = generation.read(directory, read_json(directory / "config.json"))
     if (found := description.read(directory, model, generate)) is not None:
@@ -184,7 +169,7 @@ def _settings(directory: Path, model: T5Config) -> Config:
     return config
 
 
-def _check_tokenizer(tokenizer: Tokenizer, model: T5Config, directory: Path, files: dict[str, Path]) -> None:
+def _check_tokenizer(tokenizer: Tokenizer, model: Backbone, directory: Path, files: dict[str, Path]) -> None:
     """Compares the tokenizer with the model; `files` say its special ids.
 
     Raises:
@@ -207,8 +192,8 @@ def _check_tokenizer(tokenizer: Tokenizer, model: T5Config, directory: Path, fil
         )
 
 
-def _read_architecture(directory: Path) -> tuple[T5Config, dict[str, Path]]:
-    """The architecture, and the files of its special ids. Whether the head is tied is left to the weights."""
+def _read_architecture(directory: Path, backbone: type[Model]) -> tuple[Model, dict[str, Path]]:
+    """The backbone, and the files of its special ids."""
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
@@ -219,21 +204,12 @@ def _read_architecture(directory: Path) -> tuple[T5Config, dict[str, Path]]:
         raise UserError(f"{directory}: found {found}; expected a directory as transformers saves a T5")
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
     kind = facts.get("model_type")
-    if kind is not None and kind not in ("t5", "mt5"):
-        raise UserError(f"{file}: model_type: found {kind!r}; expected t5 or mt5")
-    for key in REQUIRED:
-        if key not in facts:
-            raise UserError(f"{file}: {key}: missing; expected it, as in every T5's config.json")
-    for key in ("tie_word_embeddings", "scale_decoder_outputs"):
-        if not isinstance(facts.get(key, True), bool):
-            raise UserError(f"{file}: {key}: found {facts[key]!r}; expected true or false")
-    values = {key: facts[key] for key in T5Config.__dataclass_fields__ if key in facts}
-    # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the head
-    # of v1.1 is untied. mT5 never scales, whatever its config.json says.
-    scaled = facts.get("scale_decoder_outputs", facts.get("tie_word_embeddings", True))
-    values["scale_head"] = scaled if kind == "t5" else False
-    values["feed_forward"] = facts.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
-    values.setdefault("num_decoder_layers", facts["num_layers"])
+    if kind is not None and kind not in backbone.model_types:
+        raise UserError(f"{file}: model_type: found {kind!r}; expected {' or '.join(backbone.model_types)}")
+    try:
+        values = backbone.read_facts(facts)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
     ids, lines = generation.special_ids(generation.read(directory, facts), facts)
     for line in lines:
         note(line)
@@ -242,26 +218,19 @@ def _read_architecture(directory: Path) -> tuple[T5Config, dict[str, Path]]:
         values["decoder_start_token_id"] = values.get("pad_token_id", 0)
         note(f"{file}: lacks decoder_start_token_id; rows begin with pad_token_id, as those of every T5 of Google's")
     files = dict.fromkeys(generation.IDS, file) | {key: place for key, (_, place) in ids.items()}
-    model = T5Config(**values)
+    model = backbone(**values)
     try:
         check(Config(model=model), where="")
     except UserError as error:
         problem = str(error).replace("model.", "").replace("feed_forward:", "feed_forward_proj:")
         problem = problem.replace("scale_head:", "scale_decoder_outputs or tie_word_embeddings:")
         raise UserError(f"{files.get(problem.split(': ')[1], file)}{problem}") from error
-    activation, gated = ACTIVATIONS[model.feed_forward], model.feed_forward != "relu"
-    for key, expected in (("dense_act_fn", activation), ("is_gated_act", gated)):
-        if facts.get(key, expected) != expected:  # transformers would prefer this key to feed_forward_proj
-            raise UserError(
-                f"{file}: {key}: found {facts[key]!r}; expected {expected!r}, as "
-                f"feed_forward_proj is {model.feed_forward}"
-            )
     return model, files
 
 
-def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:
+def _to_tensors(model: Backbone, params: Params) -> dict[str, np.ndarray]:
     """Our parameters under the names and in the layout of transformers' torch tensors."""
-    flat, table = flatten_dict(params, sep="/"), mapping(model)
+    flat, table = flatten_dict(params, sep="/"), model.tensors()
     for path in sorted(flat.keys() ^ table.keys()):
         problem = "missing" if path in table else "found one too many"
         raise UserError(f"parameters: {path}: {problem}; expected the {len(table)} that the config implies")
@@ -272,22 +241,6 @@ def _to_tensors(model: T5Config, params: Params) -> dict[str, np.ndarray]:
         check_finite(f"parameters: {path}", array)
         tensors[name] = np.ascontiguousarray(array.T if path.endswith("kernel") else array)
     return tensors
-
-
-def _hf_config(model: T5Config) -> dict[str, Any]:
-    """The values of config.json. mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs."""
-    facts = asdict(model)
-    kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
-    return facts | {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
-        "is_encoder_decoder": True,
-        "feed_forward_proj": kind,
-        "dense_act_fn": ACTIVATIONS[kind],
-        "is_gated_act": kind != "relu",
-        "tie_word_embeddings": tied,
-        "scale_decoder_outputs": scaled,
-    }
 
 
 def _locate(source: str) -> Path:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipejax import grid, methods
-from pipejax.config import Config, T5Config, TrainConfig
+from pipejax.config import Config, TrainConfig
 from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
 from pipejax.data.padding import pad, round_up
 from pipejax.data.shapes import Pair, Shapes, choose, deal
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.model.interface import Backbone
 from pipejax.system.extras import extra
 
 SAMPLE, CHARACTERS = 4000, 4_000_000  # `choose_shapes` samples at most so many examples and characters
@@ -109,7 +110,7 @@ def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
     return np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64).reshape(-1, 2)
 
 
-def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: T5Config) -> Shapes:
+def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: Backbone) -> Shapes:
     """Chooses the padded shapes by a random sample of the examples; every machine chooses the same.
 
     Args:
@@ -158,7 +159,7 @@ class TrainingBatches(Sequence[Batch]):
         examples: Sequence[Example],
         tokenizer: Tokenizer,
         config: Config,
-        model: T5Config,
+        model: Backbone,
         shapes: Shapes | None = None,
         share: Share | None = None,
     ) -> None:

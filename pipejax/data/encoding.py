@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pipejax import grid, methods
-from pipejax.config import Config, T5Config
+from pipejax.config import Config
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import Ids
+from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def place_of(example: Example) -> str:
     return example.place or f"example {example.id}"
 
 
-def encode(example: Example, tokenizer: Tokenizer, config: Config, model: T5Config) -> Encoded:
+def encode(example: Example, tokenizer: Tokenizer, config: Config, model: Backbone) -> Encoded:
     """Encodes an example for training; the method says how its target is laid out.
 
     A target of more than `data.max_target` tokens loses its last rows, and its end is left out or has weight 0, so that

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipejax.config import T5Config
+from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look, stand_in
 
@@ -153,7 +153,7 @@ class Tokenizer:
         return None if piece is None else self._inner.convert_tokens_to_ids(str(piece))
 
 
-def check_special_ids(tokenizer: Tokenizer, model: T5Config, place: str, name: str, *, trained: bool = False) -> None:
+def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
     """Checks that the model's eos ends texts in the tokenizer, too: sources and rows end with it.
 
     The other two decide nothing that a tokenizer could contradict: padding is told by lengths, and only the model feeds
@@ -182,7 +182,7 @@ def check_special_ids(tokenizer: Tokenizer, model: T5Config, place: str, name: s
         raise UserError(f"{found}, and stands for all that it lacks; expected an id that ends a text and means no more")
 
 
-def warn_of_start(tokenizer: Tokenizer, model: T5Config, place: str, name: str) -> None:
+def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) -> None:
     """Logs a warning if the id that every row begins with stands for text; arguments as of `check_special_ids`."""
     start = model.decoder_start_token_id
     if start != tokenizer.eos and (tokenizer.is_word(start) or start == tokenizer.unknown):

@@ -1,128 +1,93 @@
-"""The backends, which compute encoder and decoder steps, and lay weights and memories out for it: XLA, our own kernel.
+"""The backends, which lay weights out and compute encoders and decoding steps with them.
 
-A backend is chosen once, when a checkpoint is opened.
+Any backbone is computed by its own layers, as its module says. For the stock T5 there are quicker ones that repeat its
+arithmetic: XLA's products over packed queries, with our own kernels in them on a GPU, and our own kernel for CPUs. A
+backend is chosen once, when a checkpoint is opened.
 
-Shapes: O outputs, I inputs of a matrix; B batch, L source length.
+Shapes: O outputs, I inputs of a matrix; B batch, L source length; N, Q, C as in `decoding.core`.
 """
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pipejax.config import T5Config
 from pipejax.data.padding import memory_length
-from pipejax.decoding import Model
+from pipejax.decoding import Model, Step
+from pipejax.decoding.choice import first_argmax
 from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
-from pipejax.inference.step_decoder import Cache, StepDecoder
+from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, joined, lay_out, lay_out_layer, narrowed
-from pipejax.model import quantization
-from pipejax.model.t5 import T5, Memory
+from pipejax.model import lora, quantization
+from pipejax.model.interface import Backbone
+from pipejax.model.t5 import Memory, is_stock
+from pipejax.model.t5_config import T5Config
+
+logger = logging.getLogger(__name__)
 
 Array = jax.Array
 CACHE = 32e6  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
 
 
-class Backend(Protocol):
-    """Lays weights out and computes with them. Static under jit."""
+@flax.struct.dataclass
+class Ready:
+    """A backbone's parameters as a backend reads them."""
 
-    def encoder_layer(self, model: T5, layer: Any) -> Any:
-        """A layer of the encoder from its parameters."""
-        ...
+    encoding: Any  # those that make a source's memory
+    decoding: Any  # those of a decoder's step; `Weights` of the stock T5
 
-    def decoder_layer(self, model: T5, layer: Any) -> tuple[Any, Layer]:
-        """A layer of the decoder from its parameters: what makes its memory of a source, and the rest."""
-        ...
 
-    def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
-        """The arrays that are in no layer, from parameters without layers: the encoder's, and the decoder's."""
-        ...
+def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return function(*arguments, **options)
 
-    def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
-        """All that `encode` reads."""
-        ...
 
-    def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
-        """The memory of a batch of sources, of `memory_length(L)` slots.
-
-        Args:
-          model: the T5.
-          encoder: as `encoder` gives it.
-          source: i32 [B, L].
-          length: i32 [B], real tokens of each.
-        """
-        ...
-
-    def widened(self, memory: Memory, slots: int) -> Memory:
-        """The memory with so many slots, at least as many as it has; those added are masked."""
-        ...
-
-    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
-        """The decoder of a batch."""
-        ...
-
-    @property
-    def skips_fillers(self) -> bool:
-        """Whether a step takes the time of the queries that are asked, and not of as many as it has room for."""
-        ...
-
-    @property
-    def reading(self) -> Reading:
-        """The time that a step on a CPU takes beside its columns."""
-        ...
-
-    @property
-    def can_listen(self) -> bool:
-        """Whether a program that runs can be told to pause."""
-        ...
-
-    def left(self, count: Array, switch: Array) -> Array:
-        """The count i32 of steps left, below zero if the program is told to pause.
-
-        `switch`: u32 [2], the address of an i32 of the host's that is not 0 then, low half first.
-        """
-        ...
+def _laid(params: Any, *, model: Any, backend: "Backend", part: str) -> Any:
+    """The backend's method `part` of merged float32 parameters: a function of the module, which `jit` knows again."""
+    return getattr(backend, part)(model, lora.merge_factors(quantization.whole(params)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Xla:
-    """XLA's own products, on any device and in any dtype."""
+class Backend:
+    """Computes with the layers of any backbone, on any device and in any dtype. Static under jit."""
 
     weights: str = "auto"  # the dtype that they are held in, one of `pipejax.config.WEIGHTS`
 
-    def encoder_layer(self, model: T5, layer: Any) -> Any:
-        """See `Backend`."""
-        return quantization.hold(layer, model.dtype, self.weights)
+    def prepare(self, model: Any, params: Any, *, compute: Callable[..., Any] = _call) -> Ready:
+        """Merges low-rank factors, rounds the weights and lays them out. Jit-able.
 
-    def decoder_layer(self, model: T5, layer: Any) -> tuple[Any, Layer]:
-        """See `Backend`."""
-        projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
-        held = quantization.hold(projections, model.dtype, self.weights)
-        return held, lay_out_layer(layer, partial(narrowed, weights=self.weights, dtype=model.dtype))
+        Args:
+          model: the module of a backbone.
+          params: in float32 or as `quantization.hold` left them, with or without factors.
+          compute: computes a function of a tree and of static options, one layer at a time where a backend can.
+        """
+        held = compute(_laid, params, model=model, backend=self, part="_held")
+        return Ready(held, held)
 
-    def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
-        """See `Backend`."""
-        own = {key: params[key] for key in ("shared", "encoder")}
-        held = quantization.hold(own, model.dtype, self.weights)
-        return held, lay_out(model.config, params, partial(narrowed, weights=self.weights, dtype=model.dtype))
+    def _held(self, model: Any, params: Any) -> Any:
+        return quantization.hold(params, model.dtype, self.weights)
 
-    def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
-        """See `Backend`."""
-        encoder = {**ends["encoder"], **{f"layers_{i}": layer for i, layer in enumerate(layers)}}
-        return {**ends, "encoder": encoder, "decoder": {f"layers_{i}": layer for i, layer in enumerate(memories)}}
+    def encode(self, model: Any, encoder: Any, source: Array, length: Array) -> Memory:
+        """The memory of a batch of sources, of `memory_length(L)` slots.
 
-    def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
-        """See `Backend`."""
+        Args:
+          model: the module of the backbone.
+          encoder: `Ready.encoding`.
+          source: i32 [B, L].
+          length: i32 [B], real tokens of each.
+        """
         mask = jnp.arange(source.shape[1]) < length[:, None]
-        memory: Any = model.apply({"params": encoder}, source, mask, method="encode")
-        return Xla.widened(self, memory, memory_length(source.shape[1]))
+        memory: Memory = model.apply({"params": encoder}, source, mask, method="encode")
+        return Backend.widened(self, memory, memory_length(source.shape[1]))
 
     def widened(self, memory: Memory, slots: int) -> Memory:
-        """See `Backend`."""
+        """The memory with so many slots, at least as many as it has; those added are masked."""
         more = slots - memory.mask.shape[1]
         return Memory(
             keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
@@ -130,28 +95,114 @@ class Xla:
             mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
         )
 
-    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
-        """See `Backend`."""
-        return StepDecoder(model.config, weights, memory, model.dtype)
+    def decoder(self, model: Any, weights: Any, memory: Memory) -> Model[Any]:
+        """The decoder of a batch from `Ready.decoding`."""
+        return LayerDecoder(model, weights, memory)
 
     @property
     def skips_fillers(self) -> bool:
-        """See `Backend`."""
+        """Whether a step takes the time of the queries that are asked, and not of as many as it has room for."""
         return False
 
     @property
     def reading(self) -> Reading:
-        """See `Backend`."""
+        """The time that a step on a CPU takes beside its columns."""
         return Reading(float32=10.0, bfloat16=6.0, int8=5.0, cached=1.5)
 
     @property
     def can_listen(self) -> bool:
-        """See `Backend`."""
+        """Whether a program that runs can be told to pause."""
         return False
 
     def left(self, count: Array, switch: Array) -> Array:
-        """See `Backend`."""
+        """The count i32 of steps left, below zero if the program is told to pause.
+
+        `switch`: u32 [2], the address of an i32 of the host's that is not 0 then, low half first.
+        """
         return count
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDecoder:
+    """A `decoding.Model` by the step of a backbone's module: its queries at their places, [B, Q]."""
+
+    model: Any
+    weights: Any
+    memory: Memory
+
+    def cache(self, slots: int, old: Any) -> Any:
+        """See `Model`."""
+        new = self.model.empty_cache(self.memory.mask.shape[0], slots)
+        if old is None:
+            return new
+        return jax.tree.map(lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim), new, old)
+
+    def __call__(self, step: Step, cache: Any) -> tuple[Array, Any]:
+        """See `Model`."""
+        tokens, places = step.tokens, step.query_at_place
+        if places is not None:
+            tokens = jnp.take(tokens, places.reshape(-1), mode="clip")  # fillers get any token
+        tokens = tokens.reshape(step.position.shape)
+        params, given = {"params": self.weights}, (step.mask, step.position, step.key_position)
+        hidden, cache = self.model.apply(params, tokens, *given, self.memory, cache, step.start, method="step")
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if step.place_of_query is not None:
+            hidden = jnp.take(hidden, step.place_of_query, axis=0, mode="clip")
+        return self.model.apply(params, hidden, method="logits").T, cache
+
+    def greedy(self, step: Step, cache: Any) -> tuple[Array, Any]:
+        """See `Model`."""
+        logits, cache = self(step, cache)
+        return first_argmax(logits), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Xla(Backend):
+    """XLA's products over packed queries, for the stock T5."""
+
+    def prepare(self, model: Any, params: Any, *, compute: Callable[..., Any] = _call) -> Ready:
+        """See `Backend`. A layer at a time: float32 needs no more room than that.
+
+        Raises:
+          ValueError: the module is not the stock T5, whose arithmetic this repeats.
+        """
+        if not is_stock(model):
+            raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5")
+        lay = partial(compute, _laid, model=model, backend=self)
+        encoder, decoder = dict(params["encoder"]), dict(params["decoder"])
+        layers, memories, weights = [], [], []
+        for i in range(model.config.num_layers):
+            layers.append(lay(encoder.pop(f"layers_{i}"), part="_encoder_layer"))
+        for i in range(model.config.num_decoder_layers):
+            memory, layer = lay(decoder.pop(f"layers_{i}"), part="_decoder_layer")
+            memories.append(memory)
+            weights.append(layer)
+        ends, whole = lay({**params, "encoder": encoder, "decoder": decoder}, part="_ends")
+        return Ready(self._encoder(ends, layers, memories), whole.replace(layers=tuple(weights)))
+
+    def _encoder_layer(self, model: Any, layer: Any) -> Any:
+        """A layer of the encoder from its parameters."""
+        return quantization.hold(layer, model.dtype, self.weights)
+
+    def _decoder_layer(self, model: Any, layer: Any) -> tuple[Any, Layer]:
+        """A layer of the decoder from its parameters: the part that makes its memory of a source, and the rest."""
+        projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
+        held = quantization.hold(projections, model.dtype, self.weights)
+        return held, lay_out_layer(layer, partial(narrowed, weights=self.weights, dtype=model.dtype))
+
+    def _ends(self, model: Any, params: Any) -> tuple[Any, Weights]:
+        """The arrays that are in no layer, from parameters without layers: the encoder's, and the decoder's."""
+        held = quantization.hold({key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights)
+        return held, lay_out(model.config, params, partial(narrowed, weights=self.weights, dtype=model.dtype))
+
+    def _encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
+        """All that `encode` reads."""
+        encoder = {**ends["encoder"], **{f"layers_{i}": layer for i, layer in enumerate(layers)}}
+        return {**ends, "encoder": encoder, "decoder": {f"layers_{i}": layer for i, layer in enumerate(memories)}}
+
+    def decoder(self, model: Any, weights: Weights, memory: Memory) -> Model[Any]:
+        """See `Backend`."""
+        return StepDecoder(model.config, weights, memory, model.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +211,7 @@ class Gpu(Xla):
 
     interpret: bool = False  # runs them as ordinary computations, on any device
 
-    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
+    def decoder(self, model: Any, weights: Weights, memory: Memory) -> Model[Any]:
         """See `Backend`."""
         from pipejax.inference.gpu import GpuDecoder  # importing Pallas takes time, and elsewhere nobody needs it
 
@@ -169,22 +220,19 @@ class Gpu(Xla):
 
 @dataclasses.dataclass(frozen=True)
 class OwnKernel(Xla):
-    """Our kernel for CPUs; activations are float32."""
+    """Our kernel for CPUs, for the stock T5; activations are float32."""
 
     level: kernels.Level = kernels.LEVELS[-1]
 
-    def encoder_layer(self, model: T5, layer: Any) -> Any:
-        """See `Backend`."""
+    def _encoder_layer(self, model: Any, layer: Any) -> Any:
         return kernel_decoder.encoder_layer(layer, weights=self.weights)
 
-    def decoder_layer(self, model: T5, layer: Any) -> tuple[Any, Layer]:
-        """See `Backend`."""
+    def _decoder_layer(self, model: Any, layer: Any) -> tuple[Any, Layer]:
         matrix = partial(kernel_decoder.matrix, weights=self.weights)
         memory = joined(layer["cross_attention"]["key"], layer["cross_attention"]["value"])
         return matrix(memory), lay_out_layer(layer, matrix)
 
-    def ends(self, model: T5, params: Any) -> tuple[Any, Weights]:
-        """See `Backend`."""
+    def _ends(self, model: Any, params: Any) -> tuple[Any, Weights]:
         laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
         own = params["encoder"]
         encoder = kernel_decoder.Encoder(
@@ -196,11 +244,10 @@ class OwnKernel(Xla):
         )
         return encoder, laid
 
-    def encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
-        """See `Backend`."""
+    def _encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
         return ends.replace(layers=tuple(layers), memories=tuple(memories))
 
-    def encode(self, model: T5, encoder: Any, source: Array, length: Array) -> Memory:
+    def encode(self, model: Any, encoder: Any, source: Array, length: Array) -> Memory:
         """See `Backend`."""
         slots = memory_length(source.shape[1])
         return kernel_decoder.encode(
@@ -211,7 +258,7 @@ class OwnKernel(Xla):
         """See `Backend`."""
         return kernel_decoder.widened(memory, slots)
 
-    def decoder(self, model: T5, weights: Weights, memory: Memory) -> Model[Cache]:
+    def decoder(self, model: Any, weights: Weights, memory: Memory) -> Model[Any]:
         """See `Backend`."""
         return KernelDecoder(model.config, weights, memory, self.level)
 
@@ -238,20 +285,33 @@ class OwnKernel(Xla):
 XLA = Xla()
 
 
-def call_costs(weights: Weights, backend: Backend = XLA) -> float:
+def call_costs(weights: Any, backend: Backend = XLA) -> float:
     """The cost of a call on a CPU whatever it computes, in columns: the reading of the weights."""
     held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
     cached = sum(x.nbytes for x in held) < CACHE
     return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
 
 
-def fastest(config: T5Config, dtype: Any, weights: str = "auto") -> Backend:
-    """The fastest on this machine for a T5 of that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
-    level = kernels.use() if dtype == jnp.float32 and kernel_decoder.fits(config) else None
+def portable(model: Any, weights: str = "auto") -> Backend:
+    """The quickest that runs on any device; says so where a module is computed layer by layer."""
+    if is_stock(model):
+        return Xla(weights)
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    changed = "which was changed, " if kind == "pipejax.model.t5.T5" else ""
+    logger.info(f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 alone")
+    return Backend(weights)
+
+
+def fastest(backbone: Backbone, dtype: Any, weights: str = "auto") -> Backend:
+    """The fastest on this machine in that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
+    found = portable(backbone.module(dtype=dtype), weights)
+    if type(found) is not Xla or not isinstance(backbone, T5Config):
+        return found
+    level = kernels.use() if dtype == jnp.float32 and kernel_decoder.fits(backbone) else None
     if level:
         return OwnKernel(weights, level)
     if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         from pipejax.inference import gpu
 
-        return Gpu(weights) if gpu.use() else Xla(weights)
-    return Xla(weights)
+        return Gpu(weights) if gpu.use() else found
+    return found

@@ -29,16 +29,13 @@ from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
-from pipejax.inference.backends import Xla, call_costs
-from pipejax.inference.programs import Ready
+from pipejax.inference.backends import Backend, Ready, call_costs, portable
 from pipejax.inference.records import warn_of_method
 from pipejax.inference.sources import Source, template_of
-from pipejax.inference.weights import Weights
 from pipejax.inference.wishes import forced_of, rows_of
 from pipejax.methods import Ids
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.sharding import path_of
-from pipejax.model.t5 import T5
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.system.files import new_directory
@@ -105,7 +102,7 @@ def export(
     for name in names:
         warn_of_method(name, config)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
-    model, ready = _prepared(config, restored.items["params"], platforms)
+    model, backend, ready = _prepared(config, restored.items["params"], platforms)
     chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
     rows = {name: rows_of(Source("any", ""), methods.make(name, config), spells) for name in names}
@@ -117,7 +114,7 @@ def export(
         described = {}
         for file, (name, platform) in made.items():
             logger.info(f"tracing the {name} program for {platform}")
-            program = jax.jit(partial(_decode, model, chosen[file], platform, unpacked, forced[file]))
+            program = jax.jit(partial(_decode, model, backend, chosen[file], platform, unpacked, forced[file]))
             with precision(model.dtype):
                 exported = jax_export.export(program, platforms=[platform])(*arguments)
             (partial_out / file).write_bytes(exported.serialize())
@@ -133,7 +130,7 @@ def export(
         print(f"{out / file}: {(out / file).stat().st_size / 1e6:.1f} MB")
 
 
-def _strategy(config: Config, name: str, platform: str, weights: Weights) -> Strategy:
+def _strategy(config: Config, name: str, platform: str, weights: Any) -> Strategy:
     assert config.model is not None  # `open_run` checks it
     method = methods.make(name, config)
     ids = Ids(config.model.decoder_start_token_id, config.model.eos_token_id)
@@ -141,18 +138,19 @@ def _strategy(config: Config, name: str, platform: str, weights: Weights) -> Str
     return made.suited(platform, costs=call_costs(weights), skips_fillers=False)
 
 
-def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[T5, Ready]:
-    """The T5 and its weights as XLA reads them, in one dtype for all platforms."""
+def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[Any, Backend, Ready]:
+    """The module, what computes with it on all platforms, and its weights in one dtype for all."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
     if wanted == "auto":  # as where it runs, not as where it is exported
         wanted = "float32" if "cpu" in platforms else "bfloat16"
-    model = T5(config.model, dtype=compute_dtype(wanted))
+    model = config.model.module(dtype=compute_dtype(wanted))
 
     def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
         return jax.jit(function, static_argnames=tuple(static))(tree, **static)
 
-    return model, programs.prepare(model, params, backend=Xla(config.decode.weights), compute=compute)
+    backend = portable(model, config.decode.weights)
+    return model, backend, backend.prepare(model, params, compute=compute)
 
 
 def _stored(ready: Ready) -> tuple[dict[str, np.ndarray], Callable[[Sequence[Any]], Ready]]:
@@ -185,7 +183,8 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 
 def _decode(
-    model: T5,
+    model: Any,
+    backend: Backend,
     strategy: Strategy,
     platform: str,
     unpacked: Callable[[Sequence[Any]], Ready],
@@ -197,7 +196,8 @@ def _decode(
     """A program, whose arguments are the last three; the others are static.
 
     Args:
-      model: the T5.
+      model: the module of a backbone.
+      backend: computes with it.
       strategy: decides what is fed.
       platform: where it will run, which decides the sizes that it goes through.
       unpacked: makes `Ready` of the weights.
@@ -207,7 +207,7 @@ def _decode(
       length: i32 [B], real tokens of each source.
     """
     ready = unpacked(weights)
-    memory = programs.encode_batch(model, ready.encoding, source, length)
+    memory = programs.encode_batch(model, ready.encoding, source, length, backend=backend)
     sizes = programs.schedule(strategy, len(source), platform)
     read = None
     if strategy.reads_source:
@@ -218,7 +218,7 @@ def _decode(
     def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
         """As `decoding.run`, but in one program: a longer answer goes on with a larger cache."""
         given = ready.decoding, memory, carry, read, wishes
-        found = programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots[0])
+        found = programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots[0], backend=backend)
         if not slots[1:]:
             return found.decoded
         result: Decoded = jax.lax.cond(found.over, lambda: found.decoded, lambda: stretches(slots[1:], found.carry))
@@ -228,7 +228,7 @@ def _decode(
     return {name: getattr(decoded, name) for name in ("tokens", "lengths", "steps", "truncated")}
 
 
-def _description(config: Config, restored: Restored, model: T5, batch: int, length: int) -> dict[str, Any]:
+def _description(config: Config, restored: Restored, model: Any, batch: int, length: int) -> dict[str, Any]:
     """The content of the JSON file but for the programs."""
     architecture, template = model.config, template_of(config)
     return {

@@ -71,9 +71,10 @@ class Generator:
     def __repr__(self) -> str:
         model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
         held = self.config.decode.weights if self.config.decode.weights != "auto" else dtype_of(self.config).name
+        kind = type(model).__name__.removesuffix("Config")
         return (
-            f"<Generator{of}: T5 of {self._opened.size / 1e6:.1f} M parameters, {model.num_layers} + "
-            f"{model.num_decoder_layers} layers, d_model {model.d_model}, vocabulary {model.vocab_size}; "
+            f"<Generator{of}: {kind} of {self._opened.size / 1e6:.1f} M parameters, "
+            f"{model.num_layers} + {model.num_decoder_layers} layers, vocabulary {model.vocab_size}; "
             f"{self.default_strategy}; {held} on {len(self._devices)} x {self._devices[0].device_kind}>"
         )
 

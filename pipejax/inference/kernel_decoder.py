@@ -20,7 +20,8 @@ from pipejax.inference import kernels
 from pipejax.inference.kernels import fields
 from pipejax.inference.step_decoder import Cache, grown
 from pipejax.inference.weights import Matrix, Weights, joined, narrowed
-from pipejax.model.t5 import Memory, RelativeBias
+from pipejax.model.layers import RelativeBias
+from pipejax.model.t5 import Memory
 
 Array = jax.Array
 ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in fields.h

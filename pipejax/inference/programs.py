@@ -1,4 +1,4 @@
-"""The only place where the T5 meets a decoding strategy: what runs on devices when texts are decoded.
+"""The only place where a backbone meets a decoding strategy: what runs on devices when texts are decoded.
 
 Shapes: B batch, L source length (a bucket), E devices.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipejax import decoding
-from pipejax.config import T5Config
 from pipejax.data.padding import bucket, pad
 from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
-from pipejax.inference.backends import XLA, Backend, call_costs
+from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
-from pipejax.inference.weights import Layer, Weights
-from pipejax.model import lora, quantization
+from pipejax.model.interface import Backbone
 from pipejax.model.precision import precision
-from pipejax.model.t5 import T5, Memory
+from pipejax.model.t5 import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -42,55 +39,6 @@ def devices() -> list[jax.Device]:
     return here[:1] if here[0].platform == "cpu" else here
 
 
-@flax.struct.dataclass
-class Ready:
-    """A T5's parameters as a backend reads them."""
-
-    encoding: Any  # those of the encoder and of the cross-attention's keys and values
-    decoding: Weights
-
-
-def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return function(*arguments, **options)
-
-
-def prepare(model: T5, params: Any, *, backend: Backend = XLA, compute: Callable[..., Any] = _call) -> Ready:
-    """Merges low-rank factors, rounds the weights and lays them out. Jit-able.
-
-    Args:
-      model: the T5.
-      params: in float32 or as `quantization.hold` left them, with or without factors.
-      backend: what computes with them.
-      compute: computes one of the functions below: a layer at a time, so float32 needs no more room than that.
-    """
-    encoder, decoder = dict(params["encoder"]), dict(params["decoder"])
-    layers, memories, weights = [], [], []
-    for i in range(model.config.num_layers):
-        layers.append(compute(_encoder_layer, encoder.pop(f"layers_{i}"), model=model, backend=backend))
-    for i in range(model.config.num_decoder_layers):
-        memory, layer = compute(_decoder_layer, decoder.pop(f"layers_{i}"), model=model, backend=backend)
-        memories.append(memory)
-        weights.append(layer)
-    ends, whole = compute(_ends, {**params, "encoder": encoder, "decoder": decoder}, model=model, backend=backend)
-    return Ready(backend.encoder(ends, layers, memories), whole.replace(layers=tuple(weights)))
-
-
-def _encoder_layer(layer: Any, *, model: T5, backend: Backend) -> Any:
-    return backend.encoder_layer(model, _whole(layer))
-
-
-def _decoder_layer(layer: Any, *, model: T5, backend: Backend) -> tuple[Any, Layer]:
-    return backend.decoder_layer(model, _whole(layer))
-
-
-def _ends(params: Any, *, model: T5, backend: Backend) -> tuple[Any, Weights]:
-    return backend.ends(model, _whole(params))
-
-
-def _whole(params: Any) -> Any:
-    return lora.merge_factors(quantization.whole(params))
-
-
 def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
     """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
 
@@ -101,27 +49,27 @@ def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:])
 
 
-def encode_batch(model: T5, encoder: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA) -> Memory:
+def encode_batch(model: Any, encoder: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA) -> Memory:
     """Encodes one padded batch; `model` and `backend` are static under jit.
 
     Args:
-      model: the T5.
+      model: the module of a backbone.
       encoder: `Ready.encoding`.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
-      backend: as in `prepare`.
+      backend: that `encoder` was prepared by.
     """
     return backend.encode(model, encoder, source, length)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A T5 that drafts for another one, with its backend. Static under jit."""
+    """The module of a small model that drafts for another one, with its backend. Static under jit."""
 
-    model: T5
+    model: Any
     backend: Backend
 
-    def lent(self, strategy: Strategy, weights: Weights, source: SourceIds) -> Strategy:
+    def lent(self, strategy: Strategy, weights: Any, source: SourceIds) -> Strategy:
         """The strategy with the decoder of a batch; traced.
 
         Args:
@@ -133,9 +81,9 @@ class Drafting:
 
 
 def decode_batch(
-    model: T5,
+    model: Any,
     strategy: Strategy,
-    weights: Weights | tuple[Weights, Weights],
+    weights: Any,
     memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
@@ -149,9 +97,9 @@ def decode_batch(
     """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
 
     Args:
-      model: the T5.
+      model: the module of a backbone.
       strategy: decides what is fed.
-      weights: those of `Ready.decoding`; with `drafting` those of both T5s.
+      weights: `Ready.decoding`; with `drafting` a pair, of both models.
       memory: of the encoded sources.
       carry: what the stretch before left.
       source: for a strategy that drafts.
@@ -159,11 +107,11 @@ def decode_batch(
       sizes: that the decode goes through.
       slots: of the cache in this stretch.
       backend: computes the decoder's products.
-      drafting: the T5 that drafts, if one does.
+      drafting: the model that drafts, if one does.
     """
-    if isinstance(weights, tuple):
+    if drafting:
         weights, small = weights
-        assert drafting is not None and source is not None
+        assert source is not None
         strategy = drafting.lent(strategy, small, source)
     decoder = backend.decoder(model, weights, memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
@@ -171,19 +119,19 @@ def decode_batch(
 
 
 class Programs:
-    """A T5's encoder and decoders over batches of token ids, compiled as they are needed.
+    """A backbone's encoder and decoders over batches of token ids, compiled as they are needed.
 
     Several devices decode a batch each and know nothing of each other: all arrays but the weights have a first axis, of
     the devices, and no computation crosses it.
     """
 
     def __init__(
-        self, config: T5Config, dtype: jnp.dtype, *, devices: Sequence[jax.Device], backend: Backend = XLA
+        self, config: Backbone, dtype: jnp.dtype, *, devices: Sequence[jax.Device], backend: Backend = XLA
     ) -> None:
         """Nothing compiles yet."""
-        self.config, self.model, self.devices = config, T5(config, dtype=dtype), list(devices)
+        self.config, self.model, self.devices = config, config.module(dtype=dtype), list(devices)
         self.backend = backend
-        self.small: Programs | None = None  # of the T5 that drafts
+        self.small: Programs | None = None  # of the model that drafts
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
@@ -199,7 +147,7 @@ class Programs:
             with precision(self.model.dtype):
                 return jax.block_until_ready(jitted(tree, **static))
 
-        self._ready = prepare(self.model, params, backend=self.backend, compute=compute)
+        self._ready = self.backend.prepare(self.model, params, compute=compute)
         self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 

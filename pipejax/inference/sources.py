@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipejax.config import Config, T5Config
+from pipejax.config import Config
 from pipejax.data import OWN_FILES, TASKS, make_task, own_files
 from pipejax.data.lines import id_of, is_blank, kind, text_of
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import prefix_ids
+from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 
 
@@ -92,13 +93,13 @@ def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> No
     own_files.check_fields(fields, map(has, values), where)
 
 
-def check(source: Source, place: str, *, architecture: T5Config, tokenizer: Tokenizer | None) -> Source:
+def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Tokenizer | None) -> Source:
     """The source if it can be decoded.
 
     Args:
       source: to be checked.
       place: names it in the UserError otherwise.
-      architecture: of the T5.
+      architecture: of the model.
       tokenizer: None: texts cannot be decoded.
     """
     vocabulary, eos = architecture.vocab_size, architecture.eos_token_id

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.config import T5Config
+from pipejax.model.layers import buckets
 from pipejax.model.quantization import quantize
-from pipejax.model.t5 import buckets
 
 Array = jax.Array
 

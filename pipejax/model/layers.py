@@ -1,14 +1,19 @@
-"""The layers that the T5 is made of. Parameters are float32; `dtype` is that of the computation."""
+"""The layers that a T5 is made of. Parameters are float32; `dtype` is that of the computation."""
 
+import math
 from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pipejax.model import lora
+from pipejax.model.attention import attend
 from pipejax.model.dropout import drop, make_seed
+from pipejax.model.relative_bias import along_diagonals, by_bucket
+from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
 
@@ -100,3 +105,117 @@ def _backward(dtype: DTypeLike, kept: tuple[Array, Array], gradient: Array) -> t
 
 
 logits_of.defvjp(_forward, _backward)
+
+
+def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
+    """T5's relative position buckets of non-negative distances: exact up to count / 2, logarithmic up to `longest`."""
+    exact = count // 2
+    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact)) / np.float32(
+        math.log(longest / exact)
+    )
+    logarithmic = exact + (ratio * np.float32(count - exact)).astype(np.int32)
+    return np.where(distances < exact, distances, np.minimum(logarithmic, count - 1)).astype(np.int32)
+
+
+class RelativeBias(nn.Module):
+    """One learned number per bucket of distance and head."""
+
+    config: T5Config
+    bidirectional: bool
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = self.param(
+            "embedding", nn.initializers.normal(c.d_model**-0.5), (c.relative_attention_num_buckets, c.num_heads)
+        )
+
+    def _buckets(self) -> np.ndarray:
+        """The bucket of each distance up to the longest; bidirectional: of each offset, the most negative first."""
+        count, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
+        distances = np.arange(longest + 1)
+        if not self.bidirectional:
+            return buckets(distances, count=count, longest=longest)
+        # Keys after the query use the upper half of the buckets.
+        half = buckets(distances, count=count // 2, longest=longest)
+        return np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])
+
+    def within(self, length: int) -> Array:
+        """f32 [1, H, L, L], bidirectional, among the tokens of a sequence."""
+        longest = self.config.relative_attention_max_distance
+        offsets = np.clip(np.arange(1 - length, length), -longest, longest)
+        bucket = jnp.asarray(self._buckets()[offsets + longest])
+        values = by_bucket(self.embedding, bucket[None, None])[0, :, 0]
+        return along_diagonals(values, length)[None].astype(jnp.float32)
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        """f32 [1|B, H, Q, C] from positions i32 [1|B, Q] and [1|B, C]."""
+        longest = self.config.relative_attention_max_distance
+        back = query[:, :, None] - key[:, None]
+        # Keys ahead, which a decoder's query does not see, get any bucket.
+        place = jnp.clip(longest - back, 0, 2 * longest) if self.bidirectional else jnp.clip(back, 0, longest)
+        bucket = jnp.asarray(self._buckets())[place]
+        return by_bucket(self.embedding, bucket).astype(jnp.float32)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with an additive bias, its norm and its residual; T5 does not divide by sqrt(d)."""
+
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    def setup(self) -> None:
+        c = self.config
+        inner = c.num_heads * c.d_kv
+        dense = partial(Linear, dtype=self.dtype)
+        self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
+        self.query = dense(inner, kernel_init=nn.initializers.normal((c.d_model * c.d_kv) ** -0.5))
+        self.key = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
+        self.value = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
+        self.output = dense(c.d_model, kernel_init=nn.initializers.normal(inner**-0.5))
+        self.drop = Dropout(self.dropout)
+
+    def heads(self, x: Array) -> Array:
+        """[B, L, H*K] -> [B, H, L, K]."""
+        return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv).swapaxes(1, 2)
+
+    def keys_values(self, x: Array) -> tuple[Array, Array]:
+        """Keys and values [B, H, L, K] of already normed states [B, L, D]."""
+        return self.heads(self.key(x)), self.heads(self.value(x))
+
+    def attend(self, x: Array, normed: Array, keys: Array, values: Array, bias: Array, deterministic: bool) -> Array:
+        """x plus what its normed form finds in keys and values, [B, Q, D].
+
+        Args:
+          x, normed: [B, Q, D].
+          keys, values: [B, H, C, K].
+          bias: [B|1, H|1, Q|1, C].
+        """
+        queries = self.heads(self.query(normed))
+        seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))
+        found = attend(queries, keys, values, bias, seed, self.dropout).swapaxes(1, 2)
+        return x + self.drop(self.output(found.reshape(x.shape[0], x.shape[1], -1)), deterministic=deterministic)
+
+
+class FeedForward(nn.Module):
+    """The position-wise network, its norm and its residual."""
+
+    config: T5Config
+    dtype: DTypeLike
+    dropout: float
+
+    @nn.compact
+    def __call__(self, x: Array, deterministic: bool) -> Array:
+        c = self.config
+        dense = partial(Linear, dtype=self.dtype)
+        inwards = partial(dense, c.d_ff, kernel_init=nn.initializers.normal(c.d_model**-0.5))
+        drop = Dropout(self.dropout)
+        hidden = RMSNorm(c.layer_norm_epsilon, self.dtype, name="norm")(x)
+        if c.feed_forward == "relu":
+            hidden = nn.relu(inwards(name="wi")(hidden))
+        else:
+            activation = nn.silu if c.feed_forward == "gated-silu" else partial(nn.gelu, approximate=True)
+            hidden = activation(inwards(name="wi_0")(hidden)) * inwards(name="wi_1")(hidden)
+        hidden = drop(hidden, deterministic=deterministic)
+        hidden = dense(c.d_model, kernel_init=nn.initializers.normal(c.d_ff**-0.5), name="wo")(hidden)
+        return x + drop(hidden, deterministic=deterministic)

@@ -5,6 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pipejax.model.interface import VECTORS
 
 
 def compute_dtype(name: str) -> jnp.dtype:
@@ -20,3 +23,13 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
     By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.
     """
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
+
+
+def cast_params(params: Any, dtype: DTypeLike) -> Any:
+    """Parameters in the compute dtype, so that decoding does not read float32; norms and biases stay float32."""
+
+    def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return x if name.endswith(VECTORS) else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)

@@ -16,7 +16,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
-from pipejax.model.t5 import VECTORS, cast_params
+from pipejax.model.interface import VECTORS
+from pipejax.model.precision import cast_params
 from pipejax.system.errors import UserError
 
 Array = jax.Array

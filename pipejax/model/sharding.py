@@ -1,4 +1,4 @@
-"""Where arrays live: the device mesh and the one table from parameter path to PartitionSpec.
+"""Where arrays live: the device mesh, and a PartitionSpec for each parameter by the rules of its backbone.
 
 Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor" splits heads, feed-forward and
 vocabulary.
@@ -10,22 +10,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipejax.config import MeshConfig
+from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
-
-# First match wins; every parameter matches exactly one rule (a test holds it to that).
-RULES: tuple[tuple[str, P], ...] = (
-    (r"shared/embedding", P("tensor", "fsdp")),
-    (r"lm_head/kernel", P("fsdp", "tensor")),
-    (r".*/(query|key|value|wi|wi_0|wi_1)/kernel", P("fsdp", "tensor")),
-    (r".*/(output|wo)/kernel", P("tensor", "fsdp")),
-    (r".*/lora_[ab]", P()),
-    (r".*/relative_bias/embedding", P()),
-    (r".*norm/scale", P()),
-)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -65,23 +56,30 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The rule's spec, without the axes that the dimension does not divide by."""
-    for pattern, spec in RULES:
+def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The spec by the first rule that matches, without the axes that the dimension does not divide by.
+
+    Args:
+      backbone: has the rules.
+      path: of the parameter.
+      shape: of the parameter.
+      mesh: where it is to lie.
+    """
+    for pattern, spec in backbone.sharding:
         if re.fullmatch(pattern, path):
             return P(
                 *(
                     axis if axis and size % mesh.shape[axis] == 0 else None
-                    for size, axis in zip(shape, tuple(spec) + (None,) * len(shape), strict=False)
+                    for size, axis in zip(shape, spec + (None,) * len(shape), strict=False)
                 )
             )
-    raise ValueError(f"no sharding rule for parameter {path}")
+    raise ValueError(f"no sharding rule for parameter {path}; expected one in {type(backbone).__name__}.sharding")
 
 
-def param_shardings(params: Any, mesh: Mesh) -> Any:
+def param_shardings(backbone: Backbone, params: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every parameter of a tree of arrays or shapes."""
     return jax.tree_util.tree_map_with_path(
-        lambda keys, x: NamedSharding(mesh, spec_of(path_of(keys), x.shape, mesh)), params
+        lambda keys, x: NamedSharding(mesh, spec_of(backbone, path_of(keys), x.shape, mesh)), params
     )
 
 
@@ -90,12 +88,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def gather_table(params: Any, mesh: Mesh) -> Any:
-    """Parameters with the embedding table split over "tensor" alone, as lookups need it: XLA would copy it whole."""
-    table = params["shared"]["embedding"]
-    spec = P(spec_of("shared/embedding", table.shape, mesh)[0], None)
-    table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, spec))
-    return {**params, "shared": {"embedding": table}}
+def gather_tables(backbone: Backbone, params: Any, mesh: Mesh) -> Any:
+    """Parameters with tables split over "tensor" alone, as lookups need them: XLA would copy each whole."""
+    flat = flatten_dict(params, sep="/")
+    for path in backbone.tables:
+        spec = P(spec_of(backbone, path, flat[path].shape, mesh)[0], None)
+        flat[path] = jax.lax.with_sharding_constraint(flat[path], NamedSharding(mesh, spec))
+    return unflatten_dict(flat, sep="/")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

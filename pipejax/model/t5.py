@@ -6,156 +6,58 @@ computation, and norms, softmax and logits are float32 always. Architecture: Raf
 and ByT5 variants.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from pipejax.config import T5Config
-from pipejax.model.attention import attend
-from pipejax.model.dropout import make_seed
+from pipejax.model import layers as parts
 from pipejax.model.embedding import look_up
-from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, logits_of
-from pipejax.model.relative_bias import along_diagonals, by_bucket
+from pipejax.model.layers import Attention, Dropout, FeedForward, Head, Linear, RelativeBias, RMSNorm, logits_of
+from pipejax.model.stack import apply_layers
+from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
-VECTORS = ("norm/scale", "relative_bias/embedding")  # how the paths of parameters end that are no weight matrices
+Caches = tuple[tuple[Array, Array], ...]  # keys and values [B, H, C, K] of each layer
 MASKED = -1e9  # finite: a query that sees nothing gets a uniform softmax instead of NaN, and nobody reads it
 
 
 @flax.struct.dataclass
 class Memory:
-    """Cross-attention keys and values of a source, computed once for decoding (`pipejax.inference.step_decoder`)."""
+    """Cross-attention keys and values of a source, computed once for decoding."""
 
     keys: tuple[Array, ...]  # a layer each [B, H, K, L]
     values: tuple[Array, ...]  # [B, H, L, K]
     mask: Array  # bool [B, L]
 
 
-def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
-    """T5's relative position buckets of non-negative distances: exact up to count / 2, logarithmic up to `longest`."""
-    exact = count // 2
-    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact)) / np.float32(
-        math.log(longest / exact)
-    )
-    logarithmic = exact + (ratio * np.float32(count - exact)).astype(np.int32)
-    return np.where(distances < exact, distances, np.minimum(logarithmic, count - 1)).astype(np.int32)
+@flax.struct.dataclass
+class LayerCache:
+    """Self-attention keys and values of the slots that were fed to a layer so far."""
+
+    keys: Array  # [B, H, C, K]
+    values: Array  # [B, H, C, K]
+    start: Array  # i32 [B|1], the slot of the first query of each example
+
+    def written(self, keys: Array, values: Array) -> "LayerCache":
+        """With those of the queries, [B, H, Q, K], in the slots from `start` on."""
+
+        def write(old: Array, new: Array) -> Array:
+            if len(self.start) == 1:
+                return jax.lax.dynamic_update_slice_in_dim(old, new, self.start[0], axis=2)
+            return jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, self.start)
+
+        return LayerCache(write(self.keys, keys), write(self.values, values), self.start)
 
 
 def unpinned(x: Array) -> Array:
     """Leaves it to XLA where activations lie."""
     return x
-
-
-class RelativeBias(nn.Module):
-    """One learned number per bucket of distance and head, shared by all layers of a stack."""
-
-    config: T5Config
-    bidirectional: bool
-
-    def setup(self) -> None:
-        c = self.config
-        self.embedding = self.param(
-            "embedding", nn.initializers.normal(c.d_model**-0.5), (c.relative_attention_num_buckets, c.num_heads)
-        )
-
-    def _buckets(self) -> np.ndarray:
-        """The bucket of each distance up to the longest; bidirectional: of each offset, the most negative first."""
-        count, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
-        distances = np.arange(longest + 1)
-        if not self.bidirectional:
-            return buckets(distances, count=count, longest=longest)
-        # Keys after the query use the upper half of the buckets.
-        half = buckets(distances, count=count // 2, longest=longest)
-        return np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])
-
-    def within(self, length: int) -> Array:
-        """f32 [1, H, L, L], bidirectional, among the tokens of a sequence."""
-        longest = self.config.relative_attention_max_distance
-        offsets = np.clip(np.arange(1 - length, length), -longest, longest)
-        bucket = jnp.asarray(self._buckets()[offsets + longest])
-        values = by_bucket(self.embedding, bucket[None, None])[0, :, 0]
-        return along_diagonals(values, length)[None].astype(jnp.float32)
-
-    def __call__(self, query: Array, key: Array) -> Array:
-        """f32 [1|B, H, Q, C] from positions i32 [1|B, Q] and [1|B, C]."""
-        longest = self.config.relative_attention_max_distance
-        back = query[:, :, None] - key[:, None]
-        # Keys ahead, which a decoder's query does not see, get any bucket.
-        place = jnp.clip(longest - back, 0, 2 * longest) if self.bidirectional else jnp.clip(back, 0, longest)
-        bucket = jnp.asarray(self._buckets())[place]
-        return by_bucket(self.embedding, bucket).astype(jnp.float32)
-
-
-class Attention(nn.Module):
-    """Multi-head attention with an additive bias, its norm and its residual; T5 does not divide by sqrt(d)."""
-
-    config: T5Config
-    dtype: DTypeLike
-    dropout: float
-
-    def setup(self) -> None:
-        c = self.config
-        inner = c.num_heads * c.d_kv
-        dense = partial(Linear, dtype=self.dtype)
-        self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
-        self.query = dense(inner, kernel_init=nn.initializers.normal((c.d_model * c.d_kv) ** -0.5))
-        self.key = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
-        self.value = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
-        self.output = dense(c.d_model, kernel_init=nn.initializers.normal(inner**-0.5))
-        self.drop = Dropout(self.dropout)
-
-    def heads(self, x: Array) -> Array:
-        """[B, L, H*K] -> [B, H, L, K]."""
-        return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv).swapaxes(1, 2)
-
-    def keys_values(self, x: Array) -> tuple[Array, Array]:
-        """Keys and values [B, H, L, K] of already normed states [B, L, D]."""
-        return self.heads(self.key(x)), self.heads(self.value(x))
-
-    def attend(self, x: Array, normed: Array, keys: Array, values: Array, bias: Array, deterministic: bool) -> Array:
-        """x plus what its normed form finds in keys and values, [B, Q, D].
-
-        Args:
-          x, normed: [B, Q, D].
-          keys, values: [B, H, C, K].
-          bias: [B|1, H|1, Q|1, C].
-        """
-        queries = self.heads(self.query(normed))
-        seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))
-        found = attend(queries, keys, values, bias, seed, self.dropout).swapaxes(1, 2)
-        return x + self.drop(self.output(found.reshape(x.shape[0], x.shape[1], -1)), deterministic=deterministic)
-
-
-class FeedForward(nn.Module):
-    """The position-wise network, its norm and its residual."""
-
-    config: T5Config
-    dtype: DTypeLike
-    dropout: float
-
-    @nn.compact
-    def __call__(self, x: Array, deterministic: bool) -> Array:
-        c = self.config
-        dense = partial(Linear, dtype=self.dtype)
-        inwards = partial(dense, c.d_ff, kernel_init=nn.initializers.normal(c.d_model**-0.5))
-        drop = Dropout(self.dropout)
-        hidden = RMSNorm(c.layer_norm_epsilon, self.dtype, name="norm")(x)
-        if c.feed_forward == "relu":
-            hidden = nn.relu(inwards(name="wi")(hidden))
-        else:
-            activation = nn.silu if c.feed_forward == "gated-silu" else partial(nn.gelu, approximate=True)
-            hidden = activation(inwards(name="wi_0")(hidden)) * inwards(name="wi_1")(hidden)
-        hidden = drop(hidden, deterministic=deterministic)
-        hidden = dense(c.d_model, kernel_init=nn.initializers.normal(c.d_ff**-0.5), name="wo")(hidden)
-        return x + drop(hidden, deterministic=deterministic)
 
 
 class EncoderLayer(nn.Module):
@@ -188,58 +90,39 @@ class DecoderLayer(nn.Module):
         self.cross_attention = Attention(self.config, self.dtype, self.dropout)
         self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
-    def __call__(self, x: Array, bias: Array, encoded: Array, memory_bias: Array, deterministic: bool) -> Array:
-        """Teacher-forced: the keys are the queries themselves, and the memory is computed here."""
+    def __call__(
+        self,
+        x: Array,
+        cache: LayerCache | None,
+        bias: Any,
+        source: Array | tuple[Array, Array],
+        source_bias: Array,
+        deterministic: bool,
+    ) -> tuple[Array, LayerCache | None]:
+        """Teacher-forced, or a step of decoding: the same computation, with the keys of earlier steps or without.
+
+        Args:
+          x: [B, Q, D].
+          cache: the slots that the queries are written to before they look at them all; None: they are all there is.
+          bias: of self-attention, [B|1, H, Q, C], as `Decoder.bias` gives it.
+          source: encoded [B, L, D], or the keys and values [B, H, L, K] that `memorize` made of it.
+          source_bias: of cross-attention, [B, 1, 1|Q, L].
+          deterministic: False applies dropout.
+        """
         normed = self.self_attention.norm(x)
-        x = self.self_attention.attend(x, normed, *self.self_attention.keys_values(normed), bias, deterministic)
-        normed, memory = self.cross_attention.norm(x), self.cross_attention.keys_values(encoded)
-        x = self.cross_attention.attend(x, normed, *memory, memory_bias, deterministic)
-        return self.feed_forward(x, deterministic)
+        keys, values = self.self_attention.keys_values(normed)
+        if cache is not None:
+            cache = cache.written(keys, values)
+            keys, values = cache.keys, cache.values
+        x = self.self_attention.attend(x, normed, keys, values, bias, deterministic)
+        normed = self.cross_attention.norm(x)
+        keys, values = source if isinstance(source, tuple) else self.memorize(source)
+        x = self.cross_attention.attend(x, normed, keys, values, source_bias, deterministic)
+        return self.feed_forward(x, deterministic), cache
 
-
-def apply_layers(
-    layers: Sequence[nn.Module],
-    x: Array,
-    *seen: Array,
-    deterministic: bool,
-    remat: str,
-    keys: Callable[[], Array],
-    pin: Callable[[Array], Array],
-) -> Array:
-    """Runs x through a stack of equal layers: `x = layer(x, *seen, deterministic)`.
-
-    With `remat` "none" layer by layer. Otherwise in one `lax.scan` over the stacked parameters, which compiles one
-    layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
-    weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
-
-    Args:
-      layers: bound modules that differ in nothing but their parameters.
-      x: [B, L, D].
-      seen: what all layers are given alike.
-      deterministic: False applies dropout.
-      remat: one of `pipejax.config.REMATS`.
-      keys: makes the rng from which each layer's dropout key is folded; called only if dropout applies.
-      pin: says where x lies between layers of a scan, inside of which XLA would lay it out as the weights are.
-    """
-    if remat == "none":
-        for layer in layers:
-            x = layer(x, *seen, deterministic)
-        return x
-    layer = layers[0].clone(parent=None, name=None)
-    # Cast first: a stack is a copy, and gradients of matrices are in the compute dtype either way.
-    own = (cast_params(each.variables["params"], layer.dtype) for each in layers)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
-    dropout = None if deterministic else jax.random.split(keys(), len(layers))
-
-    def body(x: Array, given: tuple[Any, Array | None]) -> tuple[Array, None]:
-        params, key = given
-        rngs = None if key is None else {"dropout": key}
-        return layer.apply({"params": params}, pin(x), *seen, deterministic, rngs=rngs), None  # type: ignore[return-value]
-
-    policies = jax.checkpoint_policies
-    kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
-    # The scan itself keeps XLA from merging the second computation with the first.
-    return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, dropout))[0]
+    def memorize(self, encoded: Array) -> tuple[Array, Array]:
+        """Cross-attention's keys and values [B, H, L, K] of an encoded source [B, L, D]."""
+        return self.cross_attention.keys_values(encoded)
 
 
 class Encoder(nn.Module):
@@ -250,21 +133,30 @@ class Encoder(nn.Module):
     dropout: float
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
+    layer: ClassVar[type[nn.Module]] = EncoderLayer
 
     def setup(self) -> None:
         c = self.config
-        self.relative_bias = RelativeBias(c, bidirectional=True)
-        self.layers = [EncoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_layers)]
+        self.layers = [self.layer(c, self.dtype, self.dropout) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
         self.drop = Dropout(self.dropout)
+        self.set_up_bias()
+
+    def set_up_bias(self) -> None:
+        """Makes what `bias` needs."""
+        self.relative_bias = RelativeBias(self.config, bidirectional=True)
+
+    def bias(self, batch: int, length: int) -> Any:
+        """The bias of self-attention that all layers are given, [B|1, H, L, L]."""
+        bias = self.relative_bias.within(length)
+        if self.remat != "none":
+            return bias
+        # Else its gradient is summed over the examples in each layer, which takes XLA long on CPUs. A scan is there to
+        # save memory, and had better keep the sum.
+        return jnp.broadcast_to(bias, (batch, *bias.shape[1:]))
 
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
-        bias = self.relative_bias.within(x.shape[1])
-        if self.remat == "none":
-            # Else its gradient is summed over the examples in each layer, which takes XLA long on CPUs. A scan is there
-            # to save memory, and had better keep the sum.
-            bias = jnp.broadcast_to(bias, (x.shape[0], *bias.shape[1:]))
-        seen = bias, jnp.where(mask[:, None, None, :], 0.0, MASKED)
+        seen = self.bias(*x.shape[:2]), jnp.where(mask[:, None, None, :], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         keys = partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
@@ -279,28 +171,54 @@ class Decoder(nn.Module):
     dropout: float
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
+    layer: ClassVar[type[nn.Module]] = DecoderLayer
 
     def setup(self) -> None:
         c = self.config
-        self.relative_bias = RelativeBias(c, bidirectional=False)
-        self.layers = [DecoderLayer(c, self.dtype, self.dropout) for _ in range(c.num_decoder_layers)]
+        self.layers = [self.layer(c, self.dtype, self.dropout) for _ in range(c.num_decoder_layers)]
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
         self.drop = Dropout(self.dropout)
+        self.set_up_bias()
+
+    def set_up_bias(self) -> None:
+        """Makes what `bias` needs."""
+        self.relative_bias = RelativeBias(self.config, bidirectional=False)
+
+    def bias(self, mask: Array, query: Array, key: Array) -> Any:
+        """The bias of self-attention that all layers are given, [B|1, H, Q, C].
+
+        Args:
+          mask: bool [B|1, Q, C].
+          query: positions i32 [B|1, Q].
+          key: positions i32 [B|1, C].
+        """
+        return jnp.where(mask[:, None], self.relative_bias(query, key), MASKED)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
-        pairs = [layer.cross_attention.keys_values(encoded) for layer in self.layers]
+        pairs = [layer.memorize(encoded) for layer in self.layers]
         return Memory(keys=tuple(k.swapaxes(2, 3) for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
     def __call__(
         self, x: Array, mask: Array, position: Array, encoded: Array, memory_mask: Array, deterministic: bool
     ) -> Array:
         """Teacher-forced; `memory_mask` is bool [B, 1|N, L]."""
-        bias = jnp.where(mask[:, None], self.relative_bias(position, position), MASKED)
+        bias = self.bias(mask, position, position)
         memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
-        seen, keys = (bias, encoded, memory_bias), partial(self.make_rng, "dropout")
+        seen, keys = (None, bias, encoded, memory_bias), partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
         return self.drop(self.norm(x), deterministic=deterministic)
+
+    def step(
+        self, x: Array, mask: Array, position: Array, key_position: Array, memory: Memory, caches: Caches, start: Array
+    ) -> tuple[Array, Caches]:
+        """A step of decoding; arguments as of `T5.step`, but for the embedded tokens x [B, Q, D]."""
+        bias, memory_bias = self.bias(mask, position, key_position), jnp.where(memory.mask[:, None, None], 0.0, MASKED)
+        written = []
+        for layer, cache, keys, values in zip(self.layers, caches, memory.keys, memory.values, strict=True):
+            x, own = layer(x, LayerCache(*cache, start), bias, (keys.swapaxes(2, 3), values), memory_bias, True)
+            written.append((own.keys, own.values))
+        return self.norm(x), tuple(written)
 
 
 class T5(nn.Module):
@@ -312,12 +230,14 @@ class T5(nn.Module):
     remat: str = "none"  # the trade of time for memory in teacher-forced calls: see `apply_layers`
     pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
     shards: int = 1  # on how many devices a batch lies when it trains
+    encoder_stack: ClassVar[type[nn.Module]] = Encoder
+    decoder_stack: ClassVar[type[nn.Module]] = Decoder
 
     def setup(self) -> None:
         c = self.config
         self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0))
-        self.encoder = Encoder(c, self.dtype, self.dropout, self.remat, self.pin)
-        self.decoder = Decoder(c, self.dtype, self.dropout, self.remat, self.pin)
+        self.encoder = self.encoder_stack(c, self.dtype, self.dropout, self.remat, self.pin)
+        self.decoder = self.decoder_stack(c, self.dtype, self.dropout, self.remat, self.pin)
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
 
@@ -347,7 +267,11 @@ class T5(nn.Module):
             hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
         if not self.config.tied_head:
             return self.lm_head(hidden)
-        return logits_of(hidden, self.shared.embedding, self.dtype)
+        found = logits_of(hidden, self.shared.embedding, self.dtype)
+        if not self.shared.has_variable("params", "scale"):
+            return found
+        scale: Array = self.shared.get_variable("params", "scale")  # of int8
+        return found * scale
 
     def hidden(
         self,
@@ -383,18 +307,52 @@ class T5(nn.Module):
         """Teacher-forced logits f32 [G, N, V]; touches every parameter, so `init` may use it."""
         return self.logits(self.hidden(*args, deterministic=deterministic))
 
+    def step(
+        self,
+        tokens: Array,
+        mask: Array,
+        position: Array,
+        key_position: Array,
+        memory: Memory,
+        cache: Caches,
+        start: Array,
+    ) -> tuple[Array, Caches]:
+        """A step of decoding by the layers of `hidden`: outputs [B, Q, D] for `logits`, and the cache with its slots.
 
-def init_params(config: T5Config, rng: Array) -> Any:
-    """Fresh float32 parameters with Hugging Face's initial scales. Jit-able: see the paths in `tests/test_t5.py`."""
-    token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
-    return T5(config).init(rng, token, seen, token, seen[:, None], token)["params"]
+        Args:
+          tokens: i32 [B, Q].
+          mask: bool [B, Q, C], which slots each query sees, its own included.
+          position: i32 [B, Q]; less that of a slot that it sees, it is how far that lies back.
+          key_position: i32 [B, C].
+          memory: of the encoded sources.
+          cache: of C slots, from `empty_cache` or the step before.
+          start: i32 [B|1], the slot of each example's first query.
+        """
+        (embedded,) = self.embed(tokens)
+        return self.decoder.step(embedded, mask, position, key_position, memory, cache, start)
+
+    def empty_cache(self, batch: int, slots: int) -> Caches:
+        """Zeroed keys and values [B, H, C, K] of each layer of the decoder."""
+        c = self.config
+        zeros = jnp.zeros((batch, c.num_heads, slots, c.d_kv), self.dtype)
+        return ((zeros, zeros),) * c.num_decoder_layers
 
 
-def cast_params(params: Any, dtype: DTypeLike) -> Any:
-    """Parameters in the compute dtype, so that decoding does not read float32; norms and biases stay float32."""
+def _functions() -> dict[tuple[str, str], Any]:
+    """The functions that the stock T5 is computed by, by class or module and name, as they are now."""
+    classes = (T5, Encoder, Decoder, EncoderLayer, DecoderLayer, Attention, FeedForward, RelativeBias)
+    spaces = {cls.__name__: vars(cls) for cls in (*classes, LayerCache, Linear, RMSNorm, Head, Dropout)}
+    return {
+        (space, name): value
+        for space, values in (*spaces.items(), (__name__, globals()), (parts.__name__, vars(parts)))
+        for name, value in values.items()
+        if callable(value)
+    }
 
-    def cast(path: tuple[Any, ...], x: Array) -> Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return x if name.endswith(VECTORS) else x.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, params)
+def is_stock(model: Any) -> bool:
+    """Whether a module computes what this file says: neither a subclass nor a function of it was put in its place."""
+    return type(model) is T5 and type(model.config) is T5Config and _functions() == STOCK
+
+
+STOCK = _functions()  # before anyone can change them

@@ -58,7 +58,9 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
             if dataclasses.is_dataclass(value):
                 check_fields(value, f"{key}.", where)
             continue
-        if dataclasses.is_dataclass(value) and type(value) in alternatives(kind):
+        if dataclasses.is_dataclass(value) and any(
+            isinstance(k, type) and isinstance(value, k) for k in alternatives(kind)
+        ):
             check_fields(value, f"{key}.", where)
             continue
         # In Python a bool is an int. A setting of type int or float must not be a bool; a float may be given as an int.

@@ -1,12 +1,6 @@
-"""The cost of a training step by arithmetic: floating-point operations, and the peak that hardware has for them.
-
-Shapes: D width, H heads, K head width, F feed-forward width, V vocabulary. A multiply-add counts as two operations.
-"""
+"""The floating-point operations that devices make in a second, to hold those of a training step against."""
 
 import jax
-import numpy as np
-
-from pipejax.config import T5Config
 
 # Dense bfloat16 operations a second, from the makers' data sheets; what is not here has no utilisation reported.
 PEAKS = {
@@ -31,24 +25,3 @@ def peak(device: jax.Device) -> float | None:
         return None
     names = [name for name in PEAKS if device.device_kind.startswith(name)]
     return PEAKS[max(names, key=len)] if names else None
-
-
-def training_flops(model: T5Config, lengths: np.ndarray) -> float:
-    """Operations of the model for one training step: forward and twice that backward, on real tokens alone.
-
-    What rematerialisation computes again and what padding costs are not the model's, so they do not count (as in "model
-    FLOPs utilisation", Chowdhery et al. 2022).
-
-    Args:
-      model: the architecture.
-      lengths: [B, 2], source tokens and target slots of each example.
-    """
-    sources, slots = np.asarray(lengths, np.float64).T
-    inner, width = model.num_heads * model.d_kv, model.d_model
-    feed_forward = width * model.d_ff * (2 if model.feed_forward == "relu" else 3)
-    encoder = 2 * (4 * width * inner + feed_forward) * sources + 4 * inner * sources**2
-    memory = 2 * 2 * width * inner * sources
-    decoder = 2 * (6 * width * inner + feed_forward) * slots + 4 * inner * slots * (slots + sources)
-    head = 2 * width * model.vocab_size * slots
-    forward = model.num_layers * encoder + model.num_decoder_layers * (memory + decoder) + head
-    return float(3 * forward.sum())

@@ -19,7 +19,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import shown
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-from pipejax.training.costs import peak, training_flops
+from pipejax.training.costs import peak
 
 Array = jax.Array
 FEW = 0.05  # of the examples: with more the user had better know
@@ -143,8 +143,8 @@ class Window:
             "tokens_per_second": float(lengths.sum()) / active,
             "seconds": seconds,
         }
-        if self.peak is not None:
-            values["mfu"] = sum(training_flops(self.model, b.lengths) for b in batches) / active / self.peak
+        if self.peak is not None and (flops := sum(self.model.training_flops(b.lengths) for b in batches)):
+            values["mfu"] = flops / active / self.peak
         self.log(values)
         self._warn(values, len(lengths))
         judged, self.steps = self.steps, []

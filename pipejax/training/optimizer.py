@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax.config import TrainConfig
 from pipejax.model import lora
-from pipejax.model.t5 import VECTORS
+from pipejax.model.interface import VECTORS
 from pipejax.system.extras import extra
 
 with extra("train", "training"):

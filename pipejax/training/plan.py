@@ -21,7 +21,7 @@ import numpy as np
 
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.config import Config
+from pipejax.config import Config, T5Config
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
@@ -40,7 +40,7 @@ def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, 
       layers: parameters on a device that belong to layers, counted.
     """
     model, train = config.model, config.train
-    assert model is not None
+    assert isinstance(model, T5Config), "`_resolve` checks it"
     (batch, length), (groups, slots) = shapes["source"], shapes["inputs"]
     wide = 2 if train.dtype == "bfloat16" else 4
     heads = math.ceil(model.num_heads / config.mesh.tensor)
@@ -251,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _resolve(config: Config, name: str | None) -> Config:
-    from pipejax.model.architectures import architecture
+    from pipejax.model.t5_config import architecture
 
     if name is not None:
         return dataclasses.replace(config, model=architecture(name))
@@ -263,6 +263,8 @@ def _resolve(config: Config, name: str | None) -> Config:
         raise UserError(f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint")
     if config.model is None:
         raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
+    if not isinstance(config.model, T5Config):
+        raise UserError(f"model: found {type(config.model).__name__}; expected a T5, whose arithmetic this is")
     return config
 
 

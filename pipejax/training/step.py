@@ -15,14 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from pipejax import grid, methods
-from pipejax.config import Config, T5Config
+from pipejax.config import Config
 from pipejax.data.batches import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
 from pipejax.model.precision import compute_dtype, precision
-from pipejax.model.t5 import T5, init_params
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
@@ -46,12 +45,12 @@ class TrainState:
 
 
 def batch_loss(
-    model: T5, params: Any, batch: Arrays, dropout: Array | None, loss: Loss = losses.cross_entropy
+    model: Any, params: Any, batch: Arrays, dropout: Array | None, loss: Loss = losses.cross_entropy
 ) -> tuple[Array, Array]:
     """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
 
     Args:
-      model: the T5.
+      model: the module of a backbone.
       params: its parameters.
       batch: arrays by name, padded.
       dropout: a key; None: no dropout.
@@ -102,7 +101,7 @@ def take_apart(batch: Arrays, parts: int) -> Arrays:
 
 
 def train_step(
-    model: T5,
+    model: Any,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Arrays,
@@ -127,7 +126,7 @@ def train_step(
     the choice is made where the update is computed.
 
     Args:
-      model: the T5.
+      model: the module of a backbone.
       optimizer: for the parameters that are trained.
       state: is donated by callers that compile this.
       batch: arrays by name, padded.
@@ -193,8 +192,7 @@ class Trainer:
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
-        self.model = T5(
-            config.model,
+        self.model = config.model.module(
             dtype=dtype,
             dropout=train.dropout,
             remat=train.remat,
@@ -204,9 +202,12 @@ class Trainer:
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
-        self.abstract = jax.eval_shape(partial(self._birth, config.model), self.key)
+        self.abstract = jax.eval_shape(self._birth, self.key)
         self.shardings = self._shardings()
-        replicated, place = sharding.replicated(self.mesh), partial(sharding.gather_table, mesh=self.mesh)
+        replicated, place = (
+            sharding.replicated(self.mesh),
+            partial(sharding.gather_tables, config.model, mesh=self.mesh),
+        )
         self.method = methods.trained(config)
         options: dict[str, Any] = {
             "loss": self.method.loss,
@@ -224,12 +225,12 @@ class Trainer:
         )
         self._programs: dict[tuple[Any, ...], Future[Any]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        loss = partial(batch_loss, T5(config.model, dtype=dtype, remat=train.remat, pin=pin), dropout=None)
+        loss = partial(batch_loss, config.model.module(dtype=dtype, remat=train.remat, pin=pin), dropout=None)
         loss = partial(loss, loss=self.method.loss)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
-    def _birth(self, model: T5Config, key: Array) -> TrainState:
-        return self._newborn(init_params(model, jax.random.fold_in(key, 0)))
+    def _birth(self, key: Array) -> TrainState:
+        return self._newborn(self.model.config.init_params(jax.random.fold_in(key, 0)))
 
     def _newborn(self, params: Any) -> TrainState:
         key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
@@ -241,7 +242,7 @@ class Trainer:
         return split(params, self._is_trained)[0]
 
     def _shardings(self) -> TrainState:
-        params = sharding.param_shardings(self.abstract.params, self.mesh)
+        params = sharding.param_shardings(self.model.config, self.abstract.params, self.mesh)
         replicated = sharding.replicated(self.mesh)
         optimizer = optax.tree.map_params(
             self.optimizer,
@@ -257,10 +258,8 @@ class Trainer:
     def fresh(self, params: Any | None = None) -> TrainState:
         """A state from the seed, or from given parameters."""
         if params is None:
-            assert self.config.model is not None
-            birth = partial(self._birth, self.config.model)
-            return jax.jit(birth, out_shardings=self.shardings)(self.key)
-        params = sharding.put_tree(params, sharding.param_shardings(params, self.mesh))
+            return jax.jit(self._birth, out_shardings=self.shardings)(self.key)
+        params = sharding.put_tree(params, sharding.param_shardings(self.model.config, params, self.mesh))
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Any]:

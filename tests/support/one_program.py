@@ -10,7 +10,7 @@ from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Drafted, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.programs import Drafting, decode_batch, encode_batch, prepare, schedule
+from pipejax.inference.programs import Drafting, decode_batch, encode_batch, schedule
 from pipejax.model.t5 import T5
 
 
@@ -31,11 +31,11 @@ def compiled(
 
     @jax.jit
     def encode(params: Any, source: jax.Array, length: jax.Array, of_small: Any = None) -> Any:
-        ready = prepare(model, params, backend=backend)
+        ready = backend.prepare(model, params)
         memory = encode_batch(model, ready.encoding, source, length, backend=backend)
         if drafting is None:
             return ready.decoding, memory, None
-        other = prepare(drafting.model, of_small, backend=backend)
+        other = backend.prepare(drafting.model, of_small)
         found = encode_batch(drafting.model, other.encoding, source, length, backend=backend)
         return (ready.decoding, other.decoding), memory, found
 

@@ -1,0 +1,114 @@
+"""The interface of a backbone: one object from token ids to logits, which is also its own config.
+
+A backbone names its sizes, its parameters, their places on a mesh and their names in Hugging Face's files, and it makes
+the Flax module that computes with them. Training, decoding, converting and planning ask it; none asks for its class.
+
+Queries and keys are told by a mask and by one position each: on the grid it is row + time, and on every pair that a
+query sees the difference of positions is the distance of the paper (section 3.2). The encoder's are 0, 1, 2, ...
+
+A backbone of your own is a frozen dataclass in a file of your own: see docs/backbones.md. Importing this module does
+not import JAX: configs are read without it.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pipejax.system.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jax import Array
+
+Axes = tuple[str | None, ...]  # of a parameter: the axis of the mesh that splits each of its own
+# How the paths of parameters end that are no weight matrices: they stay float32, never decay, and are never int8.
+VECTORS = ("norm/scale", "relative_bias/embedding")
+
+
+class Backbone:
+    """An encoder-decoder. A subclass is a frozen dataclass, whose fields are the keys of `model` in a config.
+
+    The paths of its parameters begin with "encoder/" or "decoder/" within its stacks, which `train.freeze`,
+    `train.remat` and low-rank factors go by; a weight matrix is "kernel" [in, out], a table "embedding".
+    """
+
+    vocab_size: int  # tokens
+    num_layers: int  # of the encoder
+    num_decoder_layers: int
+    pad_token_id: int
+    eos_token_id: int  # ends sources and rows
+    decoder_start_token_id: int  # the token that every row begins with
+
+    model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads
+    tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)  # the parameters in which tokens are looked up
+    # From a parameter's path, by the first expression that matches the whole of it, to its axes.
+    sharding: ClassVar[tuple[tuple[str, Axes], ...]] = (
+        (r"(.*/)?(shared|embedder)/embedding", ("tensor", "fsdp")),
+        (r"lm_head/kernel", ("fsdp", "tensor")),
+        (r".*/(query|key|value|wi|wi_0|wi_1)/kernel", ("fsdp", "tensor")),
+        (r".*/(output|wo)/kernel", ("tensor", "fsdp")),
+        (r".*/lora_[ab]", ()),
+        (r".*/relative_bias/embedding", ()),
+        (r".*norm/scale", ()),
+    )
+
+    def module(self, **options: Any) -> Any:
+        """The Flax module, with the fields and methods of `pipejax.model.t5.T5`.
+
+        Args:
+          options: any of T5's fields: `dtype` of the computation, `dropout`, `remat`, `pin`, `shards`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.module")
+
+    def tensors(self) -> dict[str, tuple[str, str]]:
+        """The path of each parameter -> its name in Hugging Face's files, and its axes by letters of `sizes`."""
+        raise NotImplementedError(f"{type(self).__name__}.tensors")
+
+    def sizes(self) -> dict[str, tuple[str, int]]:
+        """The letter of each axis -> the key of the config, for messages, and the size."""
+        raise NotImplementedError(f"{type(self).__name__}.sizes")
+
+    def training_flops(self, lengths: "np.ndarray") -> float:
+        """Operations of a training step for lengths [B, 2], of sources and targets; 0: unknown, none is reported."""
+        return 0.0
+
+    def check(self, where: str) -> None:
+        """Raises a UserError that begins with `where` and the key if its fields contradict each other."""
+
+    @classmethod
+    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of its fields from a config.json; the special ids are looked for elsewhere.
+
+        Raises:
+          UserError: a key is missing or wrong; the message begins with the key.
+        """
+        raise UserError(f"model_type: found {facts.get('model_type')!r}; {cls.__name__} reads no config.json")
+
+    def facts(self) -> dict[str, Any]:
+        """The values of config.json."""
+        raise UserError(f"model: found {type(self).__name__}; expected a backbone that writes a config.json")
+
+    def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
+        """The backbone as the tensors of a file show it to be; may take tensors away that it does not use.
+
+        Args:
+          tensors: by name; each has a `shape`, and `read()` gives its numbers.
+          weights: their file, for messages.
+        """
+        return self
+
+    def check_names(self, names: "frozenset[str]", where: Path, weights: Path) -> None:
+        """Raises a UserError that explains which key of config.json the names of tensors contradict, if one is known.
+
+        Args:
+          names: of all tensors.
+          where: config.json.
+          weights: the file of the tensors.
+        """
+
+    def init_params(self, rng: "Array") -> Any:
+        """Fresh float32 parameters; jit-able."""
+        import jax.numpy as jnp
+
+        token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+        return self.module().init(rng, token, seen, token, seen[:, None], token)["params"]

@@ -1,0 +1,60 @@
+"""A stack of equal layers, run one after the other or, to save memory in training, in one scan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipejax.model.precision import cast_params
+
+Array = jax.Array
+
+
+def apply_layers(
+    layers: Sequence[Any],
+    x: Array,
+    *seen: Any,
+    deterministic: bool,
+    remat: str,
+    keys: Callable[[], Array],
+    pin: Callable[[Array], Array],
+) -> Array:
+    """Runs x through a stack of equal layers: `x = layer(x, *seen, deterministic)`, or the first that it returns.
+
+    With `remat` "none" layer by layer. Otherwise in one `lax.scan` over the stacked parameters, which compiles one
+    layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
+    weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
+
+    Args:
+      layers: bound modules that differ in nothing but their parameters.
+      x: [B, L, D].
+      seen: what all layers are given alike.
+      deterministic: False applies dropout.
+      remat: one of `pipejax.config.REMATS`.
+      keys: makes the rng from which each layer's dropout key is folded; called only if dropout applies.
+      pin: says where x lies between layers of a scan, inside of which XLA would lay it out as the weights are.
+    """
+    if remat == "none":
+        for layer in layers:
+            x = _first(layer(x, *seen, deterministic))
+        return x
+    layer = layers[0].clone(parent=None, name=None)
+    # Cast first: a stack is a copy, and gradients of matrices are in the compute dtype either way.
+    own = (cast_params(each.variables["params"], layer.dtype) for each in layers)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+    dropout = None if deterministic else jax.random.split(keys(), len(layers))
+
+    def body(x: Array, given: tuple[Any, Array | None]) -> tuple[Array, None]:
+        params, key = given
+        rngs = None if key is None else {"dropout": key}
+        return _first(layer.apply({"params": params}, pin(x), *seen, deterministic, rngs=rngs)), None
+
+    policies = jax.checkpoint_policies
+    kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
+    # The scan itself keeps XLA from merging the second computation with the first.
+    return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, dropout))[0]
+
+
+def _first(found: Any) -> Array:
+    return found[0] if isinstance(found, tuple) else found

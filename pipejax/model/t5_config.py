@@ -1,0 +1,230 @@
+"""The T5 as a backbone: its sizes, parameters and operations, and Hugging Face's words for them.
+
+Its arithmetic is in `pipejax.model.t5`. Supported are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. Kernels are [in, out]
+here and [out, in] at Hugging Face. Axes: V vocabulary, D width, F feed-forward width, H heads, I inner width of all
+heads, B buckets. Importing this module does not import JAX.
+"""
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pipejax.model.interface import Backbone
+from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.fields import setting
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FEED_FORWARDS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}  # with transformers' dense_act_fn
+REQUIRED = ("model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers")  # of config.json
+# Our path, Hugging Face's name without ".weight", our axes; `tensors` prefixes the layer.
+ATTENTION = (
+    ("norm/scale", "layer_norm", "D"),
+    ("query/kernel", "{}.q", "DI"),
+    ("key/kernel", "{}.k", "DI"),
+    ("value/kernel", "{}.v", "DI"),
+    ("output/kernel", "{}.o", "ID"),
+)
+RELU = (("norm/scale", "layer_norm", "D"), ("wi/kernel", "{}.wi", "DF"), ("wo/kernel", "{}.wo", "FD"))
+GATED = (RELU[0], ("wi_0/kernel", "{}.wi_0", "DF"), ("wi_1/kernel", "{}.wi_1", "DF"), RELU[2])
+LAYERS = {
+    "encoder": {"attention": "SelfAttention", "feed_forward": "DenseReluDense"},
+    "decoder": {
+        "self_attention": "SelfAttention",
+        "cross_attention": "EncDecAttention",
+        "feed_forward": "DenseReluDense",
+    },
+}
+SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # names of one table
+HEAD = "lm_head.weight"
+# Very old files have this tensor, which T5 does not use.
+UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config(Backbone):
+    """The architecture of a T5 (names as in Hugging Face's config.json where one exists)."""
+
+    vocab_size: int = setting(least=2, most=2**24)  # rows of the embedding table
+    d_model: int = setting(least=1, most=2**16)  # width of the model
+    d_kv: int = setting(least=1, most=2**12)  # width of an attention head
+    d_ff: int = setting(least=1, most=2**18)  # inner width of the feed-forward layers
+    num_heads: int = setting(least=1, most=2**10)  # attention heads
+    num_layers: int = setting(least=1, most=2**10)  # layers of the encoder
+    num_decoder_layers: int = setting(least=1, most=2**10)  # layers of the decoder
+    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)  # of distances, each with a bias of its own
+    relative_attention_max_distance: int = setting(128, least=4)  # farther tokens share the last bucket
+    dropout_rate: float = setting(0.1, least=0.0, below=1.0)  # kept for Hugging Face; training goes by train.dropout
+    layer_norm_epsilon: float = setting(1e-6, above=0.0)  # added to the mean square under the root
+    feed_forward: str = setting("relu", choices=tuple(FEED_FORWARDS))  # "gated-gelu": v1.1, Flan and mT5
+    tied_head: bool = setting(True)  # the head is the embedding table (v1.0); False: lm_head/kernel (v1.1, mT5)
+    scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
+    pad_token_id: int = setting(0, least=0)  # fills up batches
+    eos_token_id: int = setting(1, least=0)  # ends sources and rows
+    decoder_start_token_id: int = setting(0, least=0)  # bos: the token that every row begins with
+
+    model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
+
+    def module(self, **options: Any) -> Any:
+        """See `Backbone`."""
+        from pipejax.model.t5 import T5
+
+        return T5(self, **options)
+
+    def tensors(self) -> dict[str, tuple[str, str]]:
+        """See `Backbone`."""
+        table = {"shared/embedding": (SHARED[0], "VD")}
+        for stack, depth in (("encoder", self.num_layers), ("decoder", self.num_decoder_layers)):
+            table |= self.biases(stack, depth)
+            for block in range(depth):
+                for layer, (ours, theirs) in enumerate(LAYERS[stack].items()):
+                    dense = RELU if self.feed_forward == "relu" else GATED
+                    for path, name, axes in dense if ours == "feed_forward" else ATTENTION:
+                        name = f"{stack}.block.{block}.layer.{layer}.{name.format(theirs)}.weight"
+                        table[f"{stack}/layers_{block}/{ours}/{path}"] = (name, axes)
+            table[f"{stack}/norm/scale"] = (f"{stack}.final_layer_norm.weight", "D")
+        return table if self.tied_head else table | {"lm_head/kernel": (HEAD, "DV")}
+
+    def biases(self, stack: str, depth: int) -> dict[str, tuple[str, str]]:
+        """The part of `tensors` that a stack of so many layers has for its relative positions."""
+        name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        return {f"{stack}/relative_bias/embedding": (name, "BH")}
+
+    def sizes(self) -> dict[str, tuple[str, int]]:
+        """See `Backbone`."""
+        keys = {"V": "vocab_size", "D": "d_model", "F": "d_ff", "H": "num_heads", "B": "relative_attention_num_buckets"}
+        sizes = {letter: (key, int(getattr(self, key))) for letter, key in keys.items()}
+        return sizes | {"I": ("num_heads * d_kv", self.num_heads * self.d_kv)}
+
+    def training_flops(self, lengths: "np.ndarray") -> float:
+        """Operations of the model for one training step: forward and twice that backward, on real tokens alone.
+
+        A multiply-add counts as two. What rematerialisation computes again and what padding costs are not the model's,
+        so they do not count (as in "model FLOPs utilisation", Chowdhery et al. 2022).
+
+        `lengths` are [B, 2], source tokens and target slots of each example.
+        """
+        sources, slots = lengths.astype(float).T
+        inner, width = self.num_heads * self.d_kv, self.d_model
+        feed_forward = width * self.d_ff * (2 if self.feed_forward == "relu" else 3)
+        encoder = 2 * (4 * width * inner + feed_forward) * sources + 4 * inner * sources**2
+        memory = 2 * 2 * width * inner * sources
+        decoder = 2 * (6 * width * inner + feed_forward) * slots + 4 * inner * slots * (slots + sources)
+        head = 2 * width * self.vocab_size * slots
+        forward = self.num_layers * encoder + self.num_decoder_layers * (memory + decoder) + head
+        return float(3 * forward.sum())
+
+    def check(self, where: str) -> None:
+        """See `Backbone`."""
+        if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
+            raise UserError(
+                f"{where}: model.relative_attention_max_distance: found {self.relative_attention_max_distance}; "
+                f"expected more than half of the {self.relative_attention_num_buckets} buckets"
+            )
+
+    @classmethod
+    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Backbone`. Whether the head is tied is left to the weights."""
+        for key in REQUIRED:
+            if key not in facts:
+                raise UserError(f"{key}: missing; expected it, as in every T5's config.json")
+        for key in ("tie_word_embeddings", "scale_decoder_outputs"):
+            if not isinstance(facts.get(key, True), bool):
+                raise UserError(f"{key}: found {facts[key]!r}; expected true or false")
+        values = {key: facts[key] for key in cls.__dataclass_fields__ if key in facts}
+        # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the
+        # head of v1.1 is untied. mT5 never scales, whatever its config.json says.
+        is_t5 = facts["model_type"] == "t5"
+        scaled = facts.get("scale_decoder_outputs", facts.get("tie_word_embeddings", True))
+        values["scale_head"] = scaled if is_t5 else False
+        kind = values["feed_forward"] = facts.get("feed_forward_proj", "relu" if is_t5 else "gated-gelu")
+        values.setdefault("num_decoder_layers", facts["num_layers"])
+        for key, expected in (("dense_act_fn", FEED_FORWARDS.get(str(kind))), ("is_gated_act", kind != "relu")):
+            if (
+                kind in tuple(FEED_FORWARDS) and facts.get(key, expected) != expected
+            ):  # transformers would prefer this key
+                raise UserError(f"{key}: found {facts[key]!r}; expected {expected!r}, as feed_forward_proj is {kind}")
+        return values
+
+    def facts(self) -> dict[str, Any]:
+        """See `Backbone`. An mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs."""
+        facts = dataclasses.asdict(self)
+        kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
+        return facts | {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": "t5",
+            "is_encoder_decoder": True,
+            "feed_forward_proj": kind,
+            "dense_act_fn": FEED_FORWARDS[kind],
+            "is_gated_act": kind != "relu",
+            "tie_word_embeddings": tied,
+            "scale_decoder_outputs": scaled,
+        }
+
+    def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
+        """See `Backbone`. config.json may mislead: the head is `lm_head.weight`, or without one the embedding table."""
+        import numpy as np
+
+        from pipejax.system.cli import note
+
+        if tensors.pop(UNUSED, None):
+            note(f"{weights}: dropped {UNUSED}, which T5 does not use")
+        present = [name for name in SHARED if name in tensors]
+        for name in present[1:]:
+            if not np.array_equal(tensors.pop(name).read(), tensors[present[0]].read()):
+                raise UserError(f"{weights}: {name}: differs from {present[0]}; expected one table")
+        if present:
+            tensors[SHARED[0]] = tensors.pop(present[0])
+        if HEAD not in tensors and not self.scale_head:
+            note(f"{weights}: no {HEAD}; the head is the shared table, unscaled, as in transformers")
+        table, head = tensors.get(SHARED[0]), tensors.get(HEAD)
+        if table and head and table.shape == head.shape and np.array_equal(table.read(), head.read()):
+            del tensors[HEAD]  # a copy of the table, so it counts as tied, as in transformers
+        return dataclasses.replace(self, tied_head=HEAD not in tensors)
+
+    def check_names(self, names: frozenset[str], where: Path, weights: Path) -> None:
+        """See `Backbone`."""
+        dense = min((name for name in names if ".DenseReluDense.wi" in name), default=None)
+        if dense and (".wi." in dense) != (self.feed_forward == "relu"):
+            expected = "relu" if ".wi." in dense else "gated-gelu"
+            raise UserError(
+                f"{where}: feed_forward_proj: found {self.feed_forward}; expected {expected}, as {weights.name} holds "
+                f"{dense}"
+            )
+        for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
+            blocks = {name.split(".")[2] for name in names if name.startswith(f"{stack}.block.")}
+            if len(blocks) != getattr(self, key):
+                raise UserError(
+                    f"{where}: {key}: found {getattr(self, key)}; expected {len(blocks)}, the number of {stack} blocks "
+                    f"in {weights.name}"
+                )
+
+
+# The published sizes, for planning and measuring without their weights (Raffel et al. 2020; T5 v1.1).
+_BASE = T5Config(vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12)
+_SMALL = dataclasses.replace(_BASE, d_model=512, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)
+_LARGE = dataclasses.replace(_BASE, d_model=1024, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24)
+_V1_1: dict[str, Any] = {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False}
+
+ARCHITECTURES = {
+    "small": _SMALL,
+    "base": _BASE,
+    "large": _LARGE,
+    "v1_1-small": dataclasses.replace(_SMALL, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8, **_V1_1),
+    "v1_1-base": dataclasses.replace(_BASE, d_ff=2048, **_V1_1),
+    "v1_1-large": dataclasses.replace(_LARGE, d_ff=2816, **_V1_1),
+}
+
+
+def architecture(name: str) -> T5Config:
+    """The T5 of that size; Flan-T5 is "v1_1-...".
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    if name not in ARCHITECTURES:
+        known, hint = ", ".join(ARCHITECTURES), did_you_mean(name, ARCHITECTURES)
+        raise UserError(f"model: found {name!r}; expected one of {known} (Flan-T5 has the sizes of v1_1){hint}")
+    return ARCHITECTURES[name]
