@@ -23,6 +23,7 @@ from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
 from pipejax.system.files import look
 
+OWN = {"method": "strategy", "model": "module"}  # sections whose class may be another, and what shows that it fits
 SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")  # spaces at the ends count
 
 
@@ -112,9 +113,15 @@ def _values(values: typing.Mapping[Any, Any], prefix: str, where: str) -> typing
 def to_json(config: Config) -> str:
     """The resolved config as JSON text."""
     values = dataclasses.asdict(config)
-    if dataclasses.is_dataclass(config.method):
-        values["method"] = {"class": class_of(config.method), **values["method"]}
+    for key in OWN:
+        if _is_own(getattr(config, key)):
+            values[key] = {"class": class_of(getattr(config, key)), **values[key]}
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def _is_own(value: Any) -> bool:
+    """Whether the class of a section is named beside its keys, as it is not the only one that the section may have."""
+    return dataclasses.is_dataclass(value) and type(value) is not T5Config
 
 
 def class_of(value: Any) -> str:
@@ -122,8 +129,12 @@ def class_of(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def find_class(name: str) -> Any:
+def find_class(name: str, key: str = "method") -> Any:
     """The class that "MODULE:CLASS" names; modules of the current directory are found as well.
+
+    Args:
+      name: of the class.
+      key: the section that it is for, one of OWN.
 
     Raises:
       UserError: there is no such module, it does not run, or it has no such class.
@@ -137,14 +148,15 @@ def find_class(name: str) -> Any:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"method: found {name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)}); expected "
+            f"{key}: found {name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)}); expected "
             "MODULE:CLASS"
         ) from error
     finally:
         if added:
             sys.path.remove(here)
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "strategy")):
-        raise UserError(f"method: found {name!r}, which is no method; expected MODULE:CLASS of a subclass of Method")
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, OWN[key])):
+        kind = "Method" if key == "method" else "Backbone"
+        raise UserError(f"{key}: found {name!r}, which is none; expected MODULE:CLASS of a dataclass, a {kind}")
     return found
 
 
@@ -181,8 +193,8 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = prefix + field.name
-        if key == "method" and dataclasses.is_dataclass(value):
-            leaves |= {"method.class": class_of(value)}
+        if key in OWN and _is_own(value):
+            leaves |= {f"{key}.class": class_of(value)}
         value = list(value) if isinstance(value, tuple) else value
         leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return leaves
@@ -220,6 +232,8 @@ def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
         section = next(
             (k for k in alternatives(kinds[key]) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
         )
+        if key == "model" and isinstance(value, dict) and isinstance(name := value.get("class"), str):
+            section, value = find_class(name, key), {k: x for k, x in value.items() if k != "class"}
         value = tuple(value) if kinds[key] == TEXTS and isinstance(value, list) else value
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:

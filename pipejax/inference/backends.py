@@ -302,6 +302,20 @@ def portable(model: Any, weights: str = "auto") -> Backend:
     return Backend(weights)
 
 
+def choose(wanted: Backend | None, backbone: Backbone, dtype: Any, weights: str) -> Backend:
+    """The backend that is wanted, but for XLA's one where that does not know the backbone.
+
+    Args:
+      wanted: None: the fastest.
+      backbone: to be computed.
+      dtype: of the computation.
+      weights: as in `fastest`.
+    """
+    if wanted is None:
+        return fastest(backbone, dtype, weights)
+    return portable(backbone.module(dtype=dtype), wanted.weights) if type(wanted) is Xla else wanted
+
+
 def fastest(backbone: Backbone, dtype: Any, weights: str = "auto") -> Backend:
     """The fastest on this machine in that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
     found = portable(backbone.module(dtype=dtype), weights)

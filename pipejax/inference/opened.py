@@ -46,7 +46,7 @@ class Opened:
     def _prepared(self) -> Programs:
         config, dtype = self._config, dtype_of(self._config)
         assert config.model is not None
-        backend = self._backend or backends.fastest(config.model, dtype, config.decode.weights)
+        backend = backends.choose(self._backend, config.model, dtype, config.decode.weights)
         made = Programs(config.model, dtype, devices=self._devices, backend=backend)
         made.set_params(self._params)
         if self.small:

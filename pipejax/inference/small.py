@@ -56,9 +56,9 @@ def lend(small: Small, large: Programs, weights: str) -> None:
     """Gives the programs of the large T5 those of the small one, which holds its weights as `decode.weights` says."""
     model = small.config.model
     assert model is not None, "checked by open_run"
-    dtype, backend = jnp.dtype(large.model.dtype), large.backend
-    if type(backend) is not Xla:  # whoever asked for XLA's products alone gets them
-        backend = backends.fastest(model, dtype, weights)
+    dtype = jnp.dtype(large.model.dtype)
+    # Whoever asked for XLA's products alone gets them.
+    backend = backends.choose(large.backend if type(large.backend) is Xla else None, model, dtype, weights)
     large.small = Programs(model, dtype, devices=large.devices, backend=backend)
     large.small.set_params(small.params)
 

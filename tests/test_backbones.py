@@ -1,0 +1,281 @@
+"""Backbones of somebody else's, and a T5 with a layer changed: decoding says what the teacher-forced module says."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
+
+import pipejax
+from pipejax import checkpoint
+from pipejax import config as config_lib
+from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.convert.huggingface import from_hf, read_hf, to_hf
+from pipejax.inference import backends
+from pipejax.inference.backends import Backend, Xla
+from pipejax.inference.engine import Engine, Request
+from pipejax.inference.export import export
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source
+from pipejax.model import layers, t5
+from pipejax.system.errors import UserError
+from support import oracle
+from support.tiny import FEW_WORDS, RUN, change, metrics
+from support.umt5 import UMT5Config
+
+GRID = GridConfig(delay=2, time_max=14, sub_max=4)
+MOST = 64  # tokens of a teacher-forced pass
+TINY = UMT5Config(
+    **{
+        **vars(FEW_WORDS),
+        "d_model": 16,
+        "num_layers": 2,
+        "feed_forward": "gated-gelu",
+        "tied_head": False,
+        "scale_head": False,
+    }
+)
+
+
+def sources(count: int, vocabulary: int = FEW_WORDS.vocab_size) -> list[list[int]]:
+    rng = np.random.default_rng(count)
+    return [[*rng.integers(2, vocabulary, rng.integers(2, 9)).tolist(), 1] for _ in range(count)]
+
+
+class TeacherForced:
+    """For `oracle.algorithm1`: the greedy choice of a module that is given all rows anew at every step."""
+
+    def __init__(self, model: Any, params: Any, delay: int) -> None:
+        self.delay, self.margin = delay, np.inf
+        self.source: list[int] = []
+        self.logits = jax.jit(lambda *given: model.apply({"params": params}, *given))
+
+    def __call__(self, rows: list[list[int]]) -> list[int]:
+        cells = oracle.coordinates(rows, self.delay)
+        mask, tokens, position = np.zeros((1, MOST, MOST), bool), np.zeros((1, MOST), int), np.zeros((1, MOST), int)
+        mask[0, : len(cells), : len(cells)] = oracle.visibility(cells)
+        tokens[0, : len(cells)] = [token for row in rows for token in row]
+        position[0, : len(cells)] = [row + time for row, time in cells]
+        source, real = np.zeros((1, 12), int), np.arange(12)[None] < len(self.source)
+        source[0, : len(self.source)] = self.source
+        logits = np.asarray(self.logits(source, real, tokens, mask, position))[0]
+        chosen = []
+        for row, last in zip(rows, np.cumsum([len(row) for row in rows]) - 1, strict=True):
+            chosen.append(int(logits[last].argmax()))
+            if row[-1] != 1:
+                self.margin = min(self.margin, oracle.margin(logits[last]))
+        return chosen
+
+    def rows(self, source: list[int], strategy: str) -> list[list[int]]:
+        self.source, self.margin = source, np.inf
+        if strategy == "pipelined":
+            found = oracle.algorithm1(
+                self, delay=GRID.delay, time_max=GRID.time_max, sub_max=GRID.sub_max, stop="empty_row"
+            )
+            return found.rows
+        tokens = [0]
+        while len(tokens) <= 20 and tokens[-1] != 1:
+            tokens += self([tokens])
+        return [[token for token in tokens[1:] if token != 1]]
+
+
+def patched(self: Any, x: Any, cache: Any, *given: Any) -> Any:
+    """A decoder layer that adds something to its result."""
+    found, cache = ORIGINAL(self, x, cache, *given)
+    return found + 2.0 * jnp.sin(3.0 * x), cache
+
+
+ORIGINAL = t5.DecoderLayer.__call__
+
+
+def check_answers(generator: Generator, forced: TeacherForced, given: list[list[int]], strategy: str) -> None:
+    """Alone and in batches, with drafts and without, and in a batch whose examples come and go."""
+    expected = [forced.rows(source, strategy) for source in given]
+    sure = []
+    for source in given:
+        forced.rows(source, strategy)
+        sure.append(forced.margin > 1e-4)
+    assert sum(sure) > 0.8 * len(given) and len({str(rows) for rows in expected}) > 5
+    found: dict[Any, list[Any]] = {size: generator.decode(given, strategy=strategy, batch_size=size) for size in (1, 4)}
+    found["drafts"] = generator.decode(given, strategy=strategy, draft="source", batch_size=4)
+    engine = Engine(generator, places=3, queue=100)
+    answers = [engine.submit(Request(Source(i, ids), strategy)) for i, ids in enumerate(given)]
+    found["refilled"] = [list(answer.events())[-1] for answer in answers]
+    engine.close(drain=True, seconds=60)
+    for records in found.values():
+        for record, rows, certain in zip(records, expected, sure, strict=True):
+            assert not certain or record["row_ids"] == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, monkeypatch, caplog):
+    monkeypatch.setattr(t5.DecoderLayer, "__call__", patched)
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
+    config = Config(model=FEW_WORDS, grid=GRID, decode=DecodeConfig(max_length=20, draft_tokens=3))
+    generator = Generator(config, params, None)
+    forced = TeacherForced(t5.T5(FEW_WORDS), params, GRID.delay)
+    with caplog.at_level(logging.INFO, "pipejax"):
+        check_answers(generator, forced, sources(20), strategy)
+    assert caplog.text.count("which was changed, layer by layer: the fast decoders know the stock T5 alone") == 1
+    monkeypatch.undo()
+    stock = [record["row_ids"] for record in Generator(config, params, None).decode(sources(20), strategy=strategy)]
+    assert stock != [forced.rows(source, strategy) for source in sources(20)]  # the change matters
+
+
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        (t5.DecoderLayer, "__call__"),
+        (t5.EncoderLayer, "__call__"),
+        (t5.Decoder, "bias"),
+        (t5.T5, "logits"),
+        (layers.Attention, "attend"),
+        (layers.FeedForward, "__call__"),
+        (layers.RelativeBias, "__call__"),
+        (layers.RMSNorm, "__call__"),
+        (layers, "attend"),
+        (layers, "logits_of"),
+        (t5, "look_up"),
+        (t5, "apply_layers"),
+    ],
+)
+def test_any_change_of_the_stock_t5_is_seen(place, name, monkeypatch):
+    """By the identity of its functions; a subclass is another module as well."""
+    assert isinstance(backends.fastest(FEW_WORDS, jnp.float32), Xla)
+    monkeypatch.setattr(place, name, lambda *given, **more: None)
+    assert type(backends.fastest(FEW_WORDS, jnp.float32)) is Backend
+    with pytest.raises(ValueError, match="expected the stock T5"):
+        backends.XLA.prepare(t5.T5(FEW_WORDS), {})
+    monkeypatch.undo()
+    assert isinstance(backends.fastest(FEW_WORDS, jnp.float32), Xla)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_layer_by_layer_is_the_stock_decoder(weights):
+    """The step of the module's own layers finds what XLA's packed step finds, in whatever weights are held."""
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(3))
+    config = Config(model=FEW_WORDS, grid=GRID, decode=DecodeConfig(max_length=20, weights=weights, scores=True))
+    own, packed = (Generator(config, params, None, backend=kind(weights)) for kind in (Backend, Xla))
+    for strategy in ("pipelined", "sequential"):
+        for a, b in zip(*(x.decode(sources(12), strategy=strategy) for x in (own, packed)), strict=True):
+            assert a["row_ids"] == b["row_ids"] and a["log_prob"] == pytest.approx(b["log_prob"], abs=1e-2)
+
+
+# UMT5, a file of its own.
+
+
+@pytest.fixture(scope="module")
+def torchs() -> Any:
+    """A UMT5 of transformers, with a head of its own as the published ones have: transformers ties it when it loads."""
+    torch.manual_seed(0)
+    facts = TINY.facts() | {"initializer_factor": 1.0}
+    model = transformers.UMT5ForConditionalGeneration(
+        transformers.UMT5Config(**{key: x for key, x in facts.items() if key not in ("architectures", "model_type")})
+    )
+    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.copy_(torch.randn_like(x) * (2.0 if "relative" in name else 0.5) + float("layer_norm" in name))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def theirs(torchs, tmp_path_factory) -> Path:
+    """Its directory."""
+    place = tmp_path_factory.mktemp("umt5")
+    torchs.config.save_pretrained(place)
+    tensors = {name: x.detach().numpy() for name, x in torchs.named_parameters()}
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
+def test_umt5_is_torchs(theirs, torchs):
+    config, params = read_hf(theirs, UMT5Config)
+    assert dataclasses.replace(config, dropout_rate=TINY.dropout_rate) == TINY
+    rng = np.random.default_rng(0)
+    source, tokens = rng.integers(2, 9, (3, 7)), rng.integers(2, 9, (3, 30))
+    mask = np.arange(7) < np.asarray([[7], [4], [5]])
+    given = {"input_ids": source, "attention_mask": mask.astype(int), "decoder_input_ids": tokens}
+    expected = torchs(**{name: torch.tensor(x) for name, x in given.items()}).logits
+    causal = np.tril(np.ones((1, 30, 30), bool))
+    found = config.module().apply({"params": params}, source, mask, tokens, causal, np.arange(30)[None])
+    # Whatever config.json says, transformers divides by the root of the width; T5X, where they come from, does not.
+    np.testing.assert_allclose(found * TINY.d_model**-0.5, expected.detach().numpy(), atol=1e-4)
+
+
+def test_umt5_goes_there_and_back(theirs, tmp_path):
+    """A run of it opens with its class; its tensors are those that came in."""
+    from_hf(theirs, tmp_path / "run", UMT5Config)
+    described = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    assert described["class"] == "support.umt5:UMT5Config"
+    assert type(checkpoint.open_run(tmp_path / "run").config.model) is UMT5Config
+    to_hf(tmp_path / "run", tmp_path / "back")
+    there, back = (flatten_dict(read_hf(place, UMT5Config)[1]) for place in (theirs, tmp_path / "back"))
+    assert there.keys() == back.keys() and all(np.array_equal(there[path], x) for path, x in back.items())
+    transformers.UMT5ForConditionalGeneration.from_pretrained(tmp_path / "back")
+    with pytest.raises(UserError, match="model_type: found 'umt5'; expected t5 or mt5"):
+        read_hf(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+def test_umt5_decodes_as_it_is_teacher_forced(theirs, strategy, caplog):
+    config, params = read_hf(theirs, UMT5Config)
+    run = Config(model=config, grid=GRID, decode=DecodeConfig(max_length=20, draft_tokens=3))
+    generator = Generator(run, params, None, backend=None)
+    with caplog.at_level(logging.INFO, "pipejax"):
+        check_answers(generator, TeacherForced(config.module(), params, GRID.delay), sources(20), strategy)
+    assert "support.umt5.UMT5 layer by layer" in caplog.text.replace(",", "")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of a UMT5 on eight devices, whose parameters are parted."""
+    model = dataclasses.replace(TINY, vocab_size=64, d_kv=4, num_heads=4)
+    config = dataclasses.replace(change(RUN, mesh={"data": 2, "fsdp": 2, "tensor": 2}), model=model)
+    return Path(pipejax.fit(config, tmp_path_factory.mktemp("umt5") / "run"))
+
+
+@pytest.mark.slow
+def test_umt5_trains_on_eight_devices_as_on_one(trained, tmp_path):
+    one = dataclasses.replace(config_lib.load(trained / "config.json"), mesh=config_lib.MeshConfig(data=1))
+    pipejax.fit(one, tmp_path / "one")
+    several, alone = (metrics(place) for place in (trained, tmp_path / "one"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (several, alone)]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert pipejax.load(trained).decode(["red apples"])[0]["rows"] is not None
+
+
+@pytest.mark.slow
+def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
+    config = config_lib.load(trained / "config.json")
+    config = dataclasses.replace(
+        change(config, train={"init_from": str(trained), "lora_rank": 2, "remat": "layers"}, mesh={"data": 1}),
+        model=None,
+    )
+    adapted = pipejax.fit(config, tmp_path / "lora")
+    before, after = (flatten_dict(checkpoint.open_run(place).items["params"], sep="/") for place in (trained, adapted))
+    changed = {path for path, x in before.items() if not np.allclose(after[path], x, rtol=0, atol=1e-7)}
+    assert before.keys() == after.keys() and len(changed) == 2 * (4 + 3) + 2 * (
+        4 + 4 + 3
+    )  # of attention and feed-forward
+    assert all(path.startswith(("encoder/", "decoder/")) and path.endswith("kernel") for path in changed)
+    export(adapted, tmp_path / "export", strategies=["pipelined"], platforms=["cpu"], batch=1, length=16)
+    assert (tmp_path / "export" / "pipelined-cpu.jax").is_file()
+
+
+def test_what_a_backbone_does_not_say_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="model: found 'nowhere:Nothing', which cannot be imported"):
+        config_lib.from_json('{"model": {"class": "nowhere:Nothing"}}', where="here")
+    with pytest.raises(UserError, match="which is none; expected MODULE:CLASS of a dataclass, a Backbone"):
+        config_lib.from_json('{"model": {"class": "json:JSONDecoder"}}', where="here")
