@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from pipejax.inference.streaming import RowEvent
     from pipejax.methods import Method
 
-__all__ = ["Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"]
+__all__ = ["Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"]
 __version__ = "0.1.0"
 
 # Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
 _PLACES = {
+    "Backbone": "pipejax.model.interface",
     "Config": "pipejax.config",
     "Generator": "pipejax.inference.generator",
     "Method": "pipejax.methods",

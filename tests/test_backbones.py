@@ -1,8 +1,11 @@
 """Backbones of somebody else's, and a T5 with a layer changed: decoding says what the teacher-forced module says."""
 
 import dataclasses
+import importlib
 import json
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.convert.__main__ import main as convert
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Xla
@@ -33,6 +37,7 @@ from support.tiny import FEW_WORDS, RUN, change, metrics
 from support.umt5 import UMT5Config
 
 GRID = GridConfig(delay=2, time_max=14, sub_max=4)
+ROOT = Path(__file__).resolve().parent.parent
 MOST = 64  # tokens of a teacher-forced pass
 TINY = UMT5Config(
     **{
@@ -279,3 +284,51 @@ def test_what_a_backbone_does_not_say_is_one_line(tmp_path):
         config_lib.from_json('{"model": {"class": "nowhere:Nothing"}}', where="here")
     with pytest.raises(UserError, match="which is none; expected MODULE:CLASS of a dataclass, a Backbone"):
         config_lib.from_json('{"model": {"class": "json:JSONDecoder"}}', where="here")
+
+
+# The page.
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch) -> Any:
+    """The class of the page's example, from a file as the page tells."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "backbones.md").read_text(), re.DOTALL)[0]
+    assert len(code.splitlines()) <= 80
+    (tmp_path / "linear.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "linear", raising=False)
+    importlib.invalidate_caches()
+    return importlib.import_module("linear").LinearConfig
+
+
+@pytest.mark.slow
+def test_the_backbone_of_the_page_looks_less_at_what_lies_far_back(page):
+    """It is the T5 whose table of biases holds its slopes, a bucket for each distance, and decodes as it is forced."""
+    own = page(**vars(FEW_WORDS))
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(5))
+    table = -np.asarray([2.0**-4, 2.0**-8]) * np.arange(33)[:, None]
+    of_t5 = dataclasses.replace(FEW_WORDS, relative_attention_num_buckets=64, relative_attention_max_distance=65)
+    with_table = {**params, "decoder": {**params["decoder"], "relative_bias": {"embedding": np.resize(table, (64, 2))}}}
+    with_table["encoder"] = {**params["encoder"], "relative_bias": {"embedding": np.zeros((64, 2))}}
+    del params["decoder"]["relative_bias"]
+    params["encoder"]["relative_bias"]["embedding"] *= 0
+    config = Config(model=own, grid=GRID, decode=DecodeConfig(max_length=20, draft_tokens=3))
+    generator, plain = Generator(config, params, None), dataclasses.replace(config, model=of_t5)
+    for a, b in zip(*(x.decode(sources(12)) for x in (generator, Generator(plain, with_table, None))), strict=True):
+        assert a["row_ids"] == b["row_ids"]
+    check_answers(generator, TeacherForced(own.module(), params, GRID.delay), sources(20), "pipelined")
+
+
+@pytest.mark.slow
+def test_the_backbone_of_the_page_is_trained(page, tmp_path):
+    config = dataclasses.replace(change(RUN, mesh={"data": 2, "tensor": 2}), model=page(**vars(RUN.model)))
+    run = pipejax.fit(config, tmp_path / "run")
+    assert type(pipejax.load(run).config.model) is page
+    assert pipejax.load(run).decode(["red apples"], strategy="sequential")
+
+
+def test_the_command_brings_a_backbone_in(theirs, tmp_path, capsys):
+    assert convert(["from-hf", str(theirs), str(tmp_path / "run"), "--backbone", "support.umt5:UMT5Config"]) == 0
+    assert type(checkpoint.open_run(tmp_path / "run").config.model) is UMT5Config
+    with pytest.raises(UserError, match=r"model: found 'support\.umt5:Nothing', which cannot be imported"):
+        convert(["from-hf", str(theirs), str(tmp_path / "other"), "--backbone", "support.umt5:Nothing"])

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from pipejax.config import T5Config
+from pipejax.config.files import find_class
 from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.convert.quantized import quantize
 from pipejax.system.cli import Parser, run
@@ -13,6 +15,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf,quantize}")
     incoming = commands.add_parser("from-hf", help="Hugging Face directory or hub id -> checkpoint")
     incoming.add_argument("source", metavar="SRC", help="directory with config.json and weights, or a hub id")
+    incoming.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5: docs/backbones.md")
     outgoing = commands.add_parser("to-hf", help="checkpoint -> Hugging Face directory")
     smaller = commands.add_parser("quantize", help="checkpoint -> checkpoint in fewer bytes, to decode with")
     for command in (outgoing, smaller):
@@ -28,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     if args.command == "from-hf":
-        from_hf(args.source, args.out)
+        from_hf(args.source, args.out, find_class(args.backbone, "model") if args.backbone else T5Config)
     elif args.command == "to-hf":
         to_hf(args.source, args.out, best=args.best)
     else:
