@@ -197,12 +197,12 @@ def test_dir_and_repr(run: Path, t5: pipejax.Generator) -> None:
     assert (
         names
         == {*pipejax.__all__}
-        == {"Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"}
+        == {"Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"}
     )
     assert all(getattr(pipejax, name) for name in names)
     size = sum(x.size for x in _leaves(oracle.random_params(MODEL, np.random.default_rng(0))))
     assert repr(t5) == (
-        f"<Generator of {run} at step 0: T5 of {size / 1e6:.1f} M parameters, 1 + 1 layers, d_model 16, vocabulary 64; "
+        f"<Generator of {run} at step 0: T5 of {size / 1e6:.1f} M parameters, 1 + 1 layers, vocabulary 64; "
         "pipelined; float32 on 1 x cpu>"
     )
     assert "int8 on" in repr(pipejax.load(run, overrides={"decode.weights": "int8"}))

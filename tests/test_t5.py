@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from pipejax import grid
 from pipejax.config import DecodeConfig, GridConfig, T5Config
 from pipejax.convert.huggingface import read_hf
-from pipejax.model import layers, t5
+from pipejax.model import layers, precision, t5
 from pipejax.model.sharding import path_of
 from support import oracle
 from support.one_program import compiled
@@ -238,7 +238,7 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
     params, source, mask = tiny
     flat, seen, position = layout(ROWS, 1)
     exact = t5.T5(CONFIG).apply({"params": params}, source, mask, flat.inputs[None], seen, position)
-    model, low = t5.T5(CONFIG, dtype=jnp.bfloat16), t5.cast_params(jax.tree.map(jnp.asarray, params), jnp.bfloat16)
+    model, low = t5.T5(CONFIG, dtype=jnp.bfloat16), precision.cast_params(jax.tree.map(jnp.asarray, params), jnp.bfloat16)
     memory = model.apply({"params": low}, source, mask, method="encode")
     assert {x.dtype for x in (*memory.keys, *memory.values)} == {jnp.dtype("bfloat16")}
     rough = model.apply({"params": low}, source, mask, flat.inputs[None], seen, position)

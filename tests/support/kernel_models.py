@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.inference import kernel_decoder, kernels, programs
+from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.backends import OwnKernel
 from pipejax.model import t5
 from pipejax.system import processor
@@ -38,9 +38,7 @@ def made(shape, weights, level):
             layer["norm"]["scale"][5::64] *= 50
             layer["wi"]["kernel"][5::64] /= 50
     backend = OwnKernel(weights, level)
-    ready = jax.jit(programs.prepare, static_argnames=("model", "backend"))(
-        model=model, params=jax.tree.map(jnp.asarray, params), backend=backend
-    )
+    ready = jax.jit(functools.partial(backend.prepare, model))(jax.tree.map(jnp.asarray, params))
     return model, backend, ready, quantised.rounded(params, weights)
 
 
