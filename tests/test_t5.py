@@ -238,7 +238,8 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
     params, source, mask = tiny
     flat, seen, position = layout(ROWS, 1)
     exact = t5.T5(CONFIG).apply({"params": params}, source, mask, flat.inputs[None], seen, position)
-    model, low = t5.T5(CONFIG, dtype=jnp.bfloat16), precision.cast_params(jax.tree.map(jnp.asarray, params), jnp.bfloat16)
+    model = t5.T5(CONFIG, dtype=jnp.bfloat16)
+    low = precision.cast_params(jax.tree.map(jnp.asarray, params), jnp.bfloat16)
     memory = model.apply({"params": low}, source, mask, method="encode")
     assert {x.dtype for x in (*memory.keys, *memory.values)} == {jnp.dtype("bfloat16")}
     rough = model.apply({"params": low}, source, mask, flat.inputs[None], seen, position)
