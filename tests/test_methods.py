@@ -18,6 +18,7 @@ from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.convert.quantized import quantize
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode
@@ -30,6 +31,7 @@ from pipejax.inference.picture.command import main as picture
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.inference.unfinished import settings_of
 from pipejax.model import t5
 from pipejax.system.errors import UserError
 from pipejax.training.step import batch_loss
@@ -44,6 +46,7 @@ PARAMS = oracle.random_params(
 CONFIG = Config(model=FEW_WORDS, method=METHOD, decode=DecodeConfig(scores=True))
 RUN = dataclasses.replace(change(RUN_ON_ONE, train={"steps": 4, "checkpoint_every": 2}), method=METHOD)
 NAME = "support.staggered:Staggered"
+BROUGHT = "method=brought:Brought"
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
@@ -210,7 +213,7 @@ def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
     # In bulk and as a program, by the run alone.
     (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
     found = bulk.caught(bulk.describe, bulk.Work(str(whole), ".", str(tmp_path / "out")))
-    assert found["settings"]["strategy"] == "staggered" and not found["doubt"]
+    assert found["settings"]["strategy"] == "staggered" and not found["doubts"]
     assert found["settings"]["method"]["rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
     assert (tmp_path / "exported" / "staggered-cpu.jax").is_file()
@@ -253,21 +256,79 @@ def test_settings_of_a_method_are_checked_as_ours(setting: str, line: str) -> No
         config_lib.override(Config(), assignments)
 
 
-def test_a_run_whose_class_is_gone_says_so_and_takes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class may lie in a file that is no longer there; whoever opens the run can bring it along."""
-    file = tmp_path / "gone.py"
-    file.write_text("from support.staggered import Staggered\nclass Gone(Staggered):\n    name = 'gone'\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    params = oracle.random_params(MODEL, np.random.default_rng(1))
-    config = config_lib.override(dataclasses.replace(RUN, model=MODEL), ["method=gone:Gone"])
-    checkpoint.save_params(tmp_path / "run", config, params)
-    file.unlink()
-    del sys.modules["gone"]
-    importlib.invalidate_caches()
-    with pytest.raises(UserError, match=r"^method: method: found 'gone:Gone', which cannot be imported"):
-        pipejax.load(tmp_path / "run").decode([[5, 1]])
-    assert pipejax.load(tmp_path / "run", method=METHOD).decode([[5, 1]])[0]["row_ids"] is not None
-    assert open_run(tmp_path / "run").config.train == RUN.train  # what is read is the same
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose class lies in a file that is imported no more, beside the run. Nobody changes them."""
+    root = tmp_path_factory.mktemp("saved")
+    (root / "brought.py").write_text(
+        "from support.staggered import Staggered\nclass Brought(Staggered):\n    name = 'brought'\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)
+        config = config_lib.override(dataclasses.replace(RUN, model=MODEL), [BROUGHT, "method.rows=2"])
+        checkpoint.save_params(root / "run", config, oracle.random_params(MODEL, np.random.default_rng(1)))
+    del sys.modules["brought"]
+    return root
+
+
+@pytest.fixture
+def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That run, in a process that starts in its directory."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "brought", None)  # so that it is removed in the end
+    del sys.modules["brought"]
+    monkeypatch.chdir(saved)
+    return saved / "run"
+
+
+def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
+    """Whoever opens it may; what needs no class does without."""
+    with pytest.raises(UserError, match=r"^method: found brought:Brought, by which .* --set method=brought:Brought"):
+        pipejax.load(run)
+    with pytest.raises(UserError, match=r"^method: found brought:Brought, by which"):
+        pipejax.load(run, overrides=["method.rows=3"])
+    quantize(run, tmp_path / "small")
+    assert open_run(tmp_path / "small").config.method == open_run(run).config.method
+    (tmp_path / "record.jsonl").write_text('{"id": 0, "row_ids": [[5]], "steps": 1}')
+    with pytest.raises(UserError, match=r"with brought:Brought decoding; expected none, since it does not write"):
+        picture([str(tmp_path / "record.jsonl"), "--checkpoint", str(run), "--output", str(tmp_path / "x.svg")])
+    assert "brought" not in sys.modules
+    assert config_lib.load(run / "config.json").method.rows == 2  # a config that the user names
+
+
+def test_a_class_that_is_named_comes_with_the_settings_of_the_run(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened = pipejax.load(run, overrides=[BROUGHT])
+    assert opened.config.method.rows == 2 and opened.default_strategy == "brought"
+    opened.decode([[5, 1]])
+    assert not caplog.records
+    assert settings_of(opened, "brought", [])["method"]["class"] == "brought:Brought"
+    with pytest.raises(UserError, match=r"^brought:Brought: method\.row: unknown key"):
+        config_lib.made({"class": "brought:Brought", "row": 1})
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_another_method_than_in_training_is_told(run: Path, caplog: pytest.LogCaptureFixture, by_name: bool) -> None:
+    """In a line for each setting that is another, and once."""
+    if by_name:
+        other = pipejax.load(run, overrides=[BROUGHT, "method.rows=4"])
+    else:
+        other = pipejax.load(run, method=config_lib.files.find_class("brought:Brought")(rows=4))
+    for _ in range(2):
+        other.make_strategy()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "method.rows: found 4, but these weights were trained with 2; what brought decoding writes means little"
+    ]
+
+
+def test_another_class_than_in_training_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings of the same name are compared though nobody has the class; no line is of the other objective."""
+    assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        "these weights were trained with the brought:Brought objective; staggered decoding runs, but its output means "
+        "little",
+        "method.rows: found 3, but these weights were trained with 2; what staggered decoding writes means little",
+    ]
 
 
 def test_a_name_that_is_taken_is_refused() -> None:

@@ -3,6 +3,7 @@
 A config file is a short Python file that assigns `config = Config(...)`, or the `config.json` of a run.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -37,8 +38,14 @@ class Assignment(typing.NamedTuple):
     written: bool  # as text, which is to be parsed
 
 
-def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set") -> Config:
-    """Runs a config file, or reads one that `to_json` wrote, and applies overrides; `where` names these in errors.
+def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", imports: bool = True) -> Config:
+    """Runs a config file, or reads one that `to_json` wrote, and applies overrides.
+
+    Args:
+      path: of the file.
+      overrides: settings.
+      where: names them in errors.
+      imports: whether the module of a method that the file names is imported, which runs its code.
 
     Raises:
       UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
@@ -63,7 +70,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set") -
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
-    config = _with_method(config)
+    config = _with_method(config) if imports else config
     check(config, where=str(path))
     return override(config, overrides, where=where)
 
@@ -111,26 +118,57 @@ def _values(values: typing.Mapping[Any, Any], prefix: str, where: str) -> typing
 def to_json(config: Config) -> str:
     """The resolved config as JSON text."""
     values = dataclasses.asdict(config)
-    if dataclasses.is_dataclass(config.method):
-        values["method"] = {"class": class_of(config.method), **values["method"]}
+    if config.method is None:  # a former version does not know the key
+        del values["method"]
+    else:
+        values["method"] = described(config.method)
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def class_of(value: Any) -> str:
-    """The class of an object as MODULE:CLASS."""
-    return f"{type(value).__module__}:{type(value).__qualname__}"
+def described(method: Any) -> dict[str, Any]:
+    """A method of one's own as JSON has it: "class" is MODULE:CLASS, and its settings stand beside.
+
+    Raises:
+      UserError: JSON cannot hold a setting.
+    """
+    if isinstance(method, dict):  # as a run has it
+        return method
+    kind = type(method)
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(method)))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"method: found {shown(method)}; expected settings of JSON ({first_line(error)})") from error
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", **found}
+
+
+def made(method: dict[str, Any]) -> Any:
+    """The method that a run describes. Its module must be imported already: no file of a run has code imported.
+
+    Raises:
+      UserError: it is not, or the class is another one by now.
+    """
+    if (name := method["class"]).partition(":")[0] not in sys.modules:
+        raise UserError(
+            f"method: found {name}, by which this model was trained; expected its module imported: by --set "
+            f"method={name}, or in Python by pipejax.load(path, method=...)"
+        )
+    return _of_class(name, method)
+
+
+def _of_class(name: str, method: dict[str, Any]) -> Any:
+    """The method of that class, with the settings of one that is described, if it is of the same class."""
+    settings = {key: value for key, value in method.items() if key != "class" and method["class"] == name}
+    return _build(find_class(name), settings, "method.", name)
 
 
 def find_class(name: str) -> Any:
-    """The class that "MODULE:CLASS" names; modules of the current directory are found as well.
+    """The class that "MODULE:CLASS" names; from now on, modules of the current directory are found as well.
 
     Raises:
       UserError: there is no such module, it does not run, or it has no such class.
     """
     module, _, attribute = name.partition(":")
-    here = os.getcwd()
-    added = here not in sys.path
-    if added:
+    if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -139,36 +177,32 @@ def find_class(name: str) -> Any:
             f"method: found {name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)}); expected "
             "MODULE:CLASS"
         ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
     if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "strategy")):
         raise UserError(f"method: found {name!r}, which is no method; expected MODULE:CLASS of a subclass of Method")
     return found
 
 
 def _with_method(config: Config) -> Config:
-    """The config whose method, if it is only named, is made with its defaults."""
-    if not isinstance(config.method, str) or not config.method:
-        return config
-    return dataclasses.replace(config, method=find_class(config.method)())
+    """The config whose method, if it is only named or described, is made."""
+    method = {"class": config.method} if isinstance(config.method, str) else config.method
+    if isinstance(method, dict):
+        method = _of_class(method["class"], method) if method.get("class") else None
+    return dataclasses.replace(config, method=method)
 
 
 def from_json(text: str | bytes, *, where: str) -> Config:
-    """Reads what `to_json` wrote; `where` names the file in errors."""
+    """Reads what `to_json` wrote; `where` names the file in errors. Its method is made if `made` can."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
     method = values.pop("method", None) if isinstance(values, dict) else None
     config: Config = _build(Config, values, "", where)
-    if isinstance(method, dict) and isinstance(name := method.pop("class", None), str):
-        try:
-            method = _build(find_class(name), method, "method.", where)
-        except UserError as error:  # whoever opens the run may bring the class along
-            method = str(error)
-    elif method is not None:
+    if method is not None and not (isinstance(method, dict) and isinstance(method.get("class"), str)):
         raise UserError(f'{where}: method: found {shown(method)}; expected an object with "class"')
+    if method is not None:
+        with contextlib.suppress(UserError):  # whoever opens the run may bring the class along
+            method = made(method)
     config = dataclasses.replace(config, method=method)
     check(config, where=where)
     return config
@@ -180,8 +214,9 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = prefix + field.name
-        if key == "method" and dataclasses.is_dataclass(value):
-            leaves |= {"method.class": class_of(value)}
+        if key == "method" and value is not None:
+            leaves |= {f"{key}.{name}": inner for name, inner in described(value).items()}
+            continue
         value = list(value) if isinstance(value, tuple) else value
         leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return leaves
@@ -192,6 +227,8 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
     if keys[0] not in names:
         raise UserError(f"{full}: unknown key{_suggestion(full)}")
     old = getattr(node, keys[0])
+    if isinstance(old, dict) and len(keys) > 1:
+        old = made(old)
     kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:
         if old is None:
@@ -201,18 +238,26 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
     if full == "method":
-        return _with_method(dataclasses.replace(node, method=value or None))
+        if value and isinstance(value, str):
+            value = _of_class(value, {"class": "", **(described(old) if old is not None else {})})
+        return dataclasses.replace(node, method=value or None)
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
         raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, old)}")
-    return dataclasses.replace(node, **{keys[0]: parse(value, kind, full) if written else plain(value, kind)})
+    value = parse(value, kind, full) if written else plain(value, kind)
+    try:
+        return dataclasses.replace(node, **{keys[0]: value})
+    except Exception as error:  # of a method's own
+        raise UserError(
+            f"{full}: found {shown(value)}; {type(node).__name__} refuses it: {first_line(error)}"
+        ) from error
 
 
 def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
     if not isinstance(values, dict):
         raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
-    kinds = types_of(cls)
+    kinds, fields = types_of(cls), dataclasses.fields(cls)
     for key in values:
-        if key not in kinds:
+        if key not in [f.name for f in fields]:
             raise UserError(f"{where}: {prefix}{key}: unknown key{_suggestion(prefix + key)}")
     built = {}
     for key, value in values.items():
@@ -223,13 +268,13 @@ def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:
         return cls(**built)
-    except TypeError as error:
-        missing = [
-            f.name
-            for f in dataclasses.fields(cls)
-            if f.name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ]
-        raise UserError(f"{where}: {prefix}{missing[0] if missing else ''}: missing") from error
+    except Exception as error:  # a method's own may be any
+        for f in fields:
+            if f.name not in built and f.default is f.default_factory is dataclasses.MISSING:
+                raise UserError(f"{where}: {prefix}{f.name}: missing") from error
+        raise UserError(
+            f"{where}: {prefix[:-1]}: cannot be made ({type(error).__name__}: {first_line(error)})"
+        ) from error
 
 
 def _suggestion(key: str) -> str:

@@ -31,7 +31,6 @@ from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, W
 from pipejax.inference import programs
 from pipejax.inference.backends import Xla, call_costs
 from pipejax.inference.programs import Ready
-from pipejax.inference.records import warn_of_method
 from pipejax.inference.sources import Source, template_of
 from pipejax.inference.weights import Weights
 from pipejax.inference.wishes import forced_of, rows_of
@@ -103,7 +102,8 @@ def export(
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     names = tuple(dict.fromkeys(strategies)) or (methods.default(config),)
     for name in names:
-        warn_of_method(name, config)
+        for line in methods.doubts(name, config, restored.config):
+            logger.warning(line)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
     model, ready = _prepared(config, restored.items["params"], platforms)
     chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}

@@ -36,11 +36,12 @@ def load(
             )
     compile_cache.use()
     restored = checkpoint.open_run(path, best=best, packed=True)
-    trained = restored.config if method is None else dataclasses.replace(restored.config, method=method)
-    config = config_lib.override(trained, overrides, where=where)
+    config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
+    config = config_lib.override(config, overrides, where=where)
+    methods.default(config)  # else the first decode would say that a class is not there
     tokenizer = checkpoint.tokenizer_of(restored)
     generator = Generator(config, restored.items["params"], tokenizer, backend=None)
     generator.checkpoint = str(path)
-    generator.trained = methods.trained(trained)
+    generator.trained = restored.config
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator

@@ -5,12 +5,13 @@ A method of one's own comes in a config, as `method=Branching(0.3)` or `method="
 
 from typing import TYPE_CHECKING
 
-from pipejax.config import STRATEGIES, Config, DecodeConfig
+from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
 from pipejax.methods.interface import ABILITIES, Given, Ids, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
 from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, shown, spell
 from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.fields import shown as shown_value
 
 if TYPE_CHECKING:
     from pipejax.decoding import Drafter, Strategy
@@ -28,6 +29,7 @@ __all__ = [
     "Target",
     "check",
     "default",
+    "doubts",
     "make",
     "make_strategy",
     "names",
@@ -53,9 +55,18 @@ def default(config: Config) -> str:
 
 
 def trained(config: Config) -> Method:
-    """The method by which a run is trained; settings that matter to decoding alone are not looked at."""
-    if own := _own(config):
-        return own
+    """The method by which a run is trained; settings that matter to decoding alone are not looked at.
+
+    Of a run whose class is not imported, one that has its name and cannot do anything.
+    """
+    try:
+        if own := _own(config):
+            return own
+    except UserError:
+        if not isinstance(config.method, dict):
+            raise
+        absent: Method = type("Absent", (Method,), {"name": config.method["class"]})()
+        return absent
     return (Pipelined if default(config) == Pipelined.name else Sequential).of(config)
 
 
@@ -134,13 +145,35 @@ def make_strategy(
     return drafted(made, decode, drafter)
 
 
+def doubts(name: str, config: Config, learned: Config) -> list[str]:
+    """Lines that say why what a method writes means little, if it does: the weights learned another, or other settings.
+
+    Args:
+      name: of the method that decodes.
+      config: its settings.
+      learned: the config that the weights were trained with.
+    """
+    method, saved, lines = make(name, config), learned.method, list[str]()
+    then = {"class": default(learned)} if saved is None else described(saved)
+    if then["class"] != (name if name in STRATEGIES else described(method)["class"]):
+        never = saved is None and learned.train.objective == "none"
+        found = "never trained for any objective here" if never else f"trained with the {then['class']} objective"
+        lines.append(f"these weights were {found}; {name} decoding runs, but its output means little")
+    before = {f"method.{key}": value for key, value in then.items()} | trained(learned).learned()
+    for key, now in method.learned().items():
+        if (was := before.get(key, now)) != now:
+            line = f"{key}: found {now!r}, but these weights were trained with {was!r}"
+            lines.append(f"{line}; what {method.label} writes means little")
+    return lines
+
+
 def _own(config: Config) -> Method | None:
     """The config's own method."""
-    own = config.method
+    own = made(config.method) if isinstance(config.method, dict) else config.method
     if own is None:
         return None
     if not isinstance(own, Method):
-        raise UserError(f"method: {own}")
+        raise UserError(f"method: found {shown_value(own)}; expected an object of a subclass of pipejax.Method")
     if own.name in ("", *STRATEGIES):
         raise UserError(f"method: found {type(own).__name__} with the name {own.name!r}; expected one that is free")
     return own
