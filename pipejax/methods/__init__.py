@@ -3,6 +3,7 @@
 A method of one's own comes in a config, as `method=Branching(0.3)` or `method="module:Branching"`.
 """
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
@@ -27,9 +28,11 @@ __all__ = [
     "Sequential",
     "Spells",
     "Target",
+    "able",
     "check",
     "default",
     "doubts",
+    "for_training",
     "make",
     "make_strategy",
     "names",
@@ -45,6 +48,16 @@ __all__ = [
 def names(config: Config) -> tuple[str, ...]:
     """The methods that the weights of this config can be asked for."""
     return (*STRATEGIES, own.name) if (own := _own(config)) else STRATEGIES
+
+
+def able(config: Config, ability: str) -> dict[str, Method]:
+    """The methods of a config that have one of ABILITIES and do not go against its settings, by name."""
+    found = dict[str, Method]()
+    for name in names(config):
+        with contextlib.suppress(UserError):
+            if ability in (method := make(name, config)).can:
+                found[name] = method
+    return found
 
 
 def default(config: Config) -> str:
@@ -79,12 +92,12 @@ def make(name: str, config: Config) -> Method:
     known = names(config)
     if name not in known:
         raise UserError(f"strategy: found {name!r}; expected one of {', '.join(known)}{did_you_mean(name, known)}")
+    beams = config.decode.beams
+    if beams > 1 and name != Sequential.name:
+        raise UserError(f"decode.beams: found {beams}; expected 1, since beam search is sequential, not {name}")
     if (own := _own(config)) and name == own.name:
         return own
-    beams = config.decode.beams
     if name == Pipelined.name:
-        if beams > 1:
-            raise UserError(f"decode.beams: found {beams}; expected 1, since beam search is sequential, not {name}")
         return Pipelined.of(config)
     plain = Sequential.of(config)
     if beams == 1:
@@ -109,6 +122,7 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         ("sample", "temperature", 0.0),
         ("score", "scores", False),
         ("limit", "limit", "none"),
+        ("unique", "unique_rows", False),
         ("draft", "draft", "none"),
     ):
         if (found := getattr(decode, key)) != plain:
@@ -119,6 +133,14 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         raise UserError(
             "decode.trace: found True with decode.draft = none; expected a drafter, since a trace shows drafts"
         )
+
+
+def for_training(config: Config) -> Method:
+    """The method by which a run is trained, if its evaluations can decode by it; raises a UserError if they cannot."""
+    method = make(default(config), config)
+    method.check()  # else the first decode would refuse it
+    check(method, config.decode)
+    return method
 
 
 def make_strategy(

@@ -26,6 +26,7 @@ ABILITIES = {
     "sample": "draw tokens by a temperature",
     "score": "keep log-probabilities",
     "limit": "write tokens of the source alone",
+    "unique": "leave out rows that repeat one above",
     "draft": "verify drafts",
     "stream": "show rows as they are written",
     "serve": "decode requests that come and go",

@@ -28,7 +28,7 @@ class Sequential(Method):
 
     name: ClassVar[str] = "sequential"
     can: ClassVar[frozenset[str]] = frozenset(
-        ("sample", "score", "limit", "draft", "stream", "serve", "prefix", "generate")
+        ("sample", "score", "limit", "unique", "draft", "stream", "serve", "prefix", "generate")
     )
     rival: ClassVar[str] = "pipelined"
     parts_text: ClassVar[bool] = True
@@ -116,7 +116,7 @@ class Beams(Sequential):
     beams: int = 2  # hypotheses side by side
     length_penalty: float = 1.0  # they compare log-probability / length**this
 
-    can: ClassVar[frozenset[str]] = frozenset(("generate",))
+    can: ClassVar[frozenset[str]] = frozenset(("unique", "generate"))
 
     @property
     def label(self) -> str:
