@@ -6,12 +6,14 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 import pipejax
 from pipejax import checkpoint, methods
@@ -29,6 +31,9 @@ from pipejax.inference.export import export
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture.command import main as picture
 from pipejax.inference.report import Report
+from pipejax.inference.serving import app
+from pipejax.inference.small import Small
+from pipejax.inference.small import check as check_drafter
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.inference.unfinished import settings_of
@@ -36,6 +41,7 @@ from pipejax.model import t5
 from pipejax.system.errors import UserError
 from pipejax.training.step import batch_loss
 from support import oracle
+from support.scripted_engine import ScriptedEngine
 from support.staggered import STOP, Staggered
 from support.tiny import FEW_WORDS, MODEL, RUN_ON_ONE, change, metrics
 
@@ -132,6 +138,92 @@ def test_drafts_are_refused(generator: Generator) -> None:
         UserError, match=r"^decode\.draft: found source with staggered decoding; expected none, since it"
     ):
         generator.decode([[5, 1]], draft="source")
+
+
+@pytest.mark.parametrize(
+    "setting, line",
+    [
+        ({"beams": 2}, "decode.beams: found 2; expected 1, since beam search is sequential, not staggered"),
+        (
+            {"unique_rows": True},
+            "decode.unique_rows: found True with staggered decoding; expected False, since it does not leave out rows",
+        ),
+    ],
+)
+def test_settings_are_not_followed_in_part(generator: Generator, setting: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        generator.decode([[5, 1]], **setting)
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        methods.for_training(change(CONFIG, decode=setting))
+
+
+@dataclasses.dataclass(frozen=True)
+class Modest(Staggered):
+    """It is served, and does nothing else."""
+
+    name = "modest"
+    can = frozenset({"serve"})
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ({"temperature": 0.5}, "temperature: found 0.5 with modest decoding; expected 0, since it does not draw"),
+        ({"logprobs": 0}, "logprobs: found some with modest decoding; expected none, since it does not keep"),
+        ({"strategy": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
+    ],
+)
+def test_a_request_is_not_answered_otherwise(more: dict[str, Any], line: str) -> None:
+    """A client is told which wish the method does not follow, and a setting that no method could follow at once."""
+    made = Generator(Config(model=FEW_WORDS, method=Modest(width=5), grid=GridConfig(delay=0)), PARAMS, None)
+    engine = Engine(made, places=1, queue=1)
+    limits = app.Limits(body=4000, seconds=20, answers=1)
+    client = TestClient(app.make(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False)
+    reply = client.post("/v1/completions", json={"prompt": [5, 1], **more})
+    assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(line), reply.text
+    assert client.post("/v1/completions", json={"prompt": [5, 1], "max_tokens": 1}).status_code == 200
+    engine.close(drain=False, seconds=9)
+
+
+def test_models_are_shown_whatever_is_set() -> None:
+    """Those that can be served; an engine would refuse these settings before there is a server."""
+    made = Generator(change(CONFIG, decode={"beams": 2, "scores": False}), PARAMS, None)
+    limits = app.Limits(body=4000, seconds=20, answers=1)
+    engine: Any = ScriptedEngine(made)
+    client = TestClient(app.make(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False)
+    assert client.get("/v1/models/tiny").json()["strategies"] == []
+    assert methods.able(CONFIG, "serve").keys() == {"pipelined", "sequential", "staggered"}
+
+
+def test_a_row_that_its_width_cuts_has_no_end(generator: Generator) -> None:
+    """Others have: they end by its token."""
+    cut = 0
+    for text in sources(20):
+        *events, record = generator.stream_rows(text)
+        lengths = dict.fromkeys((e.row for e in events if isinstance(e, RowEvent)), 0)
+        for event in events:
+            assert isinstance(event, RowEvent)
+            lengths[event.row] += not event.done
+        ended = {e.row for e in events if isinstance(e, RowEvent) and e.done}
+        assert not {row for row in ended if lengths[row] == METHOD.width}
+        full = METHOD.width in lengths.values()
+        assert not isinstance(record, RowEvent) and (record["truncated"] == "max_length") == full
+        cut += full
+    assert 0 < cut < 20
+
+
+@pytest.mark.parametrize("objective", ["pipelined", "none"])
+def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
+    """For all that a method learns, whatever the objective beside it says."""
+    drafted = type("Drafted", (Modest,), {"name": "drafted", "__module__": __name__})
+    config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"objective": objective})
+    small = Small("there", config, None)
+    borrower: Any = SimpleNamespace(borrows=True)
+    check_drafter(small, borrower, drafted(rows=2))
+    with pytest.raises(UserError, match=r"there: found a T5 trained with method\.rows = 2; expected 3$"):
+        check_drafter(small, borrower, drafted(rows=3))
+    with pytest.raises(UserError, match=r"there: found a T5 trained for drafted decoding; expected modest$"):
+        check_drafter(small, borrower, Modest())
 
 
 def test_a_report_has_its_name(generator: Generator) -> None:
