@@ -44,7 +44,7 @@ from pipejax.system.files import new_directory
 
 logger = logging.getLogger(__name__)
 
-KEYS = ("grid", "decode")  # sections that `--set` may change
+KEYS = ("grid", "decode", "method")  # sections that `--set` may change
 # What a program follows of `decode`; the other keys must have their defaults.
 FOLLOWED = (
     *("max_length", "beams", "length_penalty", "draft", "draft_tokens"),
@@ -79,7 +79,7 @@ def export(
       batch: B; None: `decode.batch_size`.
       length: L; None: `data.max_source`.
       best: the best evaluated step instead of the newest.
-      overrides: KEY=VALUE for `grid` and `decode`.
+      overrides: KEY=VALUE for `grid`, `decode` and `method`.
 
     Raises:
       UserError: the checkpoint or a setting is of no use, or `out` is not empty.
@@ -102,6 +102,7 @@ def export(
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     names = tuple(dict.fromkeys(strategies)) or (methods.default(config),)
     for name in names:
+        methods.make(name, config).require("export")
         for line in methods.doubts(name, config, restored.config):
             logger.warning(line)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
@@ -247,5 +248,6 @@ def _description(config: Config, restored: Restored, model: T5, batch: int, leng
         "separator": config.data.separator,
         "grid": dataclasses.asdict(config.grid),
         "decode": dataclasses.asdict(config.decode),
+        **({} if config.method is None else {"method": config_lib.described(config.method)}),
         "architecture": dataclasses.asdict(architecture),
     }
