@@ -20,12 +20,14 @@ from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.convert import huggingface
 from pipejax.convert.quantized import quantize
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.inference import bulk
+from pipejax.inference.command import main as decode
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.export import export
 from pipejax.inference.generator import Generator
@@ -40,6 +42,7 @@ from pipejax.inference.unfinished import settings_of
 from pipejax.model import t5
 from pipejax.system.errors import UserError
 from pipejax.training.step import batch_loss
+from pipejax.training.teach import lesson
 from support import oracle
 from support.scripted_engine import ScriptedEngine
 from support.staggered import STOP, Staggered
@@ -439,6 +442,103 @@ def test_targets_are_cut_to_its_rows() -> None:
     assert encode(example, tokenizer, RUN, MODEL).target_was_cut
     batches = TrainingBatches(demo.examples("train"), tokenizer, RUN, MODEL)
     assert batches[0].arrays["targets"].shape[2:] == (2,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strict(Modest):
+    """It has a setting without a default, and takes few values."""
+
+    name = "strict"
+    words: str = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.rows > 3:
+            raise ValueError("many rows")
+
+
+class Broken(Modest):
+    """It cannot be made."""
+
+    def __init__(self) -> None:
+        raise OSError("no such dictionary")
+
+
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        ({"method": Staggered}, "--set: method: found <class 'support.staggered.Staggered'>; expected an object"),
+        ({"method": 3}, "--set: method: found 3; expected an object"),
+        ([f"method={HERE}:Strict"], f"{HERE}:Strict: method.words: missing"),
+        ([f"method={HERE}:Broken"], f"{HERE}:Broken: method: cannot be made (OSError: no such dictionary)"),
+        ({"method": Strict(words="x"), "method.rows": 4}, "method.rows: found 4; Strict refuses it: many rows"),
+        ({"method.rows": 4}, "method.rows: found no method in this config"),
+        ({"method": change}, "--set: method: found <function change"),
+    ],
+)
+def test_what_is_no_method_is_one_line(overrides: Any, line: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        config_lib.override(Config(), overrides)
+
+
+def test_a_class_in_the_place_of_an_object_is_one_line(run: Path, tmp_path: Path) -> None:
+    for call in (
+        lambda: pipejax.load(run, method=Staggered),  # type: ignore[arg-type]
+        lambda: pipejax.fit(RUN, tmp_path / "new", method=Strict),  # type: ignore[arg-type]
+        lambda: methods.trained(Config(method=Strict)),
+    ):
+        with pytest.raises(UserError, match=r"method: found <class '.*'>; expected an object"):
+            call()
+    with pytest.raises(UserError, match=r"^method: found .*; expected settings of JSON"):
+        config_lib.to_json(Config(method=Strict(words=b"x")))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^x: method\.name: unknown key"):
+        config_lib.files._build(Strict, {"name": "x"}, "method.", "x")
+
+
+def test_rows_are_not_taught_by_another_method() -> None:
+    saved = change(RUN, train={"objective": "sequential"}, data={"separator": " ; "})
+    saved = dataclasses.replace(saved, method=None)
+    with pytest.raises(UserError, match=rf"^--set method\.class={NAME}: cannot change when rows are taught"):
+        lesson(saved, "there", [f"method={NAME}"])
+
+
+def test_a_strategy_of_ones_own_is_named_with_its_class(run: Path, tmp_path: Path) -> None:
+    """Without the class nobody knows the name; with it, another name is refused by the run."""
+    (tmp_path / "in.jsonl").write_text('{"source_ids": [5, 1]}\n')
+    places = ["--checkpoint", str(run), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    with pytest.raises(UserError, match=r"^--strategy: found 'brought'; expected one of pipelined, sequential$"):
+        decode([*places, "--strategy", "brought"])
+    with pytest.raises(UserError, match=r"^strategy: found 'brougt'; expected one of .* \(did you mean brought\?\)$"):
+        decode([*places, "--strategy", "brougt", "--set", BROUGHT])
+    assert decode([*places, "--strategy", "brought", "--set", BROUGHT]) == 0
+
+
+def test_exports_are_of_what_can_be_read_without_the_class(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^strategy: found modest; expected another, since it does not write rows"):
+        export(run, tmp_path / "out", platforms=["cpu"], overrides=[f"method={HERE}:Modest"])
+    export(run, tmp_path / "out", platforms=["cpu"], batch=1, length=16, overrides=[BROUGHT])
+    facts = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert facts["method"] == {"class": "brought:Brought", "rows": 2, "width": 6, "second": 0.25}
+
+
+def test_a_converted_run_says_how_it_is_decoded(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not what is true of our rows alone. Nobody need have the class for that."""
+    huggingface.to_hf(run, tmp_path / "hf")
+    assert "transformers' generate does not know brought:Brought decoding" in capsys.readouterr().err
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "--set method=brought:Brought" in card and "first row" not in card and "joins rows" not in card
+    assert "max_new_tokens" not in json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    huggingface.from_hf(tmp_path / "hf", tmp_path / "back")
+    assert open_run(tmp_path / "back").config.method == open_run(run).config.method
+    checkpoint.save_params(tmp_path / "ours", dataclasses.replace(RUN, model=MODEL, method=None), open_params(run))
+    huggingface.to_hf(tmp_path / "ours", tmp_path / "plain")
+    assert "method" not in json.loads((tmp_path / "plain" / "pipejax.json").read_text())["config"]  # as ever
+
+
+def open_params(directory: Path) -> Any:
+    return open_run(directory).items["params"]
 
 
 # The page.

@@ -83,7 +83,8 @@ def teach(
             raise UserError(
                 f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
             )
-        own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & {*DECODING_KEYS}]
+        ours = {*DECODING_KEYS} - {"method"}  # which `lesson` refuses
+        own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & ours]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
