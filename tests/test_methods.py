@@ -157,7 +157,7 @@ def test_settings_are_not_followed_in_part(generator: Generator, setting: dict[s
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         generator.decode([[5, 1]], **setting)
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
-        methods.for_training(change(CONFIG, decode=setting))
+        methods.check_training(change(CONFIG, decode=setting))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +307,7 @@ def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
 
     # In bulk and as a program, by the run alone.
     (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
-    found = bulk.caught(bulk.describe, bulk.Work(str(whole), ".", str(tmp_path / "out")))
+    found = bulk.caught(bulk.describe, bulk.Work(str(whole), str(tmp_path / "out"), str(tmp_path)))
     assert found["settings"]["strategy"] == "staggered" and not found["doubts"]
     assert found["settings"]["method"]["rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
@@ -378,6 +378,7 @@ def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
     """Whoever opens it may; what needs no class does without."""
+    places = [*sys.path]
     with pytest.raises(UserError, match=r"^method: found brought:Brought, by which .* --set method=brought:Brought"):
         pipejax.load(run)
     with pytest.raises(UserError, match=r"^method: found brought:Brought, by which"):
@@ -387,13 +388,19 @@ def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_text('{"id": 0, "row_ids": [[5]], "steps": 1}')
     with pytest.raises(UserError, match=r"with brought:Brought decoding; expected none, since it does not write"):
         picture([str(tmp_path / "record.jsonl"), "--checkpoint", str(run), "--output", str(tmp_path / "x.svg")])
-    assert "brought" not in sys.modules
+    assert "brought" not in sys.modules and sys.path == places
     assert config_lib.load(run / "config.json").method.rows == 2  # a config that the user names
 
 
-def test_a_class_that_is_named_comes_with_the_settings_of_the_run(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
+    run: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # as a process of a cluster
+    described = bulk.describe(bulk.Work(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
+    assert described["settings"]["method"]["rows"] == 2 and not described["doubts"]
     opened = pipejax.load(run, overrides=[BROUGHT])
     assert opened.config.method.rows == 2 and opened.default_strategy == "brought"
+    assert str(run.parent) in sys.path  # for what the module imports later
     opened.decode([[5, 1]])
     assert not caplog.records
     assert settings_of(opened, "brought", [])["method"]["class"] == "brought:Brought"

@@ -162,13 +162,13 @@ def _of_class(name: str, method: dict[str, Any]) -> Any:
 
 
 def find_class(name: str) -> Any:
-    """The class that "MODULE:CLASS" names; from now on, modules of the current directory are found as well.
+    """The class that "MODULE:CLASS" names; to import it, and what it imports later, the current directory is searched.
 
     Raises:
       UserError: there is no such module, it does not run, or it has no such class.
     """
     module, _, attribute = name.partition(":")
-    if (here := os.getcwd()) not in sys.path:
+    if module not in sys.modules and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -198,9 +198,9 @@ def from_json(text: str | bytes, *, where: str) -> Config:
         raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
     method = values.pop("method", None) if isinstance(values, dict) else None
     config: Config = _build(Config, values, "", where)
-    if method is not None and not (isinstance(method, dict) and isinstance(method.get("class"), str)):
-        raise UserError(f'{where}: method: found {shown(method)}; expected an object with "class"')
     if method is not None:
+        if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
+            raise UserError(f'{where}: method: found {shown(method)}; expected an object with "class"')
         with contextlib.suppress(UserError):  # whoever opens the run may bring the class along
             method = made(method)
     config = dataclasses.replace(config, method=method)
@@ -227,10 +227,9 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
     if keys[0] not in names:
         raise UserError(f"{full}: unknown key{_suggestion(full)}")
     old = getattr(node, keys[0])
-    if isinstance(old, dict) and len(keys) > 1:
-        old = made(old)
     kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:
+        old = made(old) if isinstance(old, dict) else old
         if old is None:
             raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
         if not dataclasses.is_dataclass(old):

@@ -89,7 +89,8 @@ def describe(work: Work) -> dict[str, Any]:
 
 
 def _open(work: Work) -> Generator:
-    return load(work.checkpoint, best=work.best, overrides=work.overrides)
+    with contextlib.chdir(work.root):  # a method's class is looked for where the command was given
+        return load(work.checkpoint, best=work.best, overrides=work.overrides)
 
 
 def _settings(work: Work, generator: Generator) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pipejax.methods.pipelined import NamedRows, Pipelined
 from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, shown, spell
 from pipejax.system.errors import UserError, did_you_mean
-from pipejax.system.fields import shown as shown_value
 
 if TYPE_CHECKING:
     from pipejax.decoding import Drafter, Strategy
@@ -30,9 +29,9 @@ __all__ = [
     "Target",
     "able",
     "check",
+    "check_training",
     "default",
     "doubts",
-    "for_training",
     "make",
     "make_strategy",
     "names",
@@ -135,12 +134,11 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         )
 
 
-def for_training(config: Config) -> Method:
-    """The method by which a run is trained, if its evaluations can decode by it; raises a UserError if they cannot."""
+def check_training(config: Config) -> None:
+    """Raises a UserError unless a run can be trained by its method, and evaluations can decode by it."""
     method = make(default(config), config)
     method.check()  # else the first decode would refuse it
     check(method, config.decode)
-    return method
 
 
 def make_strategy(
@@ -195,7 +193,7 @@ def _own(config: Config) -> Method | None:
     if own is None:
         return None
     if not isinstance(own, Method):
-        raise UserError(f"method: found {shown_value(own)}; expected an object of a subclass of pipejax.Method")
+        raise UserError(f"method: found {own!r}; expected an object of a subclass of pipejax.Method")
     if own.name in ("", *STRATEGIES):
         raise UserError(f"method: found {type(own).__name__} with the name {own.name!r}; expected one that is free")
     return own

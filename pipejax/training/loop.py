@@ -55,7 +55,7 @@ def fit(
     """
     if config.method is None and config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
-    methods.for_training(config)
+    methods.check_training(config)
     environment.check()
     examples = Examples.of(config, given)
     stop = Stop()

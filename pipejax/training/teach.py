@@ -160,7 +160,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))  # rows: none
     # What would end the work later ends it here.
     check_batch(config, sharding.make_mesh(config.mesh))
-    methods.for_training(config)
+    methods.check_training(config)
     metrics.require(config.data.metric or make_task(config.data).metric)
     if not tells_rows_apart(config.data.separator):
         sentences("")
