@@ -279,8 +279,25 @@ def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
     assert (tmp_path / "export" / "pipelined-cpu.jax").is_file()
 
 
-def test_what_a_backbone_does_not_say_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="model: found 'nowhere:Nothing', which cannot be imported"):
+def test_a_run_imports_no_backbone_by_itself(page, tmp_path, monkeypatch, capsys):
+    """It is asked for in Python by importing it, on the command line by name; its sizes may be those of a T5."""
+    config = config_lib.override(RUN, ["model=linear:LinearConfig", "model.d_kv=8"])
+    assert config.model == page(**{**vars(RUN.model), "d_kv": 8})
+    run = tmp_path / "run"
+    checkpoint.save_params(run, config, jax.device_get(config.model.init_params(jax.random.key(0))))
+    monkeypatch.delitem(sys.modules, "linear")
+    for command in (["to-hf", str(run), str(tmp_path / "out")], ["quantize", str(run), str(tmp_path / "out")]):
+        with pytest.raises(UserError, match="model: found linear:LinearConfig, by which this model was trained"):
+            convert(command)
+    assert convert(["quantize", str(run), str(tmp_path / "int8"), "--backbone", "linear:LinearConfig"]) == 0
+    monkeypatch.delitem(sys.modules, "linear")
+    found = pipejax.load(run, overrides=["model=linear:LinearConfig"])
+    assert type(found.config.model).__name__ == "LinearConfig" and found.decode([[5, 6, 1]])
+
+
+def test_what_a_backbone_does_not_say_is_one_line():
+    line = "model: found nowhere:Nothing, by which this model was trained; expected its module imported: by --set "
+    with pytest.raises(UserError, match=line):
         config_lib.from_json('{"model": {"class": "nowhere:Nothing"}}', where="here")
     with pytest.raises(UserError, match="which is none; expected MODULE:CLASS of a dataclass, a Backbone"):
         config_lib.from_json('{"model": {"class": "json:JSONDecoder"}}', where="here")

@@ -55,7 +55,8 @@ def test_every_config_survives_json_and_assignments(path):
     blank = Config(model=MODEL if config.model else None)
     assert override(blank, [f"{key}={written(value)}" for key, value in leaves.items()]) == config
     assert load(path, ["name=other", "name=last"]).name == "last"
-    assert json.loads(to_json(config)).keys() == {field.name for field in dataclasses.fields(Config)}
+    sections = {field.name for field in dataclasses.fields(Config)}
+    assert json.loads(to_json(config)).keys() == sections - {"method"}  # which former versions do not know
 
 
 def test_loading_leaves_no_trace(tmp_path, capfd):

@@ -92,7 +92,11 @@ def test_what_is_written_and_said(in_rows: Path, tmp_path: Path, capsys: pytest.
     out = tmp_path / "hf"
     huggingface.to_hf(in_rows, out)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{out}: ") and "generate writes the first row alone" in line and "README.md" in line
+    assert (
+        line.startswith(f"{out}: ")
+        and "generate writes the first row of an answer alone" in line
+        and "README.md" in line
+    )
     tokenizer = {path.name for path in (in_rows / "tokenizer").iterdir()}
     assert {path.name for path in out.iterdir()} == FILES | tokenizer
     assert json.loads((out / "generation_config.json").read_text()) == {

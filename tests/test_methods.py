@@ -6,34 +6,45 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 import pipejax
 from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.convert import huggingface
+from pipejax.convert.quantized import quantize
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.inference import bulk
+from pipejax.inference.command import main as decode
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.export import export
 from pipejax.inference.generator import Generator
 from pipejax.inference.picture.command import main as picture
 from pipejax.inference.report import Report
+from pipejax.inference.serving import app
+from pipejax.inference.small import Small
+from pipejax.inference.small import check as check_drafter
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.inference.unfinished import settings_of
 from pipejax.model import t5
 from pipejax.system.errors import UserError
 from pipejax.training.step import batch_loss
+from pipejax.training.teach import lesson
 from support import oracle
+from support.scripted_engine import ScriptedEngine
 from support.staggered import STOP, Staggered
 from support.tiny import FEW_WORDS, MODEL, RUN_ON_ONE, change, metrics
 
@@ -44,6 +55,7 @@ PARAMS = oracle.random_params(
 CONFIG = Config(model=FEW_WORDS, method=METHOD, decode=DecodeConfig(scores=True))
 RUN = dataclasses.replace(change(RUN_ON_ONE, train={"steps": 4, "checkpoint_every": 2}), method=METHOD)
 NAME = "support.staggered:Staggered"
+BROUGHT = "method=brought:Brought"
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
@@ -131,6 +143,92 @@ def test_drafts_are_refused(generator: Generator) -> None:
         generator.decode([[5, 1]], draft="source")
 
 
+@pytest.mark.parametrize(
+    "setting, line",
+    [
+        ({"beams": 2}, "decode.beams: found 2; expected 1, since beam search is sequential, not staggered"),
+        (
+            {"unique_rows": True},
+            "decode.unique_rows: found True with staggered decoding; expected False, since it does not leave out rows",
+        ),
+    ],
+)
+def test_settings_are_not_followed_in_part(generator: Generator, setting: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        generator.decode([[5, 1]], **setting)
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        methods.check_training(change(CONFIG, decode=setting))
+
+
+@dataclasses.dataclass(frozen=True)
+class Modest(Staggered):
+    """It is served, and does nothing else."""
+
+    name = "modest"
+    can = frozenset({"serve"})
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ({"temperature": 0.5}, "temperature: found 0.5 with modest decoding; expected 0, since it does not draw"),
+        ({"logprobs": 0}, "logprobs: found some with modest decoding; expected none, since it does not keep"),
+        ({"strategy": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
+    ],
+)
+def test_a_request_is_not_answered_otherwise(more: dict[str, Any], line: str) -> None:
+    """A client is told which wish the method does not follow, and a setting that no method could follow at once."""
+    made = Generator(Config(model=FEW_WORDS, method=Modest(width=5), grid=GridConfig(delay=0)), PARAMS, None)
+    engine = Engine(made, places=1, queue=1)
+    limits = app.Limits(body=4000, seconds=20, answers=1)
+    client = TestClient(app.make(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False)
+    reply = client.post("/v1/completions", json={"prompt": [5, 1], **more})
+    assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(line), reply.text
+    assert client.post("/v1/completions", json={"prompt": [5, 1], "max_tokens": 1}).status_code == 200
+    engine.close(drain=False, seconds=9)
+
+
+def test_models_are_shown_whatever_is_set() -> None:
+    """Those that can be served; an engine would refuse these settings before there is a server."""
+    made = Generator(change(CONFIG, decode={"beams": 2, "scores": False}), PARAMS, None)
+    limits = app.Limits(body=4000, seconds=20, answers=1)
+    engine: Any = ScriptedEngine(made)
+    client = TestClient(app.make(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False)
+    assert client.get("/v1/models/tiny").json()["strategies"] == []
+    assert methods.able(CONFIG, "serve").keys() == {"pipelined", "sequential", "staggered"}
+
+
+def test_a_row_that_its_width_cuts_has_no_end(generator: Generator) -> None:
+    """Others have: they end by its token."""
+    cut = 0
+    for text in sources(20):
+        *events, record = generator.stream_rows(text)
+        lengths = dict.fromkeys((e.row for e in events if isinstance(e, RowEvent)), 0)
+        for event in events:
+            assert isinstance(event, RowEvent)
+            lengths[event.row] += not event.done
+        ended = {e.row for e in events if isinstance(e, RowEvent) and e.done}
+        assert not {row for row in ended if lengths[row] == METHOD.width}
+        full = METHOD.width in lengths.values()
+        assert not isinstance(record, RowEvent) and (record["truncated"] == "max_length") == full
+        cut += full
+    assert 0 < cut < 20
+
+
+@pytest.mark.parametrize("objective", ["pipelined", "none"])
+def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
+    """For all that a method learns, whatever the objective beside it says."""
+    drafted = type("Drafted", (Modest,), {"name": "drafted", "__module__": __name__})
+    config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"objective": objective})
+    small = Small("there", config, None)
+    borrower: Any = SimpleNamespace(borrows=True)
+    check_drafter(small, borrower, drafted(rows=2))
+    with pytest.raises(UserError, match=r"there: found a T5 trained with method\.rows = 2; expected 3$"):
+        check_drafter(small, borrower, drafted(rows=3))
+    with pytest.raises(UserError, match=r"there: found a T5 trained for drafted decoding; expected modest$"):
+        check_drafter(small, borrower, Modest())
+
+
 def test_a_report_has_its_name(generator: Generator) -> None:
     report = Report()
     records = list(
@@ -209,8 +307,8 @@ def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
 
     # In bulk and as a program, by the run alone.
     (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
-    found = bulk.caught(bulk.describe, bulk.Work(str(whole), ".", str(tmp_path / "out")))
-    assert found["settings"]["strategy"] == "staggered" and not found["doubt"]
+    found = bulk.caught(bulk.describe, bulk.Work(str(whole), str(tmp_path / "out"), str(tmp_path)))
+    assert found["settings"]["strategy"] == "staggered" and not found["doubts"]
     assert found["settings"]["method"]["rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
     assert (tmp_path / "exported" / "staggered-cpu.jax").is_file()
@@ -253,21 +351,86 @@ def test_settings_of_a_method_are_checked_as_ours(setting: str, line: str) -> No
         config_lib.override(Config(), assignments)
 
 
-def test_a_run_whose_class_is_gone_says_so_and_takes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class may lie in a file that is no longer there; whoever opens the run can bring it along."""
-    file = tmp_path / "gone.py"
-    file.write_text("from support.staggered import Staggered\nclass Gone(Staggered):\n    name = 'gone'\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    params = oracle.random_params(MODEL, np.random.default_rng(1))
-    config = config_lib.override(dataclasses.replace(RUN, model=MODEL), ["method=gone:Gone"])
-    checkpoint.save_params(tmp_path / "run", config, params)
-    file.unlink()
-    del sys.modules["gone"]
-    importlib.invalidate_caches()
-    with pytest.raises(UserError, match=r"^method: method: found 'gone:Gone', which cannot be imported"):
-        pipejax.load(tmp_path / "run").decode([[5, 1]])
-    assert pipejax.load(tmp_path / "run", method=METHOD).decode([[5, 1]])[0]["row_ids"] is not None
-    assert open_run(tmp_path / "run").config.train == RUN.train  # what is read is the same
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose class lies in a file that is imported no more, beside the run. Nobody changes them."""
+    root = tmp_path_factory.mktemp("saved")
+    (root / "brought.py").write_text(
+        "from support.staggered import Staggered\nclass Brought(Staggered):\n    name = 'brought'\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)
+        config = config_lib.override(dataclasses.replace(RUN, model=MODEL), [BROUGHT, "method.rows=2"])
+        checkpoint.save_params(root / "run", config, oracle.random_params(MODEL, np.random.default_rng(1)))
+    del sys.modules["brought"]
+    return root
+
+
+@pytest.fixture
+def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That run, in a process that starts in its directory."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "brought", None)  # so that it is removed in the end
+    del sys.modules["brought"]
+    monkeypatch.chdir(saved)
+    return saved / "run"
+
+
+def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
+    """Whoever opens it may; what needs no class does without."""
+    places = [*sys.path]
+    with pytest.raises(UserError, match=r"^method: found brought:Brought, by which .* --set method=brought:Brought"):
+        pipejax.load(run)
+    with pytest.raises(UserError, match=r"^method: found brought:Brought, by which"):
+        pipejax.load(run, overrides=["method.rows=3"])
+    quantize(run, tmp_path / "small")
+    assert open_run(tmp_path / "small").config.method == open_run(run).config.method
+    (tmp_path / "record.jsonl").write_text('{"id": 0, "row_ids": [[5]], "steps": 1}')
+    with pytest.raises(UserError, match=r"with brought:Brought decoding; expected none, since it does not write"):
+        picture([str(tmp_path / "record.jsonl"), "--checkpoint", str(run), "--output", str(tmp_path / "x.svg")])
+    assert "brought" not in sys.modules and sys.path == places
+    assert config_lib.load(run / "config.json").method.rows == 2  # a config that the user names
+
+
+def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
+    run: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # as a process of a cluster
+    described = bulk.describe(bulk.Work(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
+    assert described["settings"]["method"]["rows"] == 2 and not described["doubts"]
+    opened = pipejax.load(run, overrides=[BROUGHT])
+    assert opened.config.method.rows == 2 and opened.default_strategy == "brought"
+    assert str(run.parent) in sys.path  # for what the module imports later
+    opened.decode([[5, 1]])
+    assert not caplog.records
+    assert settings_of(opened, "brought", [])["method"]["class"] == "brought:Brought"
+    with pytest.raises(UserError, match=r"^brought:Brought: method\.row: unknown key"):
+        config_lib.made({"class": "brought:Brought", "row": 1})
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_another_method_than_in_training_is_told(run: Path, caplog: pytest.LogCaptureFixture, by_name: bool) -> None:
+    """In a line for each setting that is another, and once."""
+    if by_name:
+        other = pipejax.load(run, overrides=[BROUGHT, "method.rows=4"])
+    else:
+        other = pipejax.load(run, method=config_lib.files.find_class("brought:Brought")(rows=4))
+    for _ in range(2):
+        other.make_strategy()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "method.rows: found 4, but these weights were trained with 2; what brought decoding writes means little"
+    ]
+
+
+def test_another_class_than_in_training_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings of the same name are compared though nobody has the class; no line is of the other objective."""
+    assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        "these weights were trained with the brought:Brought objective; staggered decoding runs, but its output means "
+        "little",
+        "method.rows: found 3, but these weights were trained with 2; what staggered decoding writes means little",
+    ]
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
@@ -286,6 +449,103 @@ def test_targets_are_cut_to_its_rows() -> None:
     assert encode(example, tokenizer, RUN, MODEL).target_was_cut
     batches = TrainingBatches(demo.examples("train"), tokenizer, RUN, MODEL)
     assert batches[0].arrays["targets"].shape[2:] == (2,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strict(Modest):
+    """It has a setting without a default, and takes few values."""
+
+    name = "strict"
+    words: str = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.rows > 3:
+            raise ValueError("many rows")
+
+
+class Broken(Modest):
+    """It cannot be made."""
+
+    def __init__(self) -> None:
+        raise OSError("no such dictionary")
+
+
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        ({"method": Staggered}, "--set: method: found <class 'support.staggered.Staggered'>; expected an object"),
+        ({"method": 3}, "--set: method: found 3; expected an object"),
+        ([f"method={HERE}:Strict"], f"{HERE}:Strict: method.words: missing"),
+        ([f"method={HERE}:Broken"], f"{HERE}:Broken: method: cannot be made (OSError: no such dictionary)"),
+        ({"method": Strict(words="x"), "method.rows": 4}, "method.rows: found 4; Strict refuses it: many rows"),
+        ({"method.rows": 4}, "method.rows: found no method in this config"),
+        ({"method": change}, "--set: method: found <function change"),
+    ],
+)
+def test_what_is_no_method_is_one_line(overrides: Any, line: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        config_lib.override(Config(), overrides)
+
+
+def test_a_class_in_the_place_of_an_object_is_one_line(run: Path, tmp_path: Path) -> None:
+    for call in (
+        lambda: pipejax.load(run, method=Staggered),  # type: ignore[arg-type]
+        lambda: pipejax.fit(RUN, tmp_path / "new", method=Strict),  # type: ignore[arg-type]
+        lambda: methods.trained(Config(method=Strict)),
+    ):
+        with pytest.raises(UserError, match=r"method: found <class '.*'>; expected an object"):
+            call()
+    with pytest.raises(UserError, match=r"^method: found .*; expected settings of JSON"):
+        config_lib.to_json(Config(method=Strict(words=b"x")))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^x: method\.name: unknown key"):
+        config_lib.files._build(Strict, {"name": "x"}, "method.", "x")
+
+
+def test_rows_are_not_taught_by_another_method() -> None:
+    saved = change(RUN, train={"objective": "sequential"}, data={"separator": " ; "})
+    saved = dataclasses.replace(saved, method=None)
+    with pytest.raises(UserError, match=rf"^--set method\.class={NAME}: cannot change when rows are taught"):
+        lesson(saved, "there", [f"method={NAME}"])
+
+
+def test_a_strategy_of_ones_own_is_named_with_its_class(run: Path, tmp_path: Path) -> None:
+    """Without the class nobody knows the name; with it, another name is refused by the run."""
+    (tmp_path / "in.jsonl").write_text('{"source_ids": [5, 1]}\n')
+    places = ["--checkpoint", str(run), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    with pytest.raises(UserError, match=r"^--strategy: found 'brought'; expected one of pipelined, sequential$"):
+        decode([*places, "--strategy", "brought"])
+    with pytest.raises(UserError, match=r"^strategy: found 'brougt'; expected one of .* \(did you mean brought\?\)$"):
+        decode([*places, "--strategy", "brougt", "--set", BROUGHT])
+    assert decode([*places, "--strategy", "brought", "--set", BROUGHT]) == 0
+
+
+def test_exports_are_of_what_can_be_read_without_the_class(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^strategy: found modest; expected another, since it does not write rows"):
+        export(run, tmp_path / "out", platforms=["cpu"], overrides=[f"method={HERE}:Modest"])
+    export(run, tmp_path / "out", platforms=["cpu"], batch=1, length=16, overrides=[BROUGHT])
+    facts = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert facts["method"] == {"class": "brought:Brought", "rows": 2, "width": 6, "second": 0.25}
+
+
+def test_a_converted_run_says_how_it_is_decoded(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not what is true of our rows alone. Nobody need have the class for that."""
+    huggingface.to_hf(run, tmp_path / "hf")
+    assert "transformers' generate does not know brought:Brought decoding" in capsys.readouterr().err
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "--set method=brought:Brought" in card and "first row" not in card and "joins rows" not in card
+    assert "max_new_tokens" not in json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    huggingface.from_hf(tmp_path / "hf", tmp_path / "back")
+    assert open_run(tmp_path / "back").config.method == open_run(run).config.method
+    checkpoint.save_params(tmp_path / "ours", dataclasses.replace(RUN, model=MODEL, method=None), open_params(run))
+    huggingface.to_hf(tmp_path / "ours", tmp_path / "plain")
+    assert "method" not in json.loads((tmp_path / "plain" / "pipejax.json").read_text())["config"]  # as ever
+
+
+def open_params(directory: Path) -> Any:
+    return open_run(directory).items["params"]
 
 
 # The page.

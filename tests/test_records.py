@@ -70,6 +70,7 @@ def opened_once(checkpoints):
     def load_once(path, *, best=False, overrides=(), where="--set", method=None):
         key = str(path), best, str(overrides), method
         known[key] = known.get(key) or load(path, best=best, overrides=overrides, where=where, method=method)
+        known[key]._told.clear()  # what is opened has warned of nothing
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -219,8 +220,6 @@ def test_strategy(decoded, model, flag, used, warnings):
 )
 def test_another_grid_than_in_training_is_told(checkpoints, caplog, model, setting, warned):
     opened = load(checkpoints / model, overrides=[setting])
-    opened.make_strategy("sequential")
-    assert not caplog.records
     for _ in range(2):
         opened.make_strategy(opened.default_strategy)
     told = [f"{record.levelname.lower()}: {record.getMessage()}" for record in caplog.records]

@@ -1,6 +1,17 @@
 """An experiment's configuration: what it may say (`schema`), and how it is read and written (`files`)."""
 
-from pipejax.config.files import Overrides, assignments, flat, from_json, load, override, to_json
+from pipejax.config.files import (
+    Overrides,
+    assignments,
+    described,
+    find_class,
+    flat,
+    from_json,
+    load,
+    made,
+    override,
+    to_json,
+)
 from pipejax.config.schema import (
     DRAFTS,
     DTYPES,
@@ -51,9 +62,12 @@ __all__ = [
     "TrainConfig",
     "assignments",
     "check",
+    "described",
+    "find_class",
     "flat",
     "from_json",
     "load",
+    "made",
     "override",
     "to_json",
 ]

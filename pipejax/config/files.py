@@ -3,6 +3,7 @@
 A config file is a short Python file that assigns `config = Config(...)`, or the `config.json` of a run.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -23,7 +24,7 @@ from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
 from pipejax.system.files import look
 
-OWN = {"method": "strategy", "model": "module"}  # sections whose class may be another, and what shows that it fits
+OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}  # sections of any class that has this
 SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")  # spaces at the ends count
 
 
@@ -39,8 +40,14 @@ class Assignment(typing.NamedTuple):
     written: bool  # as text, which is to be parsed
 
 
-def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set") -> Config:
-    """Runs a config file, or reads one that `to_json` wrote, and applies overrides; `where` names these in errors.
+def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", imports: bool = True) -> Config:
+    """Runs a config file, or reads one that `to_json` wrote, and applies overrides.
+
+    Args:
+      path: of the file.
+      overrides: settings.
+      where: names them in errors.
+      imports: whether the module of a method that the file names is imported, which runs its code.
 
     Raises:
       UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
@@ -65,7 +72,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set") -
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
-    config = _with_method(config)
+    config = _with_method(config) if imports else config
     check(config, where=str(path))
     return override(config, overrides, where=where)
 
@@ -113,24 +120,62 @@ def _values(values: typing.Mapping[Any, Any], prefix: str, where: str) -> typing
 def to_json(config: Config) -> str:
     """The resolved config as JSON text."""
     values = dataclasses.asdict(config)
+    if config.method is None:  # a former version does not know the key
+        del values["method"]
     for key in OWN:
-        if _is_own(getattr(config, key)):
-            values[key] = {"class": class_of(getattr(config, key)), **values[key]}
+        if _has_class(getattr(config, key)):
+            values[key] = described(getattr(config, key), key)
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _is_own(value: Any) -> bool:
-    """Whether the class of a section is named beside its keys, as it is not the only one that the section may have."""
-    return dataclasses.is_dataclass(value) and type(value) is not T5Config
+def _has_class(value: Any) -> bool:
+    """Whether the class of a section is named beside its keys: it is not the only one that the section may have."""
+    return value is not None and type(value) is not T5Config
 
 
-def class_of(value: Any) -> str:
-    """The class of an object as MODULE:CLASS."""
-    return f"{type(value).__module__}:{type(value).__qualname__}"
+def described(value: Any, key: str = "method") -> dict[str, Any]:
+    """A method or backbone of one's own as JSON has it: "class" is MODULE:CLASS, and its settings stand beside.
+
+    Raises:
+      UserError: JSON cannot hold a setting.
+    """
+    if isinstance(value, dict):  # as a run has it
+        return value
+    kind = type(value)
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}: found {shown(value)}; expected settings of JSON ({first_line(error)})") from error
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", **found}
+
+
+def made(section: dict[str, Any], key: str = "method") -> Any:
+    """The method or backbone that a run describes. Its module must be imported already: no file of a run imports code.
+
+    Raises:
+      UserError: it is not, or the class is another one by now.
+    """
+    if (name := section["class"]).partition(":")[0] not in sys.modules:
+        python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
+        raise UserError(
+            f"{key}: found {name}, by which this model was trained; expected its module imported: by --set "
+            f"{key}={name}, or in Python by {python}"
+        )
+    return _of_class(name, section, key)
+
+
+def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
+    """The method of that class, with the settings of one that is described, if it is of the same class.
+
+    A backbone of another class has the same sizes.
+    """
+    is_same = key == "model" or section["class"] == name
+    settings = {field: value for field, value in section.items() if field != "class" and is_same}
+    return _build(find_class(name, key), settings, f"{key}.", name)
 
 
 def find_class(name: str, key: str = "method") -> Any:
-    """The class that "MODULE:CLASS" names; modules of the current directory are found as well.
+    """The class that "MODULE:CLASS" names; to import it, and what it imports later, the current directory is searched.
 
     Args:
       name: of the class.
@@ -140,9 +185,7 @@ def find_class(name: str, key: str = "method") -> Any:
       UserError: there is no such module, it does not run, or it has no such class.
     """
     module, _, attribute = name.partition(":")
-    here = os.getcwd()
-    added = here not in sys.path
-    if added:
+    if module not in sys.modules and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -151,37 +194,32 @@ def find_class(name: str, key: str = "method") -> Any:
             f"{key}: found {name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)}); expected "
             "MODULE:CLASS"
         ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, OWN[key])):
-        kind = "Method" if key == "method" else "Backbone"
-        raise UserError(f"{key}: found {name!r}, which is none; expected MODULE:CLASS of a dataclass, a {kind}")
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, OWN[key][0])):
+        raise UserError(f"{key}: found {name!r}, which is none; expected MODULE:CLASS of a subclass of {OWN[key][1]}")
     return found
 
 
 def _with_method(config: Config) -> Config:
-    """The config whose method, if it is only named, is made with its defaults."""
-    if not isinstance(config.method, str) or not config.method:
-        return config
-    return dataclasses.replace(config, method=find_class(config.method)())
+    """The config whose method, if it is only named or described, is made."""
+    method = {"class": config.method} if isinstance(config.method, str) else config.method
+    if isinstance(method, dict):
+        method = _of_class(method["class"], method) if method.get("class") else None
+    return dataclasses.replace(config, method=method)
 
 
 def from_json(text: str | bytes, *, where: str) -> Config:
-    """Reads what `to_json` wrote; `where` names the file in errors."""
+    """Reads what `to_json` wrote; `where` names the file in errors. Its method is made if `made` can."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
     method = values.pop("method", None) if isinstance(values, dict) else None
     config: Config = _build(Config, values, "", where)
-    if isinstance(method, dict) and isinstance(name := method.pop("class", None), str):
-        try:
-            method = _build(find_class(name), method, "method.", where)
-        except UserError as error:  # whoever opens the run may bring the class along
-            method = str(error)
-    elif method is not None:
-        raise UserError(f'{where}: method: found {shown(method)}; expected an object with "class"')
+    if method is not None:
+        if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
+            raise UserError(f'{where}: method: found {shown(method)}; expected an object with "class"')
+        with contextlib.suppress(UserError):  # whoever opens the run may bring the class along
+            method = made(method)
     config = dataclasses.replace(config, method=method)
     check(config, where=where)
     return config
@@ -193,8 +231,9 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = prefix + field.name
-        if key in OWN and _is_own(value):
-            leaves |= {f"{key}.class": class_of(value)}
+        if key in OWN and _has_class(value):
+            leaves |= {f"{key}.{name}": inner for name, inner in described(value, key).items()}
+            continue
         value = list(value) if isinstance(value, tuple) else value
         leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return leaves
@@ -207,44 +246,54 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
     old = getattr(node, keys[0])
     kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:
+        old = made(old) if isinstance(old, dict) else old
         if old is None:
             raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
         if not dataclasses.is_dataclass(old):
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
-    if full == "method":
-        return _with_method(dataclasses.replace(node, method=value or None))
+    if full == "method" or (full == "model" and ":" in str(value)):
+        if value and isinstance(value, str):
+            value = _of_class(value, {"class": "", **(described(old, full) if old is not None else {})}, full)
+        return dataclasses.replace(node, **{full: value or None})
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
         raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, old)}")
-    return dataclasses.replace(node, **{keys[0]: parse(value, kind, full) if written else plain(value, kind)})
+    value = parse(value, kind, full) if written else plain(value, kind)
+    try:
+        return dataclasses.replace(node, **{keys[0]: value})
+    except Exception as error:  # of a method's own
+        raise UserError(
+            f"{full}: found {shown(value)}; {type(node).__name__} refuses it: {first_line(error)}"
+        ) from error
 
 
 def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
     if not isinstance(values, dict):
         raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
-    kinds = types_of(cls)
+    kinds, fields = types_of(cls), dataclasses.fields(cls)
     for key in values:
-        if key not in kinds:
+        if key not in [f.name for f in fields]:
             raise UserError(f"{where}: {prefix}{key}: unknown key{_suggestion(prefix + key)}")
     built = {}
     for key, value in values.items():
         section = next(
             (k for k in alternatives(kinds[key]) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
         )
-        if key == "model" and isinstance(value, dict) and isinstance(name := value.get("class"), str):
-            section, value = find_class(name, key), {k: x for k, x in value.items() if k != "class"}
+        if key == "model" and isinstance(value, dict) and isinstance(value.get("class"), str):
+            built[key] = made(value, key)
+            continue
         value = tuple(value) if kinds[key] == TEXTS and isinstance(value, list) else value
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:
         return cls(**built)
-    except TypeError as error:
-        missing = [
-            f.name
-            for f in dataclasses.fields(cls)
-            if f.name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ]
-        raise UserError(f"{where}: {prefix}{missing[0] if missing else ''}: missing") from error
+    except Exception as error:  # a method's own may be any
+        for f in fields:
+            if f.name not in built and f.default is f.default_factory is dataclasses.MISSING:
+                raise UserError(f"{where}: {prefix}{f.name}: missing") from error
+        raise UserError(
+            f"{where}: {prefix[:-1]}: cannot be made ({type(error).__name__}: {first_line(error)})"
+        ) from error
 
 
 def _suggestion(key: str) -> str:

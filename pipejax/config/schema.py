@@ -6,7 +6,7 @@ from typing import Any
 from pipejax.model.interface import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
-from pipejax.system.fields import check_fields, setting
+from pipejax.system.fields import check_fields, setting, shown
 
 STRATEGIES = ("pipelined", "sequential")  # of decoding; beam search is sequential with decode.beams > 1
 DRAFTS = ("none", "source", "jacobi", "model")
@@ -153,7 +153,9 @@ class Config:
 def check(config: Config, *, where: str) -> None:
     """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
     check_fields(config, "", where)
-    model = config.model
+    model, method = config.model, config.method
+    if not (method is None or isinstance(method, dict) or dataclasses.is_dataclass(method)) or isinstance(method, type):
+        raise UserError(f"{where}: method: found {shown(method)}; expected an object, such as LastFirst(delay=2)")
     if model is not None:
         for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             if getattr(model, key) >= model.vocab_size:

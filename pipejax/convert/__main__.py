@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipejax.config import T5Config
-from pipejax.config.files import find_class
+from pipejax import config
 from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.convert.quantized import quantize
 from pipejax.system.cli import Parser, run
@@ -15,13 +14,13 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf,quantize}")
     incoming = commands.add_parser("from-hf", help="Hugging Face directory or hub id -> checkpoint")
     incoming.add_argument("source", metavar="SRC", help="directory with config.json and weights, or a hub id")
-    incoming.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5: docs/backbones.md")
     outgoing = commands.add_parser("to-hf", help="checkpoint -> Hugging Face directory")
     smaller = commands.add_parser("quantize", help="checkpoint -> checkpoint in fewer bytes, to decode with")
     for command in (outgoing, smaller):
         command.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
         command.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
     for command in (incoming, outgoing, smaller):
+        command.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5")
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
     smaller.add_argument(
         "--weights",
@@ -30,8 +29,9 @@ def main(argv: Sequence[str]) -> int:
         help="what weights are rounded to (default: int8)",
     )
     args = parser.parse_args(argv)
+    backbone = config.find_class(args.backbone, "model") if args.backbone else config.T5Config
     if args.command == "from-hf":
-        from_hf(args.source, args.out, find_class(args.backbone, "model") if args.backbone else T5Config)
+        from_hf(args.source, args.out, backbone)
     elif args.command == "to-hf":
         to_hf(args.source, args.out, best=args.best)
     else:

@@ -38,7 +38,7 @@ transformers reads them; `pipejax.json` keeps the settings that transformers doe
 
 ```shell
 pipejax convert from-hf DIRECTORY checkpoint  # this directory
-pipejax decode --checkpoint checkpoint --input sources.jsonl --output answers.jsonl
+pipejax decode --checkpoint checkpoint --input sources.jsonl --output answers.jsonl{named}
 ```
 
 A line of `sources.jsonl` is `{line}`.{made}
@@ -73,17 +73,15 @@ def write(directory: Path, name: str, config: Config, *, tokenizer: bool) -> lis
       OSError: a file cannot be written.
     """
     facts = json.loads(config_lib.to_json(kept(config)))
-    sections = {section: facts[section] for section in ("grid", "decode", "method")}
+    sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
     values = {"format": FORMAT, "weights": _digest(directory / WEIGHTS), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (directory / CARD).write_text(card(name, config, tokenizer=tokenizer), encoding="utf-8")
     lines = []
-    if "generate" not in methods.trained(config).can:
-        lines.append(
-            "these weights were trained to write rows side by side: transformers' generate writes the first row alone; "
-            f"{CARD} there says how to decode all"
-        )
+    if "generate" not in (method := methods.trained(config)).can:
+        said = method.generated.replace("`generate`", "transformers' generate").rstrip(".")
+        lines.append(f"{said}; {CARD} there says how to decode with pipejax")
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} says none instead of model: the T5 that drafts is not in the directory")
     return lines
@@ -150,19 +148,22 @@ def card(name: str, config: Config, *, tokenizer: bool) -> str:
     )
     method, never = methods.trained(config), config.method is None and config.train.objective == "none"
     what = "A T5 that was converted and not trained since." if never else method.about
-    if not method.parts_text:
+    named = ""
+    if config.method is not None:
+        name_of = config_lib.described(config.method)["class"]
+        named = f" \\\n    --set method={name_of}  # where Python finds that class"
+    elif not method.parts_text:
         what += f" pipejax joins rows with {between!r}."
-    limit, rows = "`generate` writes the whole answer.", "[text]"
-    if "generate" not in method.can:
-        limit = "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
-    elif tells_rows_apart(between) and not never:
+    rows = "[text]"
+    if "generate" in method.can and tells_rows_apart(between) and not never:
         rows = f"[row.strip() for row in text.split({core!r})]"
     return CARD_TEXT.format(
         name=name,
         what=what if tokenizer else f"{what} There is no tokenizer here: sources have to be token ids.",
         line=json.dumps(fields),
         made=f" The source is made of it by the template {template!r}." if template else "",
-        limit=limit,
+        limit=method.generated,
+        named=named,
         source=f"{template!r}.format_map({fields!r})" if template else repr("..."),
         max_source=data.max_source,
         rows=rows,

@@ -157,8 +157,8 @@ def written(config: Config) -> dict[str, Any]:
     """The content of generation_config.json for a run, with which `generate` comes as near to it as it can."""
     assert config.model is not None
     decode, values = config.decode, {key: getattr(config.model, key) for key in IDS}
-    if "generate" not in methods.trained(config).can:  # the first row is what `generate` writes
-        return values | {"max_new_tokens": config.grid.time_max}
+    if "generate" not in methods.trained(config).can:  # of ours, the first row is what `generate` writes
+        return values | ({"max_new_tokens": config.grid.time_max} if config.method is None else {})
     values |= {"max_new_tokens": decode.max_length}
     if decode.beams > 1:
         values |= {"num_beams": decode.beams, "length_penalty": decode.length_penalty}

@@ -65,7 +65,7 @@ def record_of(
     rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
     exist, told = len(rows), found.log_probs is not None or found.trace is not None
     if told:
-        exist = method.exist(exist, wishes.rows_of(source, method, tokenizer).most)
+        exist = method.exist(exist, wishes.given(source, method).most)
     kept = [(i, rows[i][0][: rows[i][1]].tolist()) for i in method.order([n for _, n in rows])]
     unique = config.decode.unique_rows
     repeated = [i for k, (i, row) in enumerate(kept) if unique and row in (above for _, above in kept[:k])]

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipejax import methods
 from pipejax.data.bad_lines import BadLines
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.inference import records
@@ -80,16 +81,16 @@ def checked(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(work: Work) -> dict[str, Any]:
-    """The "settings" that the records depend on, a "doubt" whether they mean much, and the template's "fields"."""
+    """The "settings" that the records depend on, "doubts" whether they mean much, and the template's "fields"."""
     generator = _open(work)
     config = generator.config
-    strategy = work.strategy or generator.default_strategy
-    doubt = records.doubt(strategy, config)
-    return {"settings": _settings(work, generator), "doubt": doubt, "fields": fields_of(config)}
+    doubts = methods.doubts(work.strategy or generator.default_strategy, config, generator.trained or config)
+    return {"settings": _settings(work, generator), "doubts": doubts, "fields": fields_of(config)}
 
 
 def _open(work: Work) -> Generator:
-    return load(work.checkpoint, best=work.best, overrides=work.overrides)
+    with contextlib.chdir(work.root):  # a method's class is looked for where the command was given
+        return load(work.checkpoint, best=work.best, overrides=work.overrides)
 
 
 def _settings(work: Work, generator: Generator) -> dict[str, Any]:
@@ -170,8 +171,8 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
     """
     described = checked(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
-    if described["doubt"]:
-        logger.warning(described["doubt"])
+    for doubt in described["doubts"]:
+        logger.warning(doubt)
     inputs, blocks = _read(files, block, described)
     wanted = names(blocks)
     if not wanted:

@@ -10,12 +10,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 
-from pipejax.decoding import MOST_LIKELY, Decoded, Sampling
+from pipejax.decoding import MOST_LIKELY, Decoded, Refillable, Sampling
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record, record_of
 from pipejax.inference.generator import Generator
@@ -169,12 +169,17 @@ class Engine:
         Raises:
           Full: as many wait as may.
           Closed: the engine takes no more.
-          UserError: the strategy cannot do what the source asks for.
+          UserError: the strategy cannot do what the request asks for.
         """
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
         self._strategy(request.strategy)
-        wishes.rows_of(request.source, self.generator.method(request.strategy), self.generator.tokenizer)
+        method = self.generator.method(request.strategy)
+        if temperature := request.sampling.temperature:
+            method.require("sample", f"temperature: found {temperature}", 0)
+        if request.log_probs:
+            method.require("score", "logprobs: found some")
+        wishes.rows_of(request.source, method, self.generator.tokenizer)
         answer = Answer(request, self._switch.throw)
         with self._change:
             if not self._open:
@@ -291,14 +296,14 @@ class Engine:
             self._running[lane] = {}
         return self._batches[lane]
 
-    def _strategy(self, name: str) -> Any:
+    def _strategy(self, name: str) -> Refillable:
         """Without drafts, whose states hold a whole batch."""
         method = self.generator.method(name)
         method.require("serve")
         method.check()
         if self.generator.config.decode.limit != "none":
             raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")
-        return self.generator.make_strategy(name, drafts=False)
+        return cast(Refillable, self.generator.make_strategy(name, drafts=False))
 
     def _advance(self, lane: _Lane) -> None:
         """Some steps of all requests of a lane: no pause but for those who wait for something."""

@@ -30,7 +30,6 @@ from pipejax.config import Config
 from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready, call_costs, portable
-from pipejax.inference.records import warn_of_method
 from pipejax.inference.sources import Source, template_of
 from pipejax.inference.wishes import forced_of, rows_of
 from pipejax.methods import Ids
@@ -42,7 +41,7 @@ from pipejax.system.files import new_directory
 
 logger = logging.getLogger(__name__)
 
-KEYS = ("grid", "decode")  # sections that `--set` may change
+KEYS = ("grid", "decode", "method")  # sections that `--set` may change
 # What a program follows of `decode`; the other keys must have their defaults.
 FOLLOWED = (
     *("max_length", "beams", "length_penalty", "draft", "draft_tokens"),
@@ -77,7 +76,7 @@ def export(
       batch: B; None: `decode.batch_size`.
       length: L; None: `data.max_source`.
       best: the best evaluated step instead of the newest.
-      overrides: KEY=VALUE for `grid` and `decode`.
+      overrides: KEY=VALUE for `grid`, `decode` and `method`.
 
     Raises:
       UserError: the checkpoint or a setting is of no use, or `out` is not empty.
@@ -100,7 +99,9 @@ def export(
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     names = tuple(dict.fromkeys(strategies)) or (methods.default(config),)
     for name in names:
-        warn_of_method(name, config)
+        methods.make(name, config).require("export")
+        for line in methods.doubts(name, config, restored.config):
+            logger.warning(line)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
     model, backend, ready = _prepared(config, restored.items["params"], platforms)
     chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}
@@ -247,5 +248,6 @@ def _description(config: Config, restored: Restored, model: Any, batch: int, len
         "separator": config.data.separator,
         "grid": dataclasses.asdict(config.grid),
         "decode": dataclasses.asdict(config.decode),
+        **({} if config.method is None else {"method": config_lib.described(config.method)}),
         "architecture": dataclasses.asdict(architecture),
     }

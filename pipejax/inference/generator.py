@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -27,6 +28,8 @@ from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.methods import Ids, Method
 from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 16  # batches that are read ahead and sorted by length
 
@@ -65,8 +68,8 @@ class Generator:
         self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
         self.checkpoint = ""  # the directory that the weights are from
         self.origin: dict[str, Any] = {}  # its step, and params_fp
-        self.trained: Method | None = None  # by which they were; None: unknown
-        self._told: set[str] = set()  # settings that were warned of
+        self.trained: Config | None = None  # that they were trained with; None: unknown
+        self._told: set[str] = set()  # warnings
 
     def __repr__(self) -> str:
         model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
@@ -345,8 +348,10 @@ class Generator:
           drafts: whether drafts are verified if the config says so.
         """
         method = self.method(name)
-        if self.trained:
-            settings_lib.warn_of_learned(self.trained, method, self._told)
+        for line in methods.doubts(method.name, self.config, self.trained) if self.trained else ():
+            if line not in self._told:
+                self._told.add(line)
+                logger.warning(line)
         made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         small.check(self._opened.small, made, method)
         return self.programs.suited(made) if made.reads_source else made  # else nothing is laid out before it must be

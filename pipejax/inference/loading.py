@@ -13,7 +13,7 @@ from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 # What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", "data.csv_delimiter")
+DECODING_KEYS = ("grid", "decode", "method", "model", "data.max_source", "data.separator", "data.csv_delimiter")
 
 
 def load(
@@ -28,19 +28,22 @@ def load(
 
     Compiled programs are kept as the commands keep them (`pipejax.system.compile_cache`).
     """
-    for key, *_ in config_lib.assignments(overrides, where):
+    for key, value, _ in config_lib.assignments(overrides, where):
         section = key.partition(".")[0]
-        if hasattr(Config(), section) and not {section, key} & {*DECODING_KEYS}:
+        if key == "model" and ":" in str(value):
+            config_lib.find_class(value, key)  # the run asks for its module to be imported
+        elif hasattr(Config(), section) and (not {section, key} & {*DECODING_KEYS} or section == "model"):
             raise UserError(
                 f"{where}: {key} cannot change when a checkpoint is decoded; expected one of {', '.join(DECODING_KEYS)}"
             )
     compile_cache.use()
     restored = checkpoint.open_run(path, best=best, packed=True)
-    trained = restored.config if method is None else dataclasses.replace(restored.config, method=method)
-    config = config_lib.override(trained, overrides, where=where)
+    config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
+    config = config_lib.override(config, overrides, where=where)
+    methods.default(config)  # else the first decode would say that a class is not there
     tokenizer = checkpoint.tokenizer_of(restored)
     generator = Generator(config, restored.items["params"], tokenizer, backend=None)
     generator.checkpoint = str(path)
-    generator.trained = methods.trained(trained)
+    generator.trained = restored.config
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator

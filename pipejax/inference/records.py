@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from pipejax import methods
-from pipejax.config import Config
 from pipejax.data.bad_lines import BadLines, Refusal, refuse
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import Placed, read_objects
@@ -62,21 +60,6 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     record_tables.check(target, resume=resume)
 
 
-def doubt(strategy: str, config: Config) -> str:
-    """A warning unless weights that were trained as the config says can be decoded so; else ""."""
-    if strategy == (trained := methods.default(config)):
-        return ""
-    never = config.method is None and config.train.objective == "none"
-    found = "never trained for any objective here" if never else f"trained with the {trained} objective"
-    return f"these weights were {found}; {strategy} decoding runs, but its output means little"
-
-
-def warn_of_method(strategy: str, config: Config) -> None:
-    """Logs the doubt, if there is one."""
-    if line := doubt(strategy, config):
-        logger.warning(line)
-
-
 def decode_file(
     generator: Generator,
     source: str,
@@ -112,7 +95,6 @@ def decode_file(
         that is of other work.
     """
     name = strategy or generator.default_strategy
-    warn_of_method(name, generator.config)
     method = generator.method(name)
     total: int | None = None
     kept, unfinished = Kept(0, 0), None

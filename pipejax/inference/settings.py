@@ -1,17 +1,13 @@
 """Settings of a decode: those that a call from Python may change, and those that go against a model's training."""
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig, GridConfig
-from pipejax.methods import Method
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import shown
-
-logger = logging.getLogger(__name__)
 
 # The settings of a call, by their plain names; and those of them that only a checkpoint that is opened anew can have.
 NAMES = {
@@ -50,17 +46,3 @@ def of_call(
                 f'pipejax.load(path, overrides={{"{NAMES[name]}": {shown(value)}{more}}})'
             )
     return config_lib.override(config, {NAMES[name]: value for name, value in settings.items()}, where=f"{call}()")
-
-
-def warn_of_learned(trained: Method, wanted: Method, told: set[str]) -> None:
-    """Warns of settings that are others than the weights were trained with; `told`: lines said before."""
-    before = trained.learned() if trained.name == wanted.name else {}
-    for key, now in wanted.learned().items():
-        then = before.get(key, now)
-        line = (
-            f"{key}: found {now!r}, but these weights were trained with {then!r}; "
-            f"what {wanted.label} writes means little"
-        )
-        if then != now and line not in told:
-            told.add(line)
-            logger.warning(line)

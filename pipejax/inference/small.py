@@ -76,10 +76,11 @@ def check(small: Small | None, made: Strategy, method: Method) -> None:
     if small is None:
         raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")
     trained, where = methods.trained(small.config), f"decode.draft_checkpoint: {small.directory}"
-    if small.config.train.objective == "none":
+    if small.config.method is None and small.config.train.objective == "none":
         return
     if trained.name != method.name:
         raise UserError(f"{where}: found a T5 trained for {trained.label}; expected {method.name}")
-    key, wanted = "grid.delay", method.learned()
-    if (found := trained.learned().get(key)) != wanted.get(key):
-        raise UserError(f"{where}: found a T5 trained with {key} = {found}; expected {wanted[key]}")
+    found = trained.learned()
+    for key, wanted in method.learned().items():
+        if found.get(key) != wanted:
+            raise UserError(f"{where}: found a T5 trained with {key} = {found.get(key)}; expected {wanted}")

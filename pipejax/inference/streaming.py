@@ -64,9 +64,9 @@ def _all_events(
             for row, token in zip(of_rows, tokens, strict=True):
                 said[row] += growing[row].add(token)
                 yield RowEvent(row, token, said[row] if tokenizer else None, False)
-            # Of an open row every step up to now has written a token.
-            now = int(decoded.steps[place]) - batch.starts
-            for row in np.flatnonzero((decoded.lengths[place] < now) & ~ended & (known > 0)).tolist():
+            # Of an open row every step up to now has written a token. One that has no room for an eos was cut off.
+            end = np.minimum(int(decoded.steps[place]) - batch.starts, decoded.tokens.shape[2])
+            for row in np.flatnonzero((decoded.lengths[place] < end) & ~ended & (known > 0)).tolist():
                 ended[row] = True
                 said[row] += growing[row].rest()
                 yield RowEvent(row, batch.strategy.eos, said[row] if tokenizer else None, True)

@@ -115,7 +115,7 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     speed = ("batch_size", *drafts)
     decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
     decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
-    own = {"method": config_lib.flat(config.method)} if config.method is not None else {}
+    own = {"method": config_lib.described(config.method)} if config.method is not None else {}
     return {
         "input": digest.hexdigest(),
         "weights": generator.origin.get("params_fp"),

@@ -13,8 +13,13 @@ from pipejax.methods import Given, Method, prefix_ids
 from pipejax.system.errors import UserError
 
 
+def given(source: Source, method: Method) -> Given:
+    """The known part of the rows of an answer: as the source says, or the method's own settings."""
+    return method.given(Given(source.prefixes, source.max_rows, f"source {source.id}"))
+
+
 def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None) -> Given:
-    """The known part of the rows of an answer, with prefixes as ids: as the source says, or the method's own settings.
+    """The known part of the rows of an answer, with prefixes as ids.
 
     Args:
       source: whose answer they are.
@@ -25,16 +30,16 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None) -> Give
       UserError: the method cannot begin these rows; a name has no token, or one that ends its row; or nobody has a
         tokenizer.
     """
-    given = method.given(Given(source.prefixes, source.max_rows, f"source {source.id}"))
+    known = given(source, method)
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prefix, str):
             return prefix
         if tokenizer is None:  # the prefixes of a source were checked
-            raise UserError(f"{given.where}: found texts, but the checkpoint has no tokenizer; expected none")
-        return prefix_ids(tokenizer, prefix, given.where)
+            raise UserError(f"{known.where}: found texts, but the checkpoint has no tokenizer; expected none")
+        return prefix_ids(tokenizer, prefix, known.where)
 
-    return given._replace(prefixes=tuple(map(ids, given.prefixes)))
+    return known._replace(prefixes=tuple(map(ids, known.prefixes)))
 
 
 def forced_of(rows: Given, strategy: Strategy) -> np.ndarray | None:

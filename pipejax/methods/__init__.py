@@ -3,9 +3,10 @@
 A method of one's own comes in a config, as `method=Branching(0.3)` or `method="module:Branching"`.
 """
 
+import contextlib
 from typing import TYPE_CHECKING
 
-from pipejax.config import STRATEGIES, Config, DecodeConfig
+from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
 from pipejax.methods.interface import ABILITIES, Given, Ids, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
 from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
@@ -26,8 +27,11 @@ __all__ = [
     "Sequential",
     "Spells",
     "Target",
+    "able",
     "check",
+    "check_training",
     "default",
+    "doubts",
     "make",
     "make_strategy",
     "names",
@@ -45,6 +49,16 @@ def names(config: Config) -> tuple[str, ...]:
     return (*STRATEGIES, own.name) if (own := _own(config)) else STRATEGIES
 
 
+def able(config: Config, ability: str) -> dict[str, Method]:
+    """The methods of a config that have one of ABILITIES and do not go against its settings, by name."""
+    found = dict[str, Method]()
+    for name in names(config):
+        with contextlib.suppress(UserError):
+            if ability in (method := make(name, config)).can:
+                found[name] = method
+    return found
+
+
 def default(config: Config) -> str:
     """The method that the weights were trained for; of weights that were never trained here, the sequential one."""
     if own := _own(config):
@@ -53,9 +67,18 @@ def default(config: Config) -> str:
 
 
 def trained(config: Config) -> Method:
-    """The method by which a run is trained; settings that matter to decoding alone are not looked at."""
-    if own := _own(config):
-        return own
+    """The method by which a run is trained; settings that matter to decoding alone are not looked at.
+
+    Of a run whose class is not imported, one that has its name and cannot do anything.
+    """
+    try:
+        if own := _own(config):
+            return own
+    except UserError:
+        if not isinstance(config.method, dict):
+            raise
+        absent: Method = type("Absent", (Method,), {"name": config.method["class"]})()
+        return absent
     return (Pipelined if default(config) == Pipelined.name else Sequential).of(config)
 
 
@@ -68,12 +91,12 @@ def make(name: str, config: Config) -> Method:
     known = names(config)
     if name not in known:
         raise UserError(f"strategy: found {name!r}; expected one of {', '.join(known)}{did_you_mean(name, known)}")
+    beams = config.decode.beams
+    if beams > 1 and name != Sequential.name:
+        raise UserError(f"decode.beams: found {beams}; expected 1, since beam search is sequential, not {name}")
     if (own := _own(config)) and name == own.name:
         return own
-    beams = config.decode.beams
     if name == Pipelined.name:
-        if beams > 1:
-            raise UserError(f"decode.beams: found {beams}; expected 1, since beam search is sequential, not {name}")
         return Pipelined.of(config)
     plain = Sequential.of(config)
     if beams == 1:
@@ -98,6 +121,7 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         ("sample", "temperature", 0.0),
         ("score", "scores", False),
         ("limit", "limit", "none"),
+        ("unique", "unique_rows", False),
         ("draft", "draft", "none"),
     ):
         if (found := getattr(decode, key)) != plain:
@@ -108,6 +132,13 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         raise UserError(
             "decode.trace: found True with decode.draft = none; expected a drafter, since a trace shows drafts"
         )
+
+
+def check_training(config: Config) -> None:
+    """Raises a UserError unless a run can be trained by its method, and evaluations can decode by it."""
+    method = make(default(config), config)
+    method.check()  # else the first decode would refuse it
+    check(method, config.decode)
 
 
 def make_strategy(
@@ -134,13 +165,35 @@ def make_strategy(
     return drafted(made, decode, drafter)
 
 
+def doubts(name: str, config: Config, learned: Config) -> list[str]:
+    """Lines that say why what a method writes means little, if it does: the weights learned another, or other settings.
+
+    Args:
+      name: of the method that decodes.
+      config: its settings.
+      learned: the config that the weights were trained with.
+    """
+    method, saved, lines = make(name, config), learned.method, list[str]()
+    then = {"class": default(learned)} if saved is None else described(saved)
+    if then["class"] != (name if name in STRATEGIES else described(method)["class"]):
+        never = saved is None and learned.train.objective == "none"
+        found = "never trained for any objective here" if never else f"trained with the {then['class']} objective"
+        lines.append(f"these weights were {found}; {name} decoding runs, but its output means little")
+    before = {f"method.{key}": value for key, value in then.items()} | trained(learned).learned()
+    for key, now in method.learned().items():
+        if (was := before.get(key, now)) != now:
+            line = f"{key}: found {now!r}, but these weights were trained with {was!r}"
+            lines.append(f"{line}; what {method.label} writes means little")
+    return lines
+
+
 def _own(config: Config) -> Method | None:
     """The config's own method."""
-    own = config.method
+    own = made(config.method) if isinstance(config.method, dict) else config.method
     if own is None:
         return None
     if not isinstance(own, Method):
-        raise UserError(f"method: {own}")
+        raise UserError(f"method: found {own!r}; expected an object of a subclass of pipejax.Method")
     if own.name in ("", *STRATEGIES):
         raise UserError(f"method: found {type(own).__name__} with the name {own.name!r}; expected one that is free")
     return own

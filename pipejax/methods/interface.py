@@ -26,12 +26,14 @@ ABILITIES = {
     "sample": "draw tokens by a temperature",
     "score": "keep log-probabilities",
     "limit": "write tokens of the source alone",
+    "unique": "leave out rows that repeat one above",
     "draft": "verify drafts",
     "stream": "show rows as they are written",
     "serve": "decode requests that come and go",
     "prefix": "begin a row as it is told",
     "rows": "begin several rows as they are told, or end after so many",
     "draw": "write rows that `pipejax picture` can draw",
+    "export": "write rows that are read without its class: those of the grid, from the first",
     "generate": "be written by transformers' generate",
 }
 
@@ -77,6 +79,11 @@ class Method:
     def about(self) -> str:
         """The sentence that tells people what a model that was trained for it writes."""
         return f"A T5 that was trained for {self.label}."
+
+    @property
+    def generated(self) -> str:
+        """The sentence that says what transformers' `generate` writes with such a model."""
+        return f"`generate` does not know {self.label}: what it writes means little."
 
     @property
     def setting(self) -> str:

@@ -43,6 +43,11 @@ class Pipelined(Method):
             f"most {self.grid.sub_max} rows and {self.grid.time_max} steps.{named}"
         )
 
+    @property
+    def generated(self) -> str:
+        """The first row."""
+        return "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
+
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5).
 

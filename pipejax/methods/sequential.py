@@ -28,7 +28,7 @@ class Sequential(Method):
 
     name: ClassVar[str] = "sequential"
     can: ClassVar[frozenset[str]] = frozenset(
-        ("sample", "score", "limit", "draft", "stream", "serve", "prefix", "generate")
+        ("sample", "score", "limit", "unique", "draft", "stream", "serve", "prefix", "export", "generate")
     )
     rival: ClassVar[str] = "pipelined"
     parts_text: ClassVar[bool] = True
@@ -46,6 +46,11 @@ class Sequential(Method):
             f"Its rows are parted by {between!r}." if tells_rows_apart(between) else "Nothing tells its rows apart."
         )
         return f"A T5 that was trained to write an answer in one piece. {parted}"
+
+    @property
+    def generated(self) -> str:
+        """All of it."""
+        return "`generate` writes the whole answer."
 
     def check_text(self, spells: Spells) -> None:
         """A target can be taken apart again only if the tokenizer knows what parts its rows."""
@@ -116,7 +121,7 @@ class Beams(Sequential):
     beams: int = 2  # hypotheses side by side
     length_penalty: float = 1.0  # they compare log-probability / length**this
 
-    can: ClassVar[frozenset[str]] = frozenset(("generate",))
+    can: ClassVar[frozenset[str]] = frozenset(("unique", "export", "generate"))
 
     @property
     def label(self) -> str:

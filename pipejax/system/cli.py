@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuses a value that is none of an argument's choices; argparse calls this for each value."""
-        if action.choices is not None and value not in action.choices:
+        brought = action.dest == "strategy" and any("method=" in word for word in self._given)  # a name of its own
+        if action.choices is not None and value not in action.choices and not brought:
             is_command = isinstance(action, argparse._SubParsersAction)
             name = self.prog if is_command else "/".join(action.option_strings) or action.metavar or action.dest
             told = [str(choice) for choice in action.choices]

@@ -55,7 +55,7 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
     for field in dataclasses.fields(node):
         key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
         if kind is Any:  # what brings its own fields, or says what is wrong once it is used
-            if dataclasses.is_dataclass(value):
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 check_fields(value, f"{key}.", where)
             continue
         if dataclasses.is_dataclass(value) and any(

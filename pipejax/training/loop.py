@@ -55,10 +55,8 @@ def fit(
     """
     if config.method is None and config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
-    method = methods.make(methods.default(config), config)
-    method.check()  # else the first decode would refuse it
+    methods.check_training(config)
     environment.check()
-    methods.check(method, config.decode)  # what evaluations will ask for
     examples = Examples.of(config, given)
     stop = Stop()
     try:

@@ -83,7 +83,8 @@ def teach(
             raise UserError(
                 f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
             )
-        own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & {*DECODING_KEYS}]
+        ours = {*DECODING_KEYS} - {"method"}  # which `lesson` refuses
+        own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & ours]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
@@ -149,7 +150,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     before, after = config_lib.flat(base), config_lib.flat(config)
     for key, value in after.items():
         free = key not in SET_HERE and {key, key.partition(".")[0]} & {*FREE}
-        if value != before[key] and not free:
+        if value != before.get(key) and not free:
             raise UserError(
                 f"--set {key}={value}: cannot change when rows are taught; expected one of {', '.join(FREE)}"
             )
@@ -159,9 +160,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))  # rows: none
     # What would end the work later ends it here.
     check_batch(config, sharding.make_mesh(config.mesh))
-    method = methods.make(methods.default(config), config)
-    methods.check(method, config.decode)
-    method.check()
+    methods.check_training(config)
     metrics.require(config.data.metric or make_task(config.data).metric)
     if not tells_rows_apart(config.data.separator):
         sentences("")

@@ -110,7 +110,7 @@ class Staggered(Method):
     second: float = setting(0.25, least=0.0, most=1.0)  # how much the second right token counts
 
     name: ClassVar[str] = "staggered"
-    can: ClassVar[frozenset[str]] = frozenset(("sample", "score", "limit", "stream", "serve"))
+    can: ClassVar[frozenset[str]] = frozenset(("sample", "score", "limit", "stream", "serve", "export"))
     choices: ClassVar[int] = 2
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.checkpoint:
         from pipejax.data.tokenizer import Tokenizer  # takes a second
 
-        settings = config.load(Path(flags.checkpoint) / "config.json")
+        settings = config.load(Path(flags.checkpoint) / "config.json", imports=False)
         if settings.method is not None:
             methods.trained(settings).require("draw", f"{place}: found a record of {flags.checkpoint}")
         if (Path(flags.checkpoint) / "tokenizer").is_dir():

@@ -60,25 +60,24 @@ class Completion:
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         self._begun = time.perf_counter()
         self._fingerprint = generator.origin.get("params_fp")
-        count = len(asked.sources) * asked.n
-        start = generator.make_strategy(asked.strategy, drafts=False).start
-        self.choices = [
-            Choice(
-                i,
-                Writing(
-                    generator.tokenizer,
-                    start=start,
-                    separator=generator.config.data.separator,
-                    stop=asked.stop,
-                    as_written=asked.rows and asked.stream,
-                    unique=generator.config.decode.unique_rows,
-                ),
-            )
-            for i in range(count)
-        ]
-        self._answers: list[Answer] = []
+        self.choices, self._answers = list[Choice](), list[Answer]()
         self._has_begun = False  # the first of them
         try:
+            start = generator.make_strategy(asked.strategy, drafts=False).start
+            self.choices += (
+                Choice(
+                    i,
+                    Writing(
+                        generator.tokenizer,
+                        start=start,
+                        separator=generator.config.data.separator,
+                        stop=asked.stop,
+                        as_written=asked.rows and asked.stream,
+                        unique=generator.config.decode.unique_rows,
+                    ),
+                )
+                for i in range(len(asked.sources) * asked.n)
+            )
             for source in asked.sources:
                 for k in range(asked.n):
                     one = _request(asked, source._replace(sample=k), log_probs=self._scored)

@@ -118,15 +118,15 @@ class Service:
     async def models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""
         config, template = self.generator.config, template_of(self.generator.config)
-        ids = self.generator.ids
+        ids, served = self.generator.ids, methods.able(config, "serve")
         found = {
             "id": self.name,
             "object": "model",
             "created": self.started,
             "owned_by": "pipejax",
-            "strategies": list(methods.names(config)),
+            "strategies": [*served],
             "default_strategy": self.generator.default_strategy,
-            "delays": {name: int(methods.make(name, config).strategy(ids).start(1)) for name in methods.names(config)},
+            "delays": {name: int(method.strategy(ids).start(1)) for name, method in served.items()},
             "max_prompt_tokens": config.data.max_source,
             "template": template.text,
             "fields": [*dict.fromkeys(template.fields)],

@@ -117,7 +117,7 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
     if logprobs and temperature > 0:
         raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
     strategy = given.get("strategy", generator.default_strategy)
-    if strategy not in (known := methods.names(generator.config)):
+    if strategy not in (known := methods.able(generator.config, "serve")):
         raise unsuitable("strategy", strategy, f"one of {', '.join(known)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
     stop = _stop(given)
