@@ -299,7 +299,7 @@ def test_what_a_backbone_does_not_say_is_one_line():
     line = "model: found nowhere:Nothing, by which this model was trained; expected its module imported: by --set "
     with pytest.raises(UserError, match=line):
         config_lib.from_json('{"model": {"class": "nowhere:Nothing"}}', where="here")
-    with pytest.raises(UserError, match="which is none; expected MODULE:CLASS of a dataclass, a Backbone"):
+    with pytest.raises(UserError, match="which is none; expected MODULE:CLASS of a subclass of Backbone"):
         config_lib.from_json('{"model": {"class": "json:JSONDecoder"}}', where="here")
 
 
