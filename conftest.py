@@ -14,7 +14,9 @@ if "PIPEJAX_TEST_DEVICE" not in os.environ:  # else JAX has the device that is h
     # eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
     os.environ["NPROC"] = "16"
     # The suite compiles more than it computes: XLA's programs are the same, LLVM spends less on each.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    # In one piece each: two workers keep two cores busy, and what parts a program for more of them takes time as well.
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones lack the other emitters and the flag
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older ones compile in half the time
 
@@ -48,8 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take minutes: first, so that no worker is left alone with one of them in the end.
 SLOW = (
-    *("trainer", "training", "faults", "processes", "paper_configs", "tables", "monitoring", "plan", "decoding"),
-    "records",
+    *("drafting", "processes", "trainer", "training", "named_rows", "engine", "decoding", "benchmarks", "records"),
+    *("monitoring", "drafts", "lora", "kernels", "methods", "paper_configs", "step_decoder", "choice", "checkpoint"),
+    *("faults", "tables", "unique_rows", "gpu", "python", "plan", "serving_process"),
 )
 
 

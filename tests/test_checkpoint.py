@@ -193,7 +193,7 @@ def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch, said):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = runs.prepare(tmp_path_factory.mktemp("tiny"))
-    return config_lib.load(path, ["train.steps=8", "train.evaluate_every=8"])
+    return config_lib.load(path, ["train.steps=8", "train.evaluate_every=8", "mesh.data=1"])
 
 
 @pytest.fixture(scope="module")

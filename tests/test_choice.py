@@ -19,6 +19,8 @@ from pipejax.system.errors import UserError
 from support import oracle
 from support.tiny import MORE_WORDS
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def asked(row, time):
     """A step of as many examples with one query each."""

@@ -58,14 +58,15 @@ def test_batches_of_drafts_compile_with_the_flags_of_users():
     """The suite's flags for XLA hide what LLVM makes of a program: on AVX-512 one like this ended the process."""
     program = """
 import jax
+import numpy as np
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.inference.generator import Generator
-from pipejax.model.t5 import init_params
 
 sizes = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
 grid, train = GridConfig(delay=1, time_max=16, sub_max=5), TrainConfig(objective="pipelined")
 config = Config(model=sizes, grid=grid, train=train, decode=DecodeConfig(draft="source", draft_tokens=4))
-generator = Generator(config, sizes.init_params(jax.random.key(0)), None)
+shapes = jax.eval_shape(sizes.init_params, jax.random.key(0))  # drawing them is more to compile
+generator = Generator(config, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), None)
 print(len(generator.decode([[5, 6, 7, 8, 9, 1]] * 8, batch_size=8)))
 """
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -223,8 +224,8 @@ def assert_equal(found, expected, batch):
 
 
 DRAFTERS = (FromSource(), Jacobi(), FromModel(least=0.2))
-QUICK = [(SETTINGS[3], FromSource()), (SETTINGS[3], FromModel(least=0.2))]
-SLOW = [(SETTINGS[0], FromSource()), (SETTINGS[9], Jacobi()), (SETTINGS[10], FromModel(least=0.2))]
+QUICK = [(SETTINGS[0], FromSource())]
+SLOW = [(SETTINGS[3], FromModel(least=0.2)), (SETTINGS[9], Jacobi()), (SETTINGS[10], FromModel(least=0.2))]
 
 
 def marks(setting, drafter):
@@ -398,26 +399,27 @@ def test_the_drafter_of_the_page():
         pytest.param("sequential", "jacobi", 7, marks=pytest.mark.long),
         pytest.param("pipelined", "model", 7, marks=pytest.mark.long),
         pytest.param("sequential", "model", 7, marks=pytest.mark.long),
-        pytest.param("pipelined", "model", 4, marks=pytest.mark.slow),  # fewer sizes to compile
+        pytest.param("pipelined", "model", 3, marks=pytest.mark.slow),  # fewer sizes to compile
     ],
 )
 def test_records_are_those_without_drafts(strategy, draft, rows, tmp_path):
     """In the product's own sizes, from sources of many lengths, on several devices; compiled ahead, too."""
     config = Config(
         model=MODEL,
-        grid=GridConfig(delay=2, time_max=30 if rows == 7 else 20, sub_max=rows),
+        grid=GridConfig(delay=2, time_max=30 if rows == 7 else 12, sub_max=rows),
         train=TrainConfig(objective=strategy),
         decode=DecodeConfig(max_length=40, batch_size=4 if rows == 7 else 2),
     )
     params = oracle.random_params(MODEL, np.random.default_rng(5))
     rng = np.random.default_rng(6)
-    texts = [rng.integers(2, 9, rng.integers(1, 60)).tolist() for _ in range(12)]
+    lengths = rng.integers(1, 60, 12) if rows == 7 else rng.choice([3, 14, 33, 46], 12)  # of two sizes, or of all
+    texts = [rng.integers(2, 9, length).tolist() for length in lengths]
     plain = Generator(config, params, None)
     expected = plain.decode(texts)
     small = dataclasses.replace(MODEL, d_model=12, num_heads=3, num_decoder_layers=2)
     drafts = oracle.random_params(small, np.random.default_rng(7))
     checkpoint.save_params(tmp_path / "small", dataclasses.replace(config, model=small), drafts)
-    own = {"draft": draft, "draft_tokens": 5, "draft_checkpoint": str(tmp_path / "small")}
+    own = {"draft": draft, "draft_tokens": 5 if rows == 7 else 2, "draft_checkpoint": str(tmp_path / "small")}
     drafting = dataclasses.replace(config, decode=dataclasses.replace(config.decode, **own))
     generator = Generator(drafting, params, None, devices=jax.local_devices()[:2])
     found = generator.decode(texts)

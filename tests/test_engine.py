@@ -24,7 +24,7 @@ from support.tiny import MORE_WORDS
 def generator():
     config = Config(
         model=MORE_WORDS,
-        grid=GridConfig(delay=2, time_max=24, sub_max=9),
+        grid=GridConfig(delay=2, time_max=16, sub_max=5),
         train=TrainConfig(objective="pipelined"),
         decode=DecodeConfig(max_length=30, scores=True),
     )
@@ -76,11 +76,11 @@ def test_answers_are_those_of_each_alone(generator):
     for i, (events, name) in enumerate(zip(found, names, strict=True)):
         *tokens, record = events
         assert_same(record, expected[name][i])
-        rows = [[event.token for event in tokens if event.row == r] for r in range(9)]
+        rows = [[event.token for event in tokens if event.row == r] for r in range(5)]
         assert [row for row in rows if row] == [row for row in record["row_ids"] if row]
         assert all(isinstance(event, Event) for event in tokens)
         if name == "pipelined":  # what is written in a step is told before what is written in a later one
-            seen, times = [0] * 9, []
+            seen, times = [0] * 5, []
             for event in tokens:
                 times.append(2 * event.row + seen[event.row])
                 seen[event.row] += 1
@@ -143,10 +143,10 @@ def test_no_pause_comes_before_so_many_tokens_can_be_there(generator):
         for tokens in range(1, 60):
             grown = steps = 0
             while grown < tokens:
-                grown += sum(2 * row <= taken + steps for row in range(9))
+                grown += sum(2 * row <= taken + steps for row in range(5))
                 steps += 1
             assert grid.steps_for(tokens, taken) == steps and line.steps_for(tokens, taken) == tokens
-    assert line.steps_for(10**6, 0) == 10**6 > grid.steps_for(10**6, 0) > 10**6 // 9  # in no time
+    assert line.steps_for(10**6, 0) == 10**6 > grid.steps_for(10**6, 0) > 10**6 // 5  # in no time
 
 
 @pytest.mark.slow

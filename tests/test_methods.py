@@ -239,6 +239,7 @@ def test_a_report_has_its_name(generator: Generator) -> None:
     assert "pipelined_steps" not in found and found["sequential_steps"] > 0
 
 
+@pytest.mark.slow
 def test_streams_and_requests_are_what_a_list_is(generator: Generator) -> None:
     texts = sources(5)
     expected = generator.decode(texts)
@@ -284,6 +285,7 @@ def test_the_loss_is_its_own() -> None:
     assert jnp.isfinite(total) and longest(RUN)[1] >= max(len(e.target.inputs) for e in encoded)
 
 
+@pytest.mark.slow
 def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
     """What a run has in its config it has wherever it is opened; a stopped run comes to the same weights."""
     whole = pipejax.fit(RUN, tmp_path / "whole")

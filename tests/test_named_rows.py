@@ -27,6 +27,8 @@ from pipejax.training.loop import fit
 from support import oracle
 from support.tiny import MODEL, RUN_ON_ONE, change, metrics
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SIZES = T5Config(
     vocab_size=48, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
 )
@@ -194,7 +196,7 @@ def test_a_stream_and_an_engine_write_them(named):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay, sub_max", [(0, 4), (1, 4), (1, 3), (2, 3)])
+@pytest.mark.parametrize("delay, sub_max", [(0, 4), (1, 4), pytest.param(1, 3, marks=pytest.mark.long), (2, 3)])
 def test_a_picture_shows_them_with_their_drafts(tokenizer, tmp_path, delay, sub_max):
     drafted = {"draft": "jacobi", "trace": True}
     made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=delay, sub_max=sub_max, decode=drafted)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
+from pipejax.config import load
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
 from support import tiny_run as runs
 
 ROOT = Path(__file__).parents[1]
@@ -163,7 +165,7 @@ def test_two_processes_equal_one_and_end_together(config, tmp_path):
     """A signal to one of the two ends both, at the same step; what they go on to is what one process comes to."""
     settings = ("decode.batch_size=1", "train.evaluate_examples=0", "train.evaluate_every=6")
     alone, workdir = tmp_path / "alone", tmp_path / "run"
-    assert end(start(config, alone, 1, "train.steps=8", *settings))[0] == [0]
+    assert fit(load(config, ["train.steps=8", "mesh.data=1", *settings]), alone) == 0  # this process is one, too
     started = start(config, workdir, 2, "train.steps=100000", *settings)
     wait_for_step(workdir, 6, started)
     started[1].send_signal(signal.SIGTERM)

@@ -16,6 +16,8 @@ from pipejax.system.errors import UserError
 from support import oracle
 from support.tiny import MORE_WORDS
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def generator(**decode):
     config = Config(
@@ -161,6 +163,7 @@ def test_rows_grow_in_place_on_a_terminal():
     assert screen.out.lines() == ["7:", "  0: one two", "  1: a b _", ""]
 
 
+@pytest.mark.slow
 def test_elsewhere_each_row_is_a_line(tmp_path, capsys):
     """And the output is the one without --stream."""
     source, made = tmp_path / "in.jsonl", generator()

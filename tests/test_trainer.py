@@ -335,19 +335,24 @@ def test_schedules(schedule):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, meshes",
     [
-        pytest.param({"dropout": 0.1}, marks=pytest.mark.slow),
-        pytest.param({"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2}, marks=pytest.mark.long),
-        pytest.param({"optimizer": "adafactor", "freeze": "encoder"}, marks=pytest.mark.long),
+        pytest.param({"dropout": 0.1}, MESHES[:4], marks=pytest.mark.slow),  # each axis, alone and beside the others
+        pytest.param({"dropout": 0.1}, MESHES, marks=pytest.mark.long),
+        pytest.param(
+            {"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2},
+            [MESHES[0], MESHES[3]],
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"optimizer": "adafactor", "freeze": "encoder"}, [MESHES[0], MESHES[3]], marks=pytest.mark.long),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, dict) else str(len(x)),
 )
-def test_meshes_agree(tokenizer, options, capfd):
+def test_meshes_agree(tokenizer, options, meshes, capfd):
     config = change(CONFIG, train=options)
     arrays = [TrainingBatches(demo.examples("train"), tokenizer, config, MODEL)[0].arrays] * 3
     births, seen = [], []
-    for mesh in MESHES if len(options) == 1 else (MESHES[0], MESHES[3]):
+    for mesh in meshes:
         chosen = change(config, mesh=mesh)
         state = shared_trainer(chosen).fresh()
         births.append(jax.device_get(state.params))

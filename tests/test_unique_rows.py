@@ -30,6 +30,8 @@ from support.batches import padded, rows_of, sources
 from support.one_program import compiled
 from support.tiny import FEW_WORDS, MODEL, MORE_WORDS
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 A, B, C = 2, 3, 4
 
 

@@ -241,17 +241,18 @@ def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
 
 
 @pytest.mark.slow
-def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys):
+def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypatch):
     """Every system writes the answers of the file, or fails; drafts are right as often as answers copy."""
+    monkeypatch.setattr(drafts, "GRID", Pipelined(delay=1, time_max=32, sub_max=3))  # it has fewer sizes to compile
     text = demo.examples("test")[0].source
     file, output = tmp_path / "copied.jsonl", tmp_path / "out.json"
-    file.write_text(json.dumps({"source": text, "targets": [text[5:40], text[45:70]]}) + "\n")
+    file.write_text(json.dumps({"source": text, "targets": [text[5:25], text[45:60]]}) + "\n")
     names = "sequential,sequential+source,sequential+model,pipelined,pipelined+model,hf+lookup,hf+assistant"
     flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--small", "tiny", "--rounds", "1"]
     flags += ["--max-source", "96", "--systems", names, "--tokens", "3"]
     assert drafts.main([*flags, "--json", str(output)]) == 0
     calls = {result["system"]: result["calls"] for result in json.loads(output.read_text())["results"]}
-    length = len(tokenizer.encode(f"{text[5:40]}; {text[45:70]}")) + 1
+    length = len(tokenizer.encode(f"{text[5:25]}; {text[45:60]}")) + 1
     assert calls["sequential"] == length and calls["hf+assistant"] < length
     assert calls["sequential+model"] == -(-length // 4)  # always right: three drafted tokens, and the answer to them
     assert calls["sequential+source"] < length and calls["pipelined+model"] < calls["pipelined"]

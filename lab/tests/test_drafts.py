@@ -54,8 +54,10 @@ def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, cap
         experiment.main([])
 
 
-@pytest.mark.slow
-def test_drafts_of_trained_weights_are_timed_beside_transformers(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "weights", [pytest.param("float32", marks=pytest.mark.slow), pytest.param("float32,int8", marks=pytest.mark.long)]
+)
+def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_path, capsys):
     """Each system writes the same answers; what is said of calls is what records say."""
     model = dataclasses.replace(TINY, num_layers=TINY.num_decoder_layers)  # transformers' lookup assumes as many
     config = Config(
@@ -68,18 +70,18 @@ def test_drafts_of_trained_weights_are_timed_beside_transformers(tmp_path, capsy
     (tmp_path / "in.jsonl").write_text(lines)
     flags = ["--checkpoint", str(tmp_path / "run"), "--input", str(tmp_path / "in.jsonl"), "--rounds", "1"]
     peers = "hf,hf+lookup,hf+assistant"
-    flags += ["--drafts", "none,source,model", "--weights", "float32,int8", "--peers", peers, "--tokens", "3"]
+    flags += ["--drafts", "none,source,model", "--weights", weights, "--peers", peers, "--tokens", "3"]
     with pytest.raises(UserError, match="--small: found none; expected the checkpoint"):
         trained_drafts.main(flags)
     flags += ["--small", str(tmp_path / "run")]  # a T5 that drafts for itself is right as often as it is sure
     assert trained_drafts.main([*flags, "--json", str(tmp_path / "out.json")]) == 0
     found = {r["system"]: r for r in json.loads((tmp_path / "out.json").read_text())["results"]}
-    assert [r["equal"] for r in found.values()] == [1.0] * 9
+    assert [r["equal"] for r in found.values()] == [1.0] * (3 * len(weights.split(",")) + 3)
     plain = found["sequential, float32, none"]
     assert found["sequential, float32, source"]["calls"] <= plain["calls"] == found["hf"]["calls"]
     assert found["sequential, float32, model"]["calls"] <= plain["calls"] > found["hf+assistant"]["calls"]
     known = {name: r["accepted"] for name, r in found.items() if r["accepted"] is not None}
-    drafted = {f"sequential, {held}, {draft}" for held in ("float32", "int8") for draft in ("source", "model")}
+    drafted = {f"sequential, {held}, {draft}" for held in weights.split(",") for draft in ("source", "model")}
     assert known.keys() == drafted
     for name, share in known.items():
         assert 0 <= share <= 1 and (share > 0) == (found[name]["calls"] < found[found[name]["beside"]]["calls"])
