@@ -11,7 +11,7 @@ calls are counted in its own decoding loop (`lab/experiments/scripted.py`).
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -190,7 +190,7 @@ class TrainingBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._encoded) // self.size
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # it has no slices
         """The batch number `index`."""
         drawn, place = divmod(index, self.group)
         return self._drawn(drawn)[place]

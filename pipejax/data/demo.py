@@ -19,12 +19,12 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
 
 from pipejax.data.examples import Example
-from pipejax.data.lines import text_of
+from pipejax.data.lines import Object, text_of
 from pipejax.data.tokenizer import Tokenizer, import_transformers
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class DemoTask:
         """The examples of "train", "dev" or "test"."""
         return examples(split, long=self._long)
 
-    def source(self, value: dict[str, Any], place: str) -> str:
+    def source(self, value: Object, place: str) -> str:
         """The record's "source", unchanged."""
         return text_of(value, "source", place)
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import itertools
 import math
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(f"{path}: not a data set, or damaged ({first_line(error)})") from error
 
 
-def rows_in(given: Any, name: str) -> Iterator[Any]:
+def rows_in(given: object, name: str) -> Iterator[Any]:
     """Yields the rows of a table that is in memory as objects, and the items of any other iterable as they are.
 
     Args:
@@ -132,7 +133,7 @@ def rows_in(given: Any, name: str) -> Iterator[Any]:
     return ({str(key): _cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     """A cell as JSON would have it: None for what is missing, which pandas writes as NaN, and lists for arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
@@ -140,7 +141,7 @@ def _cell(value: Any) -> Any:
     return [_cell(x) for x in value] if isinstance(value, list | tuple) else value
 
 
-def _library(module: str, extra_name: str, path: Path) -> Any:
+def _library(module: str, extra_name: str, path: Path) -> types.ModuleType:
     """Imports a module of an extra; raises a UserError, which begins with `path`, if it is not installed."""
     with extra(extra_name, path):
         return importlib.import_module(module)

@@ -8,12 +8,13 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from pipejax.data.packed import open_file
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WHOLE = 2**31  # bytes; every known file that is read as a whole is shorter
@@ -63,7 +64,7 @@ class _Member(io.RawIOBase):
         self._name = str(file)
         self._inner = self._try(lambda: _archive(file.path).open(file.member))
 
-    def _try(self, act: Callable[[], Any]) -> Any:
+    def _try(self, act: Callable[[], T]) -> T:
         """Returns `act()`; turns an error of reading the zip into a UserError."""
         try:
             return act()
