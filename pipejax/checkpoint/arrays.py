@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.files import UTF_8, is_misread
 
@@ -29,7 +30,7 @@ _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
 class Writes(Protocol):
     """A write that goes on in the background."""
 
-    def result(self) -> Any:
+    def result(self) -> object:
         """Waits for the end of the write; raises its error."""
 
 
@@ -59,7 +60,7 @@ def make_place(place: Path) -> None:
     (place / "array_metadatas").mkdir(parents=True)
 
 
-def begin(place: Path, tree: Any) -> Sequence[Writes]:
+def begin(place: Path, tree: Tree) -> Sequence[Writes]:
     """Begins to write this process's part of a tree; after the return the caller may donate the buffers.
 
     By then Orbax has copied each array to the host, or holds a reference, so that a donating step has to copy it.
@@ -75,7 +76,7 @@ def finish(place: Path) -> None:
     handler.finalize(ocp.utils.epath.Path(place))
 
 
-def read(place: Path, template: Any, files: Mapping[str, str]) -> Any:
+def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
     """Reads the arrays of an item.
 
     Args:
@@ -98,7 +99,7 @@ class _Shapes(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
         return "jax.Array"
 
 
-def shapes(place: Path, files: Mapping[str, str]) -> Any:
+def shapes(place: Path, files: Mapping[str, str]) -> Tree:
     """The tree of an item as it was saved: jax.ShapeDtypeStruct on the host, as one device may lack the memory.
 
     Raises:

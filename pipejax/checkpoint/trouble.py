@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
 
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
@@ -122,7 +121,7 @@ def hush_stragglers() -> None:
     if getattr(before, "hushes", False):
         return
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         told = f"{unraisable.object!r} {unraisable.exc_value!r} {unraisable.err_msg}"
         if LOOP_CLOSED not in told and "_read_array_index" not in told and "TensorStore" not in told:
             before(unraisable)
