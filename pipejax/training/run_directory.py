@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from pipejax import config as config_lib
 from pipejax.checkpoint import Damaged, Restored, Store, check_place
@@ -36,6 +36,7 @@ from pipejax.system.files import (
     write_text,
 )
 from pipejax.training import run_log
+from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +204,12 @@ class RunDirectory:
             )
             write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
-    def _logged(self) -> list[tuple[str, dict[str, Any]]]:
+    def _logged(self) -> list[tuple[str, Line]]:
         """The lines that `run_log.read` finds; none if there is no log yet."""
         path = self.path / "metrics.jsonl"
         return run_log.read(path) if path.is_file() else []
 
-    def logged(self, event: str) -> list[dict[str, Any]]:
+    def logged(self, event: str) -> list[Line]:
         """The lines of that event; in processes that do not write none."""
         return [values for _, values in self._logged() if values["event"] == event] if self.writes else []
 
@@ -217,13 +218,13 @@ class RunDirectory:
         found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._logged())
         return distributed.same(found)
 
-    def finish(self, last: dict[str, Any]) -> None:
+    def finish(self, last: Line) -> None:
         """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""
         if not self.has(last["event"], last["step"]) and self.writes:
             self._cut_metrics(last["step"])
             self.log_metrics(last)
 
-    def log_metrics(self, values: dict[str, Any]) -> None:
+    def log_metrics(self, values: Line) -> None:
         """Appends one object to metrics.jsonl, now or, if the disk does not take it, before the next one."""
         if not self.writes:
             return
@@ -307,7 +308,7 @@ def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: P
             )
 
 
-def _same_content(key: str, was: Any, now: Any, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
+def _same_content(key: str, was: object, now: object, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
     if key in EXAMPLES and all(saved.metadata.get(name) == data[name] for name in EXAMPLES[key]):
         return True
     if key.startswith("train.init") and (init := saved.metadata.get("init")):

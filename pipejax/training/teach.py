@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipejax import config as config_lib
 from pipejax import methods, metrics
@@ -168,7 +167,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     return config
 
 
-def measure(run: Path, made: Labels) -> dict[str, Any]:
+def measure(run: Path, made: Labels) -> dict[str, object]:
     """The agreement of the run's newest step with the checkpoint on the sources that were held out.
 
     Returns:
