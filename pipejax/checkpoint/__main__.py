@@ -98,7 +98,6 @@ def verify(directory: Path) -> Iterator[Report]:
 
 
 def _size(path: Path) -> int:
-    """The bytes of all files below a path."""
     size = 0
     for file in path.rglob("*") if path.is_dir() else [path]:
         with contextlib.suppress(OSError):  # removed meanwhile, or forbidden

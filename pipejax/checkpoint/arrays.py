@@ -8,7 +8,8 @@ minutes for each other.
 import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
-from pipejax.system import Tree
+from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.system.files import UTF_8, is_misread
 
@@ -112,3 +113,34 @@ def shapes(place: Path, files: Mapping[str, str]) -> Tree:
     with reading(place, files):
         saved = ocp.PyTreeCheckpointHandler(type_handler_registry=registry).metadata(place).tree
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
+
+
+class Saving(threading.Thread):
+    """A thread that waits for a save. It is a daemon, so the process can end without it; Orbax ends its writes."""
+
+    def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
+        """Starts the thread, which waits for the writes and then calls `commit`."""
+        super().__init__(name=f"save-{step}", daemon=True)
+        self.step, self.commit, self._writes = step, commit, writes
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Waits for the writes, and commits if this process is the only one; else `Store.settle` commits."""
+        self.error = wait_for(self._writes)
+        if not (self.error or distributed.several()):
+            try:
+                self.commit()
+            except Exception as error:
+                self.error = error
+
+
+def wait_for(writes: Iterable[Writes]) -> Exception | None:
+    """Waits for the end of all writes; returns the first error, or None."""
+    problem: Exception | None = None
+    for write in writes:
+        try:
+            write.result()
+        except Exception as error:
+            problem = problem or error
+    return problem

@@ -57,7 +57,6 @@ class Best:
         return self.store.close() and done
 
     def _save(self, step: int, score: tuple[float, ...], params: Tree) -> bool:
-        """Saves the parameters as the best step; False if that failed."""
         metadata = {**self.about, "score": list(score)}
         done = self.store.save(step, {"params": params}, config=self.config, metadata=metadata, wait=True)
         if done:

@@ -21,7 +21,6 @@ Fingerprints = dict[str, list[Any]]  # path -> [dtype, shape, weighted sum, mixe
 
 
 def _words(x: Array) -> Array:
-    """The bits of x as uint32, one word for each element."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     width = x.dtype.itemsize * 8
@@ -48,7 +47,6 @@ def _compiled(mesh: Mesh | None) -> Callable[[Array], Array]:
 
 
 def _mesh_of(x: object) -> Mesh | None:
-    """The mesh that an array lies on; None if it lies on one device."""
     sharding = getattr(x, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 

@@ -127,7 +127,6 @@ def config_of(manifest: Manifest, place: Path) -> Config:
 
 
 def _check_arrays(where: str, arrays: object) -> None:
-    """Raises a UserError unless this is an object of fingerprints by path."""
     if not isinstance(arrays, dict):
         raise UserError(f"{where}: found {_brief(arrays)}; expected an object")
     for path, entry in arrays.items():
@@ -159,7 +158,6 @@ def _is_shapes(value: object) -> bool:
 
 
 def _is_metadata(value: object) -> bool:
-    """Whether the keys that this program knows have values of the right form."""
     known: dict[str, Callable[[object], bool]] = {
         "data": lambda data: isinstance(data, str),
         "shapes": _is_shapes,
@@ -187,7 +185,6 @@ _FORM: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _brief(value: object) -> str:
-    """A JSON value in words: its type, and the value if it is short."""
     kind = {dict: "an object", list: "a list", str: "the text", bool: "the word", type(None): "nothing"}
     name, text = kind.get(type(value), "the number"), json.dumps(value)
     return name if value is None or len(text) > 60 else f"{name} {text}"

@@ -15,10 +15,9 @@ from typing import TypeVar
 
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
-from pipejax.checkpoint.arrays import Writes
+from pipejax.checkpoint.arrays import Saving, Writes, wait_for
 from pipejax.checkpoint.fingerprint import Fingerprints, difference, fingerprints, shapes_of
 from pipejax.checkpoint.manifest import Damaged, Manifest, Metadata
-from pipejax.checkpoint.saving import Saving, wait_for
 from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
@@ -316,7 +315,6 @@ class Store:
         return None
 
     def _set_aside(self, step: int) -> str:
-        """Renames a damaged step; returns words for the log."""
         name = ""
         with distributed.together(UserError):
             try:
@@ -327,7 +325,6 @@ class Store:
         return f"kept aside as {name}"
 
     def _manifest(self, step: int) -> Manifest:
-        """Reads and checks the manifest of a step."""
         place = self.place(step)
         with reading(place / "manifest"):
             manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
@@ -344,7 +341,6 @@ class Store:
         return found
 
     def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
-        """Merges the written parts, writes the manifest with the files' digests, and commits the step."""
         staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
             arrays_lib.finish(staging / name)
@@ -375,7 +371,6 @@ class Store:
             logger.warning(line)
 
     def _log_failure(self, step: int, error: Exception) -> None:
-        """Logs why a save failed, and removes its files."""
         self.why_not = reason_of(error)
         logger.warning(
             f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are as they were"

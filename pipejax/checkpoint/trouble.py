@@ -82,12 +82,10 @@ def _digest(file: Path) -> str:
 
 
 def _other_os_error(error: BaseException) -> bool:
-    """Whether the operating system failed in another way than by a missing file."""
     return isinstance(error, OSError) and not isinstance(error, MISSING)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

@@ -63,7 +63,6 @@ def abstract_batch(config: TrainConfig, shape: Pair, choices: int = 0) -> dict[s
 
 
 def _round(need: Pair) -> Pair:
-    """The default of `collate`: rounds both lengths up."""
     return round_up(need[0]), round_up(need[1])
 
 
@@ -84,7 +83,6 @@ def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
 
 
 def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
-    """Pads examples that are already in the order in which they fill the rows of slots."""
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipejax.data.bad_lines import Refusal, refuse
-from pipejax.data.lines import Placed, read_file
+from pipejax.data.lines import Placed, Refusal, read_file, refuse
 from pipejax.data.packed import open_file, unpacked
 from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
@@ -82,7 +81,6 @@ def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterat
 
 @contextlib.contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
-    """Gives an open Parquet file; raises a UserError for what goes wrong with it in the block."""
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
     library, arrow = _library("pyarrow.parquet", "parquet", path), _library("pyarrow", "parquet", path)
@@ -94,7 +92,6 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
-    """Yields ("DIR:NUMBER", row as an object) for each row of a saved data set."""
     if not is_dataset(path):
         raise UserError(f"{path}: found a directory; expected {EXPECTED}")
     if (path / "dataset_dict.json").is_file():

@@ -55,7 +55,6 @@ def _pairs(source_file: File, target_file: File) -> Iterator[tuple[str, str, str
 
 
 def _from_objects(name: str, file: File) -> Records:
-    """Records of the release's JSON lines."""
     with file.open() as lines:
         for number, (place, value) in enumerate(read_objects(lines, str(file))):
             record: Record = {"id": str(value.get("id") or f"{name}-{number}")}

@@ -65,7 +65,6 @@ class _Member(io.RawIOBase):
         self._inner = self._try(lambda: _archive(file.path).open(file.member))
 
     def _try(self, act: Callable[[], T]) -> T:
-        """Returns `act()`; turns an error of reading the zip into a UserError."""
         try:
             return act()
         except _UNREADABLE as error:
@@ -100,7 +99,6 @@ class Manual:
         self.files = sorted(self._list(), key=lambda file: (len(Path(str(file)).parts), str(file)))
 
     def _list(self) -> Iterator[File]:
-        """Yields the files of the directory and its folders, and the members of zips."""
         for path in self.directory.rglob("*"):
             if path.suffix == ".zip" and path.is_file():
                 names = (name for name in _archive(path).namelist() if not name.endswith("/"))

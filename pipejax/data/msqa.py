@@ -38,7 +38,6 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _dev_ids(file: File) -> set[str]:
-    """The ids of the eighth of train.json that becomes the dev split."""
     ids = [text_of(value, "id", place) for place, value in read_array(file.read(), str(file))]
     return set(sorted(ids, key=lambda name: hashlib.blake2b(name.encode()).digest())[: len(ids) // _DEV_SHARE])
 

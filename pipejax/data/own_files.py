@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pipejax.config import DataConfig
-from pipejax.data.bad_lines import BadLines
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
-from pipejax.data.lines import Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
+from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
 from pipejax.data.text import Template, sentences, split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
@@ -66,7 +65,6 @@ class FilesTask:
         return bool(getattr(self.config, split))
 
     def _shared(self, split: str) -> bool:
-        """Whether the split is a part of `data.train`."""
         return bool(self._shares and self._shares[SPLITS.index(split)])
 
     def source(self, value: Object, place: str) -> str:
@@ -96,7 +94,6 @@ class FilesTask:
         return None
 
     def _read(self, path: str) -> list[Example]:
-        """The examples of a file; raises a UserError if there is none."""
         bad, config = BadLines(path, skip=self.config.skip_bad), self.config
         placed = read_records(path, table=config.task == "csv", delimiter=config.csv_delimiter, bad=bad)
         examples = self.examples_of(placed, path, bad)

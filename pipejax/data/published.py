@@ -79,7 +79,6 @@ class PublishedTask:
         return None
 
     def _source(self, split: str) -> Sequence[Record] | None:
-        """The prepared records of TFDS's split; None if it has none."""
         with extra("data", f"data.task={self.published.name}"):
             import tensorflow_datasets as tfds
 

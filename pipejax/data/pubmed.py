@@ -31,7 +31,6 @@ def _records(file: File) -> Records:
 
 
 def _joined(value: Object, key: str, place: str) -> str:
-    """The texts of a list under a key, as lines of one text."""
     texts = value_of(value, key, place)
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UserError(f'{place}: "{key}": found {kind(texts)}; expected a list of texts')

@@ -131,7 +131,6 @@ def _count(
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
-    """Median, 95th percentile and maximum; zeros without values."""
     if not values:
         return {"median": 0.0, "percentile_95": 0.0, "most": 0.0}
     median, high = np.percentile(values, (50, 95))

@@ -264,7 +264,6 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
 
 
 def _is_read(name: str) -> bool:
-    """Whether a tokenizer may read a file of that name."""
     return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ)
 
 
@@ -331,7 +330,6 @@ def _damage(directory: Path) -> str:
 
 
 def _read_hub(name: str) -> "PreTrainedTokenizerBase":
-    """Reads the tokenizer of a hub id, from the local cache if it was downloaded before."""
     transformers = import_transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, **_DATA)  # if downloaded before
@@ -351,7 +349,6 @@ def _read_hub(name: str) -> "PreTrainedTokenizerBase":
 
 
 def _is_hub_id(name: str) -> bool:
-    """Whether the name has a hub id's form, NAME or OWNER/NAME."""
     parts = name.split("/")
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
@@ -363,5 +360,4 @@ def import_transformers() -> types.ModuleType:
 
 
 def _summary(error: Exception) -> str:
-    """Type and first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

@@ -13,9 +13,8 @@ from typing import BinaryIO
 
 from pipejax import methods
 from pipejax.config import Config
-from pipejax.data.bad_lines import BadLines, Refusal, refuse
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
-from pipejax.data.lines import Placed, read_objects
+from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.inference import record_tables
 from pipejax.inference.answers import Record, count

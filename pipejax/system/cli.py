@@ -245,7 +245,6 @@ def explain_imports() -> None:
 
 
 def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends the program with the exit code of an error."""
     if (code := explain(error, debug=False)) == EXIT_OUR_MISTAKE:
         traceback.print_exception(error)
     raise SystemExit(code)

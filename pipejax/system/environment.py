@@ -115,7 +115,6 @@ def settings() -> dict[str, bool | int | str | None]:
 
 
 def _plain(value: object) -> bool | int | str | None:
-    """A setting's value as JSON can hold it."""
     return value if value is None or isinstance(value, bool | int) else str(getattr(value, "value", value))
 
 
@@ -127,7 +126,6 @@ def check_flags() -> None:
 
 @functools.cache
 def _try_flags(flags: str) -> None:
-    """Starts XLA with these flags in another process, which may abort."""
     ended = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     said = ended.stderr.decode(errors="replace").splitlines()
     reason = next((line.partition("] ")[2] for line in said if ".cc:" in line), "")

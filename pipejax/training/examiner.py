@@ -172,5 +172,4 @@ class Examiner:
 
 
 def _short(text: str) -> str:
-    """At most 200 characters."""
     return textwrap.shorten(text, 200, placeholder=" ...")

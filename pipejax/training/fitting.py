@@ -9,9 +9,9 @@ from pathlib import Path
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, Overrides
 from pipejax.data import OWN_FILES
-from pipejax.data.bad_lines import BadLines
 from pipejax.data.examples import Example
 from pipejax.data.formats import rows_in
+from pipejax.data.lines import BadLines
 from pipejax.data.own_files import FilesTask
 from pipejax.methods import Method
 from pipejax.system import compile_cache

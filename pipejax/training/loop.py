@@ -311,7 +311,6 @@ class Run:
         return self.store.save(self.step, items, config=self.config, metadata=self.metadata, wait=wait)
 
     def _program(self, batch: Batch) -> jax.stages.Compiled:
-        """The step for a batch of that shape; says so while it compiles."""
         shapes = {name: x.shape for name, x in batch.arrays.items()}
         if self.trainer.is_ready(shapes):
             return self.trainer.program(shapes)
@@ -340,7 +339,6 @@ def _same_shapes(chosen: Shapes) -> Shapes:
 
 
 def _evaluated(step: int, config: Config) -> bool:
-    """Whether the dev split is decoded after this step."""
     return step % config.train.evaluate_every == 0 or step == config.train.steps
 
 

@@ -44,25 +44,11 @@ logger = logging.getLogger(__name__)
 # says where a run is computed: neither the data order nor the saved state depends on it. A name is a label, and
 # copies of the log are copies. Nobody trains on `data.test`, and drafts change no token of an evaluation.
 CHANGEABLE = (
-    "name",
-    "data.test",
-    "train.steps",
+    *("name", "data.test", "mesh.data", "mesh.fsdp", "mesh.tensor"),
     "train.shapes",  # those that a run began with are in its checkpoints
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.evaluate_every",
-    "train.evaluate_examples",
-    "train.patience",
-    "train.keep_checkpoints",
-    "train.keep_every",
-    "train.tensorboard",
-    "train.wandb",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "decode.draft",
-    "decode.draft_tokens",
-    "decode.draft_checkpoint",
+    *("train.steps", "train.log_every", "train.checkpoint_every", "train.evaluate_every", "train.evaluate_examples"),
+    *("train.patience", "train.keep_checkpoints", "train.keep_every", "train.tensorboard", "train.wandb"),
+    *("decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"),
 )
 # Of a place, and of how its files are read, the content counts, by these fingerprints in a checkpoint's metadata. Where
 # a former version left them out, another spelling of the same path is all that is known to be the same.
@@ -184,7 +170,6 @@ class RunDirectory:
             shutil.rmtree(gone, ignore_errors=True)
 
     def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Saves the tokenizer with the run, once, whole or not at all."""
         target = self.path / "tokenizer"
         if target.is_dir():
             return
@@ -205,7 +190,6 @@ class RunDirectory:
             write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
     def _logged(self) -> list[tuple[str, Line]]:
-        """The lines that `run_log.read` finds; none if there is no log yet."""
         path = self.path / "metrics.jsonl"
         return run_log.read(path) if path.is_file() else []
 
@@ -323,7 +307,6 @@ def _same_content(key: str, was: object, now: object, saved: Restored, new: Conf
 
 
 def _params_fp(directory: str, *, best: bool) -> str:
-    """The fingerprint of the newest parameters in a run directory; "" if there are none."""
     store = Store(Path(directory) / ("best" if best else "checkpoints"))
     for step in sorted(store.steps(), reverse=True) if directory else ():
         with contextlib.suppress(Damaged):

@@ -35,16 +35,8 @@ PART = 4  # teaching takes one update for so many of them, of so many times the 
 COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every")  # in updates: all are divided
 # What overrides may change: sections and keys. All else is as the checkpoint has it.
 FREE = (
-    "name",
-    "grid",
-    "decode",
-    "train",
-    "mesh",
-    "data.max_source",
-    "data.max_target",
-    "data.separator",
-    "data.csv_delimiter",
-    "data.metric",
+    *("name", "grid", "decode", "train", "mesh"),
+    *("data.max_source", "data.max_target", "data.separator", "data.csv_delimiter", "data.metric"),
 )
 # Labels are not drawn, whatever the checkpoint does.
 GREEDILY = ("decode.beams=1", "decode.temperature=0", "decode.top_k=0", "decode.top_p=1", "decode.samples=1")

@@ -214,7 +214,6 @@ class _Door:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """The body, which is JSON by its header, read within the limits."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a page of another site may send without asking is none
         raise Refused(415, f"Content-Type: found {kind[:80] or 'none'}; expected application/json")
@@ -244,8 +243,6 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 async def _whole(completion: Completion, scope: Scope, receive: Receive, send: Send, *, ends: float) -> None:
-    """Answers when all is written."""
-
     async def wait() -> None:
         async for _ in completion.run(SILENCE):
             pass
