@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+Numbers = Any  # a number, or an array of NumPy or JAX
 
-def visible(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any:
+
+def visible(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
     """Whether a query may see a key: its own and earlier rows, up to its own time (paper section 3.2, eq. 4).
 
     Args:
@@ -26,7 +28,7 @@ def visible(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any
     return (key_row <= query_row) & (key_time <= query_time)
 
 
-def distance(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> Any:
+def distance(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
     """Manhattan distance on the grid, the relative position of T5's bias (paper section 4.3).
 
     Args:
@@ -36,22 +38,22 @@ def distance(query_row: Any, query_time: Any, key_row: Any, key_time: Any) -> An
     return abs(query_time - key_time) + abs(query_row - key_row)
 
 
-def position(row: Any, time: Any) -> Any:
+def position(row: Numbers, time: Numbers) -> Numbers:
     """Where a slot stands: a query lies as far from a key that it sees as its position exceeds the key's."""
     return row + time
 
 
-def start(row: Any, delay: int) -> Any:
+def start(row: Numbers, delay: int) -> Numbers:
     """The time of a row's bos (paper section 3.2: "the j-th token in the i-th subsequence")."""
     return row * delay
 
 
-def is_start(time: Any, delay: int) -> Any:
+def is_start(time: Numbers, delay: int) -> Numbers:
     """Whether a row starts at that time."""
     return time % delay == 0 if delay else time == 0
 
 
-def next_start(time: Any, delay: int) -> Any:
+def next_start(time: Numbers, delay: int) -> Numbers:
     """The first time from `time` on at which a row starts; `time` itself if none does any more."""
     return -(-time // delay) * delay if delay else time
 

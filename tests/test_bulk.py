@@ -22,9 +22,9 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax.data import demo
-from pipejax.data.bad_lines import BadLines
 from pipejax.data.blocks import Block, Reader, cut
 from pipejax.data.formats import read_records
+from pipejax.data.lines import BadLines
 from pipejax.inference import bulk, bulk_command, loading, records, shards
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load

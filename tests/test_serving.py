@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from pipejax import checkpoint
 from pipejax.config import DataConfig
 from pipejax.data import PUBLISHED, make_task
-from pipejax.data.growing import Growing
+from pipejax.data.tokenizer import Growing
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving import app, asked, command
 from pipejax.inference.serving.written import Writing

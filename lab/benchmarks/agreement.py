@@ -117,12 +117,16 @@ class Four:
         shape = jax.eval_shape(lambda: strategy.result(strategy.init(len(source)))).tokens.shape
         forced = np.random.default_rng(2).integers(3, self.config.vocab_size, shape, np.int32)
         wishes = Wishes(forced=forced, scores=True)
-        truth = self.decode("float32", XLA, source, strategy, wishes).log_probs
-        ours = np.abs(self.decode(dtype, self.ours, source, strategy, wishes).log_probs - truth)
+
+        def scores(dtype: str, backend: Backend) -> np.ndarray:
+            return np.asarray(self.decode(dtype, backend, source, strategy, wishes).log_probs)
+
+        truth = scores("float32", XLA)
+        ours = np.abs(scores(dtype, self.ours) - truth)
         assert truth.any(), "nothing was decoded"
         if dtype == "float32":
             return {"agrees": bool(ours.max() <= tolerance), "apart": float(ours.max())}
-        theirs = np.abs(self.decode(dtype, XLA, source, strategy, wishes).log_probs - truth)
+        theirs = np.abs(scores(dtype, XLA) - truth)
         of_ours, of_theirs = float(ours.mean()), float(theirs.mean())
         return {"agrees": of_ours <= WORSE * of_theirs, "apart": of_ours, "apart_xla": of_theirs}
 

@@ -11,7 +11,7 @@ calls are counted in its own decoding loop (`lab/experiments/scripted.py`).
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,7 @@ def product(strategy: Pipelined | Sequential, draft: str, examples: Sequence[tup
         wanted = [row for row in rows if row]
         if [ids[:n].tolist() for ids, n in zip(found.tokens[0], found.lengths[0], strict=True) if n] != wanted:
             raise AssertionError("drafts changed an answer")
+        assert found.calls is not None, "with drafts they are counted"
         calls += int(found.calls[0])
     return calls / len(examples)
 
@@ -123,7 +124,8 @@ def product(strategy: Pipelined | Sequential, draft: str, examples: Sequence[tup
 def read(data: Path, which: DataSet, tokenizer: Tokenizer, count: int) -> list[Example]:
     """The first examples that have an answer."""
     found = []
-    for _, record in read_records(data / which.path):
+    records: Iterable[tuple[str, Any]] = read_records(data / which.path)
+    for _, record in records:
         rows = [ids for row in record["targets"] if (ids := tokenizer.encode(row))]
         source = [*tokenizer.encode(record["source"])[: MAX_SOURCE - 1], EOS]
         if rows:

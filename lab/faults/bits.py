@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lab.faults import runs
 from lab.faults.runs import Commands
@@ -80,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
 def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
     """The tokenizer that training would go on with."""
     store = Store(run / "checkpoints")
-    return start.begin(config, RunDirectory(run), store, store.describe(store.steps()[0]).metadata).tokenizer
+    data = cast(dict[str, str], store.describe(store.steps()[0]).metadata)
+    return start.begin(config, RunDirectory(run), store, data).tokenizer
 
 
 def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:

@@ -10,10 +10,22 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from pipejax.system import cli
 from pipejax.system.errors import UserError
+
+
+class Report(TypedDict):
+    """A step, checked. One that is neither good nor damaged cannot be read now, or was saved with another tokenizer."""
+
+    place: str
+    step: int
+    good: bool
+    damaged: bool
+    reason: str | None
+    items: dict[str, int]  # the number of arrays by item
+    bytes: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,12 +59,11 @@ def main(argv: Sequence[str]) -> int:
     return 1 if damaged or refused else 0
 
 
-def verify(directory: Path) -> Iterator[dict[str, Any]]:
+def verify(directory: Path) -> Iterator[Report]:
     """Yields a report on each step of a directory, oldest first.
 
-    A report has the keys place, step, good, damaged, reason, items (the number of arrays by item) and bytes. A step
-    that is neither good nor damaged cannot be read now, or was saved with another tokenizer. If a training run writes
-    to the directory meanwhile, steps that it replaces or removes have no report, and steps that it adds have one.
+    If a training run writes to the directory meanwhile, steps that it replaces or removes have no report, and steps
+    that it adds have one.
     """
     from pipejax.checkpoint.manifest import Damaged
     from pipejax.checkpoint.store import Replaced, Store  # imported late, as it starts JAX
@@ -75,7 +86,10 @@ def verify(directory: Path) -> Iterator[dict[str, Any]]:
             except (Damaged, UserError) as error:
                 problem = error
             seen.add(step)
-            yield {"place": f"{directory.name}/{step}", "step": step, "good": problem is None} | {
+            yield {
+                "place": f"{directory.name}/{step}",
+                "step": step,
+                "good": problem is None,
                 "damaged": isinstance(problem, Damaged),
                 "reason": str(problem) if problem else None,
                 "items": items,
@@ -84,7 +98,6 @@ def verify(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def _size(path: Path) -> int:
-    """The bytes of all files below a path."""
     size = 0
     for file in path.rglob("*") if path.is_dir() else [path]:
         with contextlib.suppress(OSError):  # removed meanwhile, or forbidden
@@ -92,7 +105,7 @@ def _size(path: Path) -> int:
     return size
 
 
-def _line(report: dict[str, Any]) -> str:
+def _line(report: Report) -> str:
     items = ", ".join(f"{name} ({count} arrays)" for name, count in report["items"].items())
     if report["good"]:
         return f"{report['place']:<20} good     {items}, {report['bytes'] / 1e6:.1f} MB"

@@ -8,10 +8,11 @@ minutes for each other.
 import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ import orbax.checkpoint as ocp
 
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.trouble import reading
+from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.system.files import UTF_8, is_misread
 
@@ -29,7 +31,7 @@ _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
 class Writes(Protocol):
     """A write that goes on in the background."""
 
-    def result(self) -> Any:
+    def result(self) -> object:
         """Waits for the end of the write; raises its error."""
 
 
@@ -59,7 +61,7 @@ def make_place(place: Path) -> None:
     (place / "array_metadatas").mkdir(parents=True)
 
 
-def begin(place: Path, tree: Any) -> Sequence[Writes]:
+def begin(place: Path, tree: Tree) -> Sequence[Writes]:
     """Begins to write this process's part of a tree; after the return the caller may donate the buffers.
 
     By then Orbax has copied each array to the host, or holds a reference, so that a donating step has to copy it.
@@ -75,7 +77,7 @@ def finish(place: Path) -> None:
     handler.finalize(ocp.utils.epath.Path(place))
 
 
-def read(place: Path, template: Any, files: Mapping[str, str]) -> Any:
+def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
     """Reads the arrays of an item.
 
     Args:
@@ -98,7 +100,7 @@ class _Shapes(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
         return "jax.Array"
 
 
-def shapes(place: Path, files: Mapping[str, str]) -> Any:
+def shapes(place: Path, files: Mapping[str, str]) -> Tree:
     """The tree of an item as it was saved: jax.ShapeDtypeStruct on the host, as one device may lack the memory.
 
     Raises:
@@ -111,3 +113,34 @@ def shapes(place: Path, files: Mapping[str, str]) -> Any:
     with reading(place, files):
         saved = ocp.PyTreeCheckpointHandler(type_handler_registry=registry).metadata(place).tree
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
+
+
+class Saving(threading.Thread):
+    """A thread that waits for a save. It is a daemon, so the process can end without it; Orbax ends its writes."""
+
+    def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
+        """Starts the thread, which waits for the writes and then calls `commit`."""
+        super().__init__(name=f"save-{step}", daemon=True)
+        self.step, self.commit, self._writes = step, commit, writes
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Waits for the writes, and commits if this process is the only one; else `Store.settle` commits."""
+        self.error = wait_for(self._writes)
+        if not (self.error or distributed.several()):
+            try:
+                self.commit()
+            except Exception as error:
+                self.error = error
+
+
+def wait_for(writes: Iterable[Writes]) -> Exception | None:
+    """Waits for the end of all writes; returns the first error, or None."""
+    problem: Exception | None = None
+    for write in writes:
+        try:
+            write.result()
+        except Exception as error:
+            problem = problem or error
+    return problem

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,13 +10,13 @@ import numpy as np
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.store import Store
 from pipejax.config import Config
-from pipejax.system import distributed
+from pipejax.system import Tree, distributed
 
 
 class Best:
     """Saves the parameters with the highest score; all processes must make the same calls."""
 
-    def __init__(self, directory: Path, config: Config, about: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, directory: Path, config: Config, about: Mapping[str, str] = MappingProxyType({})) -> None:
         """Reads the score that an earlier part of the run saved in the directory, if there is one.
 
         `about` is saved with each step, beside its score.
@@ -29,9 +28,9 @@ class Best:
         self.store = Store(directory, keep=1, writable=True)
         found = self.store.newest_metadata()
         self.score: tuple[float, ...] = tuple((found or {}).get("score", ()))  # of the step on disk; () without one
-        self._waiting: tuple[int, tuple[float, ...], Any] | None = None
+        self._waiting: tuple[int, tuple[float, ...], Tree] | None = None
 
-    def offer(self, step: int, score: tuple[float, ...], params: Any) -> None:
+    def offer(self, step: int, score: tuple[float, ...], params: Tree) -> None:
         """Saves the parameters if their score is the highest so far; if that fails, a copy waits for `settle`."""
         waiting = self._waiting
         if score > max(self.score, waiting[1] if waiting else ()):
@@ -57,8 +56,7 @@ class Best:
         done = self.settle()
         return self.store.close() and done
 
-    def _save(self, step: int, score: tuple[float, ...], params: Any) -> bool:
-        """Saves the parameters as the best step; False if that failed."""
+    def _save(self, step: int, score: tuple[float, ...], params: Tree) -> bool:
         metadata = {**self.about, "score": list(score)}
         done = self.store.save(step, {"params": params}, config=self.config, metadata=metadata, wait=True)
         if done:

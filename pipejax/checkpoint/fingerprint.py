@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipejax.model.sharding import path_of
+from pipejax.system import Tree
 from pipejax.system.hashing import GOLDEN, mix, places
 
 Array = jax.Array
@@ -20,7 +21,6 @@ Fingerprints = dict[str, list[Any]]  # path -> [dtype, shape, weighted sum, mixe
 
 
 def _words(x: Array) -> Array:
-    """The bits of x as uint32, one word for each element."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     width = x.dtype.itemsize * 8
@@ -46,13 +46,12 @@ def _compiled(mesh: Mesh | None) -> Callable[[Array], Array]:
     return jax.jit(_sums, out_shardings=NamedSharding(mesh, P())) if mesh else jax.jit(_sums)
 
 
-def _mesh_of(x: Any) -> Mesh | None:
-    """The mesh that an array lies on; None if it lies on one device."""
+def _mesh_of(x: object) -> Mesh | None:
     sharding = getattr(x, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
-def fingerprints(tree: Any) -> Fingerprints:
+def fingerprints(tree: Tree) -> Fingerprints:
     """The fingerprint of every array of a tree, by path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     numbers = [_compiled(_mesh_of(x))(x) for _, x in leaves]  # all are dispatched before one is fetched
@@ -62,7 +61,7 @@ def fingerprints(tree: Any) -> Fingerprints:
     }
 
 
-def shapes_of(tree: Any) -> Fingerprints:
+def shapes_of(tree: Tree) -> Fingerprints:
     """The dtype and shape of every array of a tree, by path: the first half of a fingerprint."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_of(keys): [str(x.dtype), list(x.shape)] for keys, x in leaves}

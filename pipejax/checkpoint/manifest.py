@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import jax
 
@@ -20,7 +20,7 @@ from pipejax.checkpoint.fingerprint import Fingerprints, difference, shapes_of
 from pipejax.config import Config
 from pipejax.data.shapes import Shapes
 from pipejax.model import parameters, quantization
-from pipejax.system import environment
+from pipejax.system import Tree, environment
 from pipejax.system.errors import UserError
 
 FORMAT = 1
@@ -28,7 +28,31 @@ PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")
 _ITEM, _PATH = re.compile(r"[a-z_]+"), re.compile(r"[^/]+(/[^/]+)*")
 _DTYPE = re.compile(r"bool|u?int(8|16|32)|float(16|32)|bfloat16")
 
-Manifest = dict[str, Any]
+
+class Metadata(TypedDict, total=False):
+    """The facts about a step that this program knows; others may stand beside them."""
+
+    data: str  # fingerprints of the examples: those trained on, all of them if they are in memory, and those of dev
+    data_whole: str
+    dev: str
+    shapes: dict[str, object]  # as `Shapes.to_json` writes them
+    score: list[float]
+    tokenizer: dict[str, str]  # digests by name
+    init: str  # the fingerprint of the weights that the run began with
+
+
+class Manifest(TypedDict):
+    """The manifest of a step, as `check` finds it good; the arguments of `make` say more."""
+
+    format: int
+    step: int
+    arrays: dict[str, Fingerprints]
+    files: dict[str, str] | None  # None: in those of former versions
+    metadata: Metadata
+    config: dict[str, object]
+    settings: dict[str, bool | int | str | None]
+    versions: dict[str, str]
+    seal: str
 
 
 class Damaged(Exception):
@@ -39,7 +63,7 @@ def make(
     step: int,
     arrays: Mapping[str, Fingerprints],
     config: Config,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     files: Mapping[str, str],
 ) -> Manifest:
     """The sealed manifest of a step.
@@ -51,21 +75,24 @@ def make(
       metadata: further facts, as `Store.save` got them.
       files: digests of the items' small files, by path.
     """
-    return _seal(
-        {
-            "format": FORMAT,
-            "step": step,
-            "arrays": dict(arrays),
-            "files": dict(files),
-            "metadata": dict(metadata),
-            "config": json.loads(config_lib.to_json(config)),
-            "settings": environment.settings(),
-            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        }
+    return cast(
+        Manifest,
+        _seal(
+            {
+                "format": FORMAT,
+                "step": step,
+                "arrays": dict(arrays),
+                "files": dict(files),
+                "metadata": dict(metadata),
+                "config": json.loads(config_lib.to_json(config)),
+                "settings": environment.settings(),
+                "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            }
+        ),
     )
 
 
-def check(manifest: Any, step: int, place: Path) -> Manifest:
+def check(manifest: object, step: int, place: Path) -> Manifest:
     """Returns the manifest if its seal is right, its form is known, and it is that of `step`; `place` is for errors.
 
     Raises:
@@ -81,16 +108,17 @@ def check(manifest: Any, step: int, place: Path) -> Manifest:
     for key, (fits, expected) in _FORM.items():
         if not fits(manifest.get(key)):
             raise UserError(f"{where}: {key}: found {_brief(manifest.get(key))}; expected {expected}")
-    if manifest["step"] != step:
-        raise Damaged(f"manifest is of step {manifest['step']}")
-    for item, arrays in manifest["arrays"].items():
+    found = cast(Manifest, manifest)
+    if found["step"] != step:
+        raise Damaged(f"manifest is of step {found['step']}")
+    for item, arrays in found["arrays"].items():
         _check_arrays(f"{where}: arrays.{item}", arrays)
-    config = config_of(manifest, place)
+    config = config_of(found, place)
     if config.model is not None:
-        params = manifest["arrays"]["params"].items()
+        params = found["arrays"]["params"].items()
         parameters.check_paths(f"{where}: params", {path: entry[1] for path, entry in params}, config.model)
         quantization.check_scales(f"{where}: params", {path: entry[0] for path, entry in params})
-    return manifest
+    return found
 
 
 def config_of(manifest: Manifest, place: Path) -> Config:
@@ -98,8 +126,7 @@ def config_of(manifest: Manifest, place: Path) -> Config:
     return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
 
 
-def _check_arrays(where: str, arrays: Any) -> None:
-    """Raises a UserError unless this is an object of fingerprints by path."""
+def _check_arrays(where: str, arrays: object) -> None:
     if not isinstance(arrays, dict):
         raise UserError(f"{where}: found {_brief(arrays)}; expected an object")
     for path, entry in arrays.items():
@@ -111,28 +138,27 @@ def _check_arrays(where: str, arrays: Any) -> None:
             raise UserError(f"{where}.{path}: found {_brief(entry)}; expected dtype, shape and two numbers")
 
 
-def _is_whole_number(value: Any) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_texts(value: Any) -> bool:
+def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-def _is_shapes(value: Any) -> bool:
+def _is_shapes(value: object) -> bool:
     with contextlib.suppress(ValueError):
         Shapes.from_json(value)
         return True
     return False
 
 
-def _is_metadata(value: Any) -> bool:
-    """Whether the keys that this program knows have values of the right form."""
-    known: dict[str, Callable[[Any], bool]] = {
+def _is_metadata(value: object) -> bool:
+    known: dict[str, Callable[[object], bool]] = {
         "data": lambda data: isinstance(data, str),
         "shapes": _is_shapes,
         "score": lambda score: isinstance(score, list) and score != [] and all(map(_is_number, score)),
@@ -142,7 +168,7 @@ def _is_metadata(value: Any) -> bool:
 
 
 # By key of a manifest: whether a value fits, and what to expect in words.
-_FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
+_FORM: dict[str, tuple[Callable[[object], bool], str]] = {
     "step": (_is_whole_number, "a whole number"),
     "arrays": (
         lambda value: isinstance(value, dict) and "params" in value and all(map(_ITEM.fullmatch, value)),
@@ -158,14 +184,13 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _brief(value: Any) -> str:
-    """A JSON value in words: its type, and the value if it is short."""
+def _brief(value: object) -> str:
     kind = {dict: "an object", list: "a list", str: "the text", bool: "the word", type(None): "nothing"}
     name, text = kind.get(type(value), "the number"), json.dumps(value)
     return name if value is None or len(text) > 60 else f"{name} {text}"
 
 
-def check_template(name: str, template: Any, manifest: Manifest, place: Path) -> None:
+def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -> None:
     """Checks that the wanted dtypes and shapes of an item are those that were saved.
 
     Args:
@@ -200,10 +225,10 @@ def on_host() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device)
 
 
-def template(arrays: Fingerprints) -> dict[str, Any]:
+def template(arrays: Fingerprints) -> Tree:
     """A nested dict of jax.ShapeDtypeStruct on the host, made of fingerprints by path "a/b/c"."""
     sharding = on_host()
-    tree: dict[str, Any] = {}
+    tree: Tree = {}
     for path, (dtype, shape, *_) in arrays.items():
         *parents, name = path.split("/")
         node = tree
@@ -213,7 +238,7 @@ def template(arrays: Fingerprints) -> dict[str, Any]:
     return tree
 
 
-def _seal(manifest: Manifest) -> Manifest:
+def _seal(manifest: Mapping[str, object]) -> dict[str, object]:
     """The manifest with the SHA-256 of its other values under "seal"."""
     body = {key: value for key, value in manifest.items() if key != "seal"}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)

@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -13,6 +12,7 @@ from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
 from pipejax.data.tokenizer import Tokenizer, check_special_ids
 from pipejax.model import lora, quantization
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, new_directory, write_text
 
@@ -73,7 +73,7 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
     return tokenizer
 
 
-def save_params(directory: str | Path, config: Config, params: Any, *, tokenizer_source: Path | None = None) -> None:
+def save_params(directory: str | Path, config: Config, params: Tree, *, tokenizer_source: Path | None = None) -> None:
     """Writes a run directory that holds only parameters, as step 0: completely or not at all.
 
     Args:

@@ -11,19 +11,18 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
-from pipejax.checkpoint.arrays import Writes
+from pipejax.checkpoint.arrays import Saving, Writes, wait_for
 from pipejax.checkpoint.fingerprint import Fingerprints, difference, fingerprints, shapes_of
-from pipejax.checkpoint.manifest import Damaged, Manifest
-from pipejax.checkpoint.saving import Saving, wait_for
+from pipejax.checkpoint.manifest import Damaged, Manifest, Metadata
 from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
 from pipejax.data.tokenizer import check_digests, digests
-from pipejax.system import distributed, environment
+from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, make_directories
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 LOOKS = 20  # attempts to read steps that a training run replaces meanwhile
 
 T = TypeVar("T")
-Expect = Callable[[Config], Mapping[str, Any]]  # a step's config -> templates of the wanted items
+Expect = Callable[[Config], Mapping[str, Tree]]  # a step's config -> templates of the wanted items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +39,9 @@ class Restored:
     """A verified step."""
 
     step: int
-    items: dict[str, Any]  # trees of arrays by name, such as "params"
+    items: dict[str, Tree]  # trees of arrays by name, such as "params"
     config: Config
-    metadata: dict[str, Any]
+    metadata: Metadata
     arrays: dict[str, Fingerprints]  # by item
     path: Path  # the step's directory
 
@@ -119,10 +118,10 @@ class Store:
     def save(
         self,
         step: int,
-        items: Mapping[str, Any],
+        items: Mapping[str, Tree],
         *,
         config: Config,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         wait: bool = False,
     ) -> bool:
         """Begins to save a step: its arrays and manifest are committed together. Replaces a step of the same number.
@@ -162,7 +161,7 @@ class Store:
         return self.settle() if wait else True
 
     @functools.cached_property
-    def _tokenizer(self) -> dict[str, Any]:
+    def _tokenizer(self) -> dict[str, dict[str, str]]:
         """The tokenizer's digests at the first save, as metadata: files that change later are not those in use."""
         found = digests(self.directory.parent / "tokenizer")
         return {"tokenizer": found} if found else {}
@@ -242,7 +241,7 @@ class Store:
         """The newest step that verifies, or None. Skips damaged steps; `set_aside` renames them to corrupt-STEP."""
         return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
-    def newest_metadata(self) -> dict[str, Any] | None:
+    def newest_metadata(self) -> Metadata | None:
         """As `newest`, but only the metadata. Renames damaged steps, and removes the steps that are not kept."""
 
         def read(step: int) -> Restored:
@@ -316,7 +315,6 @@ class Store:
         return None
 
     def _set_aside(self, step: int) -> str:
-        """Renames a damaged step; returns words for the log."""
         name = ""
         with distributed.together(UserError):
             try:
@@ -327,16 +325,15 @@ class Store:
         return f"kept aside as {name}"
 
     def _manifest(self, step: int) -> Manifest:
-        """Reads and checks the manifest of a step."""
         place = self.place(step)
         with reading(place / "manifest"):
             manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
         return manifest_lib.check(manifest, step, place)
 
-    def _read(self, manifest: Manifest, name: str, template: Any) -> Any:
+    def _read(self, manifest: Manifest, name: str, template: Tree) -> Tree:
         return arrays_lib.read(self.place(manifest["step"]) / name, template, _files(manifest, name))
 
-    def _shapes(self, manifest: Manifest, name: str) -> Any:
+    def _shapes(self, manifest: Manifest, name: str) -> Tree:
         """The tree of an item's shapes as saved; raises Damaged if they differ from the manifest."""
         found = arrays_lib.shapes(self.place(manifest["step"]) / name, _files(manifest, name))
         if problem := difference(shapes_of(found), {path: x[:2] for path, x in manifest["arrays"][name].items()}):
@@ -344,7 +341,6 @@ class Store:
         return found
 
     def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
-        """Merges the written parts, writes the manifest with the files' digests, and commits the step."""
         staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
             arrays_lib.finish(staging / name)
@@ -375,7 +371,6 @@ class Store:
             logger.warning(line)
 
     def _log_failure(self, step: int, error: Exception) -> None:
-        """Logs why a save failed, and removes its files."""
         self.why_not = reason_of(error)
         logger.warning(
             f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are as they were"

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
 
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
@@ -83,12 +82,10 @@ def _digest(file: Path) -> str:
 
 
 def _other_os_error(error: BaseException) -> bool:
-    """Whether the operating system failed in another way than by a missing file."""
     return isinstance(error, OSError) and not isinstance(error, MISSING)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -122,7 +119,7 @@ def hush_stragglers() -> None:
     if getattr(before, "hushes", False):
         return
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         told = f"{unraisable.object!r} {unraisable.exc_value!r} {unraisable.err_msg}"
         if LOOP_CLOSED not in told and "_read_array_index" not in told and "TensorStore" not in told:
             before(unraisable)

@@ -56,7 +56,6 @@ def _prepare(flags: argparse.Namespace) -> int:
 
 
 def _stats(flags: argparse.Namespace) -> int:
-    """Measures the splits that have examples, with the task's own bounds unless --set changes them."""
     if flags.task not in TASKS:
         hint = did_you_mean(flags.task, TASKS)
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(TASKS)}{hint}")

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,7 +64,6 @@ def abstract_batch(config: TrainConfig, shape: Pair, choices: int = 0) -> dict[s
 
 
 def _round(need: Pair) -> Pair:
-    """The default of `collate`: rounds both lengths up."""
     return round_up(need[0]), round_up(need[1])
 
 
@@ -85,7 +84,6 @@ def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
 
 
 def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
-    """Pads examples that are already in the order in which they fill the rows of slots."""
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
@@ -191,7 +189,7 @@ class TrainingBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._encoded) // self.size
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # it has no slices
         """The batch number `index`."""
         drawn, place = divmod(index, self.group)
         return self._drawn(drawn)[place]

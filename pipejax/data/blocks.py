@@ -7,9 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from pipejax.data.bad_lines import Refusal, refuse
 from pipejax.data.formats import is_parquet, read_parquet
-from pipejax.data.lines import Placed, bounded, read_objects
+from pipejax.data.lines import Placed, Refusal, bounded, read_objects, refuse
 from pipejax.data.packed import open_file, unpacked
 from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError
@@ -48,7 +47,6 @@ def cut(path: str, size: int, *, delimiter: str = "") -> list[Block]:
 
 
 def _cut_table(content: BinaryIO, path: str, size: int, delimiter: str) -> Iterator[Block]:
-    """The blocks of a table."""
     read: list[bytes] = []  # since the last row
 
     def lines() -> Iterator[bytes]:

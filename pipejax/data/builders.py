@@ -7,9 +7,9 @@ import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, NoReturn
 
 from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
 from pipejax.data.manual import Manual
@@ -27,7 +27,10 @@ with extra("data", "data prepare"):
 
 logger = logging.getLogger(__name__)
 
-_FEATURES: dict[Any, Any] = {str: tfds.features.Text, list: lambda: tfds.features.Sequence(tfds.features.Text())}
+_FEATURES: dict[type, Callable[[], object]] = {
+    str: tfds.features.Text,
+    list: lambda: tfds.features.Sequence(tfds.features.Text()),
+}
 _VERSION = tfds.core.Version("1.0.0")
 
 
@@ -36,16 +39,16 @@ class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type:
 
     published: ClassVar[Published]
 
-    def _info(self) -> Any:
+    def _info(self) -> tfds.core.DatasetInfo:
         features = {key: _FEATURES[kind]() for key, kind in self.published.fields.items()}
         return tfds.core.DatasetInfo(
             builder=self, disable_shuffling=True, features=tfds.features.FeaturesDict(features)
         )
 
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[str, Record]]]:
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[tuple[str, Record]]]:
         return generators(self.published, Manual(dl_manager.manual_dir, expected=self.published.files))
 
-    def _generate_examples(self) -> Any:
+    def _generate_examples(self) -> NoReturn:
         raise NotImplementedError("the generators are made with the splits")
 
 

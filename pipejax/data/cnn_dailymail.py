@@ -23,7 +23,6 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(urls: File, stories: Mapping[str, File]) -> Records:
-    """Yields the stories whose names are SHA-1 digests of the URLs in a list."""
     with urls.open() as file:
         names = {hashlib.sha1(line.strip().encode()).hexdigest() for _, line in decode_lines(file, str(urls))}
     for name in sorted(names):

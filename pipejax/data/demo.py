@@ -19,12 +19,12 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
 
 from pipejax.data.examples import Example
-from pipejax.data.lines import text_of
+from pipejax.data.lines import Object, text_of
 from pipejax.data.tokenizer import Tokenizer, import_transformers
 
 T = TypeVar("T")
@@ -41,22 +41,8 @@ _LEAST_WORDS, _LEAST_LONG_WORDS = 24, 36  # of a note: shorter ones get clauses 
 CUE = "deliver"
 ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
 NOUNS = (
-    "apples",
-    "pears",
-    "bread",
-    "cheese",
-    "honey",
-    "candles",
-    "lamps",
-    "roses",
-    "books",
-    "maps",
-    "coins",
-    "boxes",
-    "ropes",
-    "tiles",
-    "shoes",
-    "bells",
+    *("apples", "pears", "bread", "cheese", "honey", "candles", "lamps", "roses", "books", "maps", "coins"),
+    *("boxes", "ropes", "tiles", "shoes", "bells"),
 )
 PEOPLE = ("baker", "driver", "clerk", "captain", "gardener", "teacher")
 PLACES = ("river", "station", "market", "garden", "harbour", "bridge")
@@ -68,30 +54,9 @@ WORDS = (".", "the", CUE, *itertools.chain(*ADJECTIVES), *NOUNS, *PEOPLE, *PLACE
 PLURALS = tuple(noun for noun in NOUNS if noun.endswith("s"))
 NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 BASKET_NAMES = (
-    "picnic",
-    "winter",
-    "summer",
-    "autumn",
-    "school",
-    "beach",
-    "birthday",
-    "holiday",
-    "sunday",
-    "family",
-    "wedding",
-    "office",
-    "party",
-    "breakfast",
-    "supper",
-    "travel",
-    "sports",
-    "kitchen",
-    "camping",
-    "farewell",
-    "welcome",
-    "village",
-    "island",
-    "forest",
+    *("picnic", "winter", "summer", "autumn", "school", "beach", "birthday", "holiday", "sunday", "family"),
+    *("wedding", "office", "party", "breakfast", "supper", "travel", "sports", "kitchen", "camping"),
+    *("farewell", "welcome", "village", "island", "forest"),
 )
 LONG_WORDS = (*WORDS, *NUMBERS, *BASKET_NAMES, "basket")
 
@@ -148,7 +113,7 @@ class DemoTask:
         """The examples of "train", "dev" or "test"."""
         return examples(split, long=self._long)
 
-    def source(self, value: dict[str, Any], place: str) -> str:
+    def source(self, value: Object, place: str) -> str:
         """The record's "source", unchanged."""
         return text_of(value, "source", place)
 
@@ -231,7 +196,6 @@ def _things(chance: Iterator[float]) -> tuple[str, ...]:
 
 
 def _thing(chance: Iterator[float]) -> str:
-    """A noun with 0 to 2 adjectives before it."""
     adjectives = [_pick(ADJECTIVES[kind], chance) for kind in _pick(_KINDS, chance)]
     return " ".join([*adjectives, _pick(NOUNS, chance)])
 

@@ -3,8 +3,9 @@
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from pipejax.data.lines import Object
 from pipejax.data.tokenizer import Tokenizer
 
 
@@ -27,7 +28,7 @@ class Task(Protocol):
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of the split "train", "dev" or "test"; empty if the task lacks that split."""
 
-    def source(self, value: dict[str, Any], place: str) -> str:
+    def source(self, value: Object, place: str) -> str:
         """The model's input for a record without targets: made of its fields as in training, or its "source".
 
         `place` is the record's "FILE:LINE", for errors.

@@ -4,12 +4,12 @@ import contextlib
 import importlib
 import itertools
 import math
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipejax.data.bad_lines import Refusal, refuse
-from pipejax.data.lines import Placed, read_file
+from pipejax.data.lines import Placed, Refusal, read_file, refuse
 from pipejax.data.packed import open_file, unpacked
 from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
@@ -81,7 +81,6 @@ def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterat
 
 @contextlib.contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
-    """Gives an open Parquet file; raises a UserError for what goes wrong with it in the block."""
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
     library, arrow = _library("pyarrow.parquet", "parquet", path), _library("pyarrow", "parquet", path)
@@ -93,7 +92,6 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
-    """Yields ("DIR:NUMBER", row as an object) for each row of a saved data set."""
     if not is_dataset(path):
         raise UserError(f"{path}: found a directory; expected {EXPECTED}")
     if (path / "dataset_dict.json").is_file():
@@ -108,7 +106,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(f"{path}: not a data set, or damaged ({first_line(error)})") from error
 
 
-def rows_in(given: Any, name: str) -> Iterator[Any]:
+def rows_in(given: object, name: str) -> Iterator[Any]:
     """Yields the rows of a table that is in memory as objects, and the items of any other iterable as they are.
 
     Args:
@@ -132,7 +130,7 @@ def rows_in(given: Any, name: str) -> Iterator[Any]:
     return ({str(key): _cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     """A cell as JSON would have it: None for what is missing, which pandas writes as NaN, and lists for arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
@@ -140,7 +138,7 @@ def _cell(value: Any) -> Any:
     return [_cell(x) for x in value] if isinstance(value, list | tuple) else value
 
 
-def _library(module: str, extra_name: str, path: Path) -> Any:
+def _library(module: str, extra_name: str, path: Path) -> types.ModuleType:
     """Imports a module of an extra; raises a UserError, which begins with `path`, if it is not installed."""
     with extra(extra_name, path):
         return importlib.import_module(module)

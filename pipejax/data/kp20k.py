@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import check_text, decode_lines, kind, read_objects, text_of, value_of
+from pipejax.data.lines import Object, check_text, decode_lines, kind, read_objects, text_of, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Record, Records
 from pipejax.data.text import keyphrases, split
@@ -55,7 +55,6 @@ def _pairs(source_file: File, target_file: File) -> Iterator[tuple[str, str, str
 
 
 def _from_objects(name: str, file: File) -> Records:
-    """Records of the release's JSON lines."""
     with file.open() as lines:
         for number, (place, value) in enumerate(read_objects(lines, str(file))):
             record: Record = {"id": str(value.get("id") or f"{name}-{number}")}
@@ -64,7 +63,7 @@ def _from_objects(name: str, file: File) -> Records:
             yield place, record["id"], record
 
 
-def phrases_of(value: Record, place: str, key: str = "keyword") -> list[str]:
+def phrases_of(value: Object, place: str, key: str = "keyword") -> list[str]:
     """The keyphrases under a key: text with ";" between them, a list of texts, or a list of lists of variants.
 
     Variants of one keyphrase become one text with "," between them.

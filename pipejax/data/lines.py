@@ -1,22 +1,78 @@
-"""Reads and checks records of JSON lines and JSON arrays; every error names the file and the line."""
+"""Reads and checks records of JSON lines and JSON arrays; every error names the file and the line.
+
+Lines that cannot be used: the first one ends the work, or all are left out, counted, and named.
+"""
 
 import datetime
 import functools
 import io
 import json
+import logging
 import math
 import numbers
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from pipejax.data.bad_lines import Refusal, refuse
 from pipejax.data.packed import open_file, unpacked
 from pipejax.system.errors import UserError
 
-Placed = tuple[str, dict[str, Any]]  # ("FILE:LINE", record)
+logger = logging.getLogger(__name__)
+
+Object = Mapping[str, object]  # a record as it was read
+Placed = tuple[str, Object]  # ("FILE:LINE", record)
 LONGEST = 2**28  # characters of a line; without a bound a small archive could unpack to a line that fills memory
+SHOWN = 10  # errors that are logged; the others are counted
+Refusal = Callable[[UserError], None]  # takes the error of a line, and raises it or not
+
+
+def refuse(error: UserError) -> None:
+    """Raises the error: no line may be left out."""
+    try:
+        raise error
+    finally:
+        del error  # else it would hold its own traceback, and with that open files
+
+
+class BadLines:
+    """The lines of an input that are left out; without `skip` the first one is refused."""
+
+    def __init__(self, where: str, *, skip: bool, most: int = SHOWN, tell: bool = True) -> None:
+        """None yet.
+
+        Args:
+          where: the input, for people.
+          skip: whether lines may be left out.
+          most: how many errors are kept as `messages`; all are counted.
+          tell: whether the first SHOWN are logged as they come.
+        """
+        self.where, self.skip, self.most, self.tell = where, skip, most, tell
+        self.count, self.messages = 0, list[str]()
+
+    def __call__(self, error: UserError) -> None:
+        """Leaves a line out, or raises its error."""
+        if not self.skip:
+            try:
+                raise error
+            finally:
+                del error  # as in `refuse`
+        self.count += 1
+        if self.count <= self.most:
+            self.messages.append(str(error))
+        if self.tell and self.count <= SHOWN:
+            logger.warning(f"{error}; skipped")
+
+    def end(self, kept: int) -> None:
+        """Says how many were left out of an input of which so many lines were kept.
+
+        Raises:
+          UserError: none was kept.
+        """
+        if self.count and not kept:
+            raise UserError(f"{self.where}: found {self.count} bad lines and no good one; first {self.messages[0]}")
+        if self.count:
+            logger.warning(f"{self.where}: {self.count} bad lines skipped, {kept} good ones kept")
 
 
 def decode_lines(
@@ -145,12 +201,12 @@ def read_file(path: str | Path, bad: Refusal = refuse) -> Iterator[Placed]:
         yield from read_objects(lines, str(path), bad=bad)
 
 
-def text_of(value: dict[str, Any], key: str, place: str) -> str:
+def text_of(value: Object, key: str, place: str) -> str:
     """The text that an object has under a key; raises a UserError if it is absent, no text or empty."""
     return check_text(value_of(value, key, place), key, place)
 
 
-def value_of(value: dict[str, Any], key: str, place: str, expected: str = "one") -> Any:
+def value_of(value: Object, key: str, place: str, expected: str = "one") -> object:
     """The value that an object has under a key; raises a UserError if it is absent.
 
     Args:
@@ -165,7 +221,7 @@ def value_of(value: dict[str, Any], key: str, place: str, expected: str = "one")
     return value[key]
 
 
-def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
+def texts_of(value: Object, key: str, place: str) -> list[str]:
     """The list of texts that an object has under a key; the list may be empty, its texts may not."""
     found = value_of(value, key, place, "a list of texts")
     if not isinstance(found, list | tuple):
@@ -173,7 +229,7 @@ def texts_of(value: dict[str, Any], key: str, place: str) -> list[str]:
     return [check_text(text, f"{key}[{i}]", place) for i, text in enumerate(found)]
 
 
-def check_text(value: Any, key: str, place: str) -> str:
+def check_text(value: object, key: str, place: str) -> str:
     """Returns the value; raises a UserError unless it is text, not blank, and valid Unicode."""
     if not isinstance(value, str):
         raise UserError(f'{place}: "{key}": found {kind(value)}; expected text')
@@ -182,7 +238,7 @@ def check_text(value: Any, key: str, place: str) -> str:
     return _check_unicode(value, key, place)
 
 
-def id_of(value: dict[str, Any], place: str) -> str | int:
+def id_of(value: Object, place: str) -> str | int:
     """The object's id, or the line number of its `place` if it has none."""
     found = value.get("id")
     if found != "" and is_blank(found):
@@ -193,7 +249,6 @@ def id_of(value: dict[str, Any], place: str) -> str | int:
 
 
 def _check_unicode(text: str, key: str, place: str) -> str:
-    """Returns the text; raises a UserError if it has a lone surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -203,7 +258,7 @@ def _check_unicode(text: str, key: str, place: str) -> str:
     return text
 
 
-def is_blank(value: Any) -> bool:
+def is_blank(value: object) -> bool:
     """Whether a value stands for no text: null, not a number (as tables have for null), or blank text."""
     if isinstance(value, str):
         return not value.strip()
@@ -221,7 +276,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """The type of a value of JSON, or of a table's cell, in words; a number is given itself."""
     if value is None:
         return "null"

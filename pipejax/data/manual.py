@@ -8,12 +8,13 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from pipejax.data.packed import open_file
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WHOLE = 2**31  # bytes; every known file that is read as a whole is shorter
@@ -63,8 +64,7 @@ class _Member(io.RawIOBase):
         self._name = str(file)
         self._inner = self._try(lambda: _archive(file.path).open(file.member))
 
-    def _try(self, act: Callable[[], Any]) -> Any:
-        """Returns `act()`; turns an error of reading the zip into a UserError."""
+    def _try(self, act: Callable[[], T]) -> T:
         try:
             return act()
         except _UNREADABLE as error:
@@ -99,7 +99,6 @@ class Manual:
         self.files = sorted(self._list(), key=lambda file: (len(Path(str(file)).parts), str(file)))
 
     def _list(self) -> Iterator[File]:
-        """Yields the files of the directory and its folders, and the members of zips."""
         for path in self.directory.rglob("*"):
             if path.suffix == ".zip" and path.is_file():
                 names = (name for name in _archive(path).namelist() if not name.endswith("/"))

@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Mapping
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import check_text, kind, read_array, text_of, texts_of, value_of
+from pipejax.data.lines import Object, check_text, kind, read_array, text_of, texts_of, value_of
 from pipejax.data.manual import File, Manual
-from pipejax.data.published import Published, Record, Records
+from pipejax.data.published import Published, Records
 from pipejax.system.errors import UserError
 
 _DEV_SHARE = 8
@@ -38,7 +38,6 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _dev_ids(file: File) -> set[str]:
-    """The ids of the eighth of train.json that becomes the dev split."""
     ids = [text_of(value, "id", place) for place, value in read_array(file.read(), str(file))]
     return set(sorted(ids, key=lambda name: hashlib.blake2b(name.encode()).digest())[: len(ids) // _DEV_SHARE])
 
@@ -51,7 +50,7 @@ def _records(file: File) -> Records:
         yield place, name, {"id": name, "question": question, "context": context, "answers": answers}
 
 
-def _from_labels(value: Record, place: str) -> tuple[str, str, list[str]]:
+def _from_labels(value: Object, place: str) -> tuple[str, str, list[str]]:
     """Question, context and answers of the official layout: lists of words, and a label B, I or O a context word."""
     question, context = texts_of(value, "question", place), texts_of(value, "context", place)
     labels = texts_of(value, "label", place)
@@ -70,12 +69,11 @@ def _from_labels(value: Record, place: str) -> tuple[str, str, list[str]]:
     return " ".join(question), " ".join(context), [" ".join(words) for words in answers]
 
 
-def _from_offsets(value: Record, place: str) -> tuple[str, str, list[str]]:
+def _from_offsets(value: Object, place: str) -> tuple[str, str, list[str]]:
     """Question, context and answers of the other layout: texts, and each answer as [text, [start, end]]."""
     question, context = text_of(value, "question", place), text_of(value, "context", place)
     pairs = value_of(value, "answers", place)
-    fits = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-    if not fits:
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise UserError(f'{place}: "answers": found {kind(pairs)}; expected a list of [text, [start, end]]')
     answers = [check_text(answer, f"answers[{i}]", place) for i, (answer, _) in enumerate(pairs)]
     return question, context, answers

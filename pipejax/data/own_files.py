@@ -10,14 +10,12 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pipejax.config import DataConfig
-from pipejax.data.bad_lines import BadLines
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
-from pipejax.data.lines import Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
+from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
 from pipejax.data.text import Template, sentences, split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
@@ -67,10 +65,9 @@ class FilesTask:
         return bool(getattr(self.config, split))
 
     def _shared(self, split: str) -> bool:
-        """Whether the split is a part of `data.train`."""
         return bool(self._shares and self._shares[SPLITS.index(split)])
 
-    def source(self, value: dict[str, Any], place: str) -> str:
+    def source(self, value: Object, place: str) -> str:
         """The filled template; or the record's "source" unchanged, if it has that and none of the template's fields.
 
         A field that is absent, null or blank counts as "".
@@ -82,7 +79,7 @@ class FilesTask:
             return text_of(value, "source", place)
         return self._filled(value, place)
 
-    def _filled(self, value: dict[str, Any], place: str) -> str:
+    def _filled(self, value: Object, place: str) -> str:
         if not any(field in value for field in self.fields):
             value_of(value, self.fields[0], place)  # says which keys there are
         cells = {field: _cell(value, field, place, {*self.fields, self.config.targets}) for field in self.fields}
@@ -97,7 +94,6 @@ class FilesTask:
         return None
 
     def _read(self, path: str) -> list[Example]:
-        """The examples of a file; raises a UserError if there is none."""
         bad, config = BadLines(path, skip=self.config.skip_bad), self.config
         placed = read_records(path, table=config.task == "csv", delimiter=config.csv_delimiter, bad=bad)
         examples = self.examples_of(placed, path, bad)
@@ -159,7 +155,7 @@ class FilesTask:
         return parts
 
 
-def check_fields(fields: Iterable[str], values: Iterable[Mapping[str, Any]], where: str) -> None:
+def check_fields(fields: Iterable[str], values: Iterable[Object], where: str) -> None:
     """Raises a UserError unless each field is in some record; reads no more of them than it has to."""
     lacking, keys = list(fields), dict[str, None]()
     for value in values:
@@ -184,7 +180,7 @@ def _misspelt(field: str, keys: frozenset[str]) -> str:
     return folded[other[0]] if other else ""
 
 
-def _cell(value: Mapping[str, Any], field: str, place: str, known: Collection[str]) -> Any:
+def _cell(value: Object, field: str, place: str, known: Collection[str]) -> object:
     """The value of a record's field; None if that is absent, null or blank.
 
     Raises:
@@ -196,7 +192,7 @@ def _cell(value: Mapping[str, Any], field: str, place: str, known: Collection[st
     return None if is_blank(found) else found
 
 
-def _rows_reader(config: DataConfig) -> Callable[[dict[str, Any], str], list[str]]:
+def _rows_reader(config: DataConfig) -> Callable[[Object, str], list[str]]:
     """The function (record, place) -> target rows that `data.rows` asks for."""
     key = config.targets
     if config.rows == "list":
@@ -205,7 +201,7 @@ def _rows_reader(config: DataConfig) -> Callable[[dict[str, Any], str], list[str
         return lambda value, place: texts_of(value, key, place)
     part = sentences if config.rows == "sentences" else lambda text: split(text, config.delimiter)
 
-    def rows(value: dict[str, Any], place: str) -> list[str]:
+    def rows(value: Object, place: str) -> list[str]:
         text = _cell(value, key, place, {key})
         return [] if text is None else part(check_text(text, key, place))
 

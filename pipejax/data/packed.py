@@ -6,10 +6,11 @@ import gzip
 import importlib
 import io
 import lzma
+import types
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
@@ -66,7 +67,7 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
         raise UserError(f"{where}: damaged {name} data ({error}); expected a whole file") from error
 
 
-def _zstd() -> Any:
+def _zstd() -> types.ModuleType | None:
     """The module of the standard library, which has it from Python 3.14 on; else None."""
     try:
         return importlib.import_module("compression.zstd")

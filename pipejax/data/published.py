@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from pipejax.config import DataConfig, GridConfig
 from pipejax.data.examples import Example
-from pipejax.data.lines import text_of
+from pipejax.data.lines import Object, text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import plain
 from pipejax.data.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class PublishedTask:
         source = self._source(self.published.splits[split])
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 
-    def source(self, value: dict[str, Any], place: str) -> str:
+    def source(self, value: Object, place: str) -> str:
         """The record's "source" unchanged if it has one; else the source that its fields make, spelt as in training."""
         if "source" in value:
             return text_of(value, "source", place)
@@ -78,8 +78,7 @@ class PublishedTask:
         """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
         return None
 
-    def _source(self, split: str) -> Sequence[Any] | None:
-        """The prepared records of TFDS's split; None if it has none."""
+    def _source(self, split: str) -> Sequence[Record] | None:
         with extra("data", f"data.task={self.published.name}"):
             import tensorflow_datasets as tfds
 
@@ -96,22 +95,22 @@ class PublishedTask:
             raise UserError(f"{directory}: found the format {form and form.value}; expected array_record")
         if split not in builder.info.splits or not builder.info.splits[split].num_examples:
             return None
-        source: Sequence[Any] = builder.as_data_source(split=split)
+        source: Sequence[Record] = builder.as_data_source(split=split)
         return source
 
     def _example(self, split: str, index: int, raw: Record) -> Example:
         """Converts a prepared record to an example; rows that are empty in plain spelling are left out."""
-        record = {key: _text(value) for key, value in raw.items()}
+        record: Record = {key: _text(value) for key, value in raw.items()}
         spell = functools.partial(plain, placeholders=self.published.placeholders)
         rows = (spell(row) for row in self.published.targets(record))
         name = record.get("id") or f"{split}-{index}"
         return Example(name, spell(self.published.source(record)), tuple(row for row in rows if row))
 
 
-class _Fields(dict[str, Any]):
+class _Fields(Record):
     """A user's record: reading a field that is absent or not text raises a UserError that names the place."""
 
-    def __init__(self, value: dict[str, Any], place: str) -> None:
+    def __init__(self, value: Object, place: str) -> None:
         super().__init__(value)
         self._place = place
 
@@ -129,7 +128,7 @@ class _Braces(dict[str, str]):
 class PreparedExamples(Sequence[Example]):
     """The examples of a prepared split; each access reads a record and converts it."""
 
-    def __init__(self, source: Sequence[Any], make: Callable[[int, Record], Example]) -> None:
+    def __init__(self, source: Sequence[Record], make: Callable[[int, Record], Example]) -> None:
         """`make` converts (index, record of `source`) to an example; nothing is read yet."""
         self._source, self._make = source, make
 
@@ -149,6 +148,6 @@ class PreparedExamples(Sequence[Example]):
         return self._make(places, self._source[places])
 
 
-def _text(value: Any) -> Any:
+def _text(value: bytes | Iterable[bytes]) -> str | list[str]:
     """Decodes a field: TFDS returns text as bytes, and a list of texts as a list or array of bytes."""
     return value.decode() if isinstance(value, bytes) else [item.decode() for item in value]

@@ -7,9 +7,9 @@ The paper's PubMed has the sizes of this data set, although the paper cites anot
 from collections.abc import Mapping
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import kind, read_objects, text_of, value_of
+from pipejax.data.lines import Object, kind, read_objects, text_of, value_of
 from pipejax.data.manual import File, Manual
-from pipejax.data.published import Published, Record, Records
+from pipejax.data.published import Published, Records
 from pipejax.data.text import lines
 from pipejax.system.errors import UserError
 
@@ -30,8 +30,7 @@ def _records(file: File) -> Records:
             yield place, text_of(value, "article_id", place), record
 
 
-def _joined(value: Record, key: str, place: str) -> str:
-    """The texts of a list under a key, as lines of one text."""
+def _joined(value: Object, key: str, place: str) -> str:
     texts = value_of(value, key, place)
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UserError(f'{place}: "{key}": found {kind(texts)}; expected a list of texts')

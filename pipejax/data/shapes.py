@@ -55,19 +55,18 @@ class Shapes:
         """
         fitting = [p for p in self.in_use(step) if p[0] >= need[0] and p[1] >= need[1]]
         if fitting:
-            return min(fitting, key=self.cost)
+            return fitting[int(self.cost(np.asarray(fitting)).argmin())]
         source, slots = (
             min(length << max(math.ceil(math.log2(n / length)), 0), max(limit, round_up(n)))
             for n, length, limit in zip(need, self.pairs[0], self.limit, strict=True)
         )
         return source, slots
 
-    def cost(self, pair: Any) -> Any:
-        """The cost of a padded shape relative to the mean lengths; also of each shape in an array [..., 2]."""
-        pairs = np.asarray(pair)
-        return SOURCE * pairs[..., 0] / self.means[0] + pairs[..., 1] / self.means[1]
+    def cost(self, pairs: np.ndarray) -> np.ndarray:
+        """The cost [...] of padded shapes [..., 2] relative to the mean lengths."""
+        return np.asarray(SOURCE * pairs[..., 0] / self.means[0] + pairs[..., 1] / self.means[1])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields as JSON values, which `from_json` reads."""
         return dataclasses.asdict(self)
 

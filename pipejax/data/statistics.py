@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -16,6 +16,24 @@ from pipejax.methods import shown, spell, tells_rows_apart
 
 _UNBOUNDED = 2**30  # a bound that no target reaches
 TEXTS = ("sources", "targets")  # of which the tokenizer may not give all back
+
+
+class Statistics(TypedDict):
+    """The statistics of a split; those that may be absent need a tokenizer."""
+
+    examples: int
+    without_target: int  # rows of which the tokenizer leaves nothing are none
+    words_per_target: float  # means
+    rows_per_target: float
+    words_per_row: float
+    # median, percentile_95 and most (the maximum) of source, rows (rows a target), row (tokens a row), pipelined_steps
+    # (Algorithm 1 without bounds) and sequential_steps.
+    tokens: NotRequired[dict[str, dict[str, float]]]
+    step_ratio: NotRequired[float]  # the sum of sequential steps over that of pipelined steps
+    # Examples cut by max_source, max_target (of the pipelined objective), time_max, sub_max, and by either of the two.
+    cut_percent: NotRequired[dict[str, float]]
+    changed_percent: NotRequired[dict[str, float]]  # examples whose sources, and targets, do not come back from ids
+    changed_first: NotRequired[dict[str, str]]  # of both, where the first one is, and what comes back instead
 
 
 @dataclasses.dataclass
@@ -40,7 +58,7 @@ def measure(
     bounds: GridConfig,
     *,
     tick: Callable[[int], None] = lambda count: None,
-) -> dict[str, Any]:
+) -> Statistics:
     """Computes the statistics of a split; those in tokens need a tokenizer.
 
     Words are separated by white space. Token counts include eos in `source` and in the steps only, and never bos.
@@ -51,17 +69,6 @@ def measure(
       data: for max_source, max_target and the separator.
       bounds: the delay, time_max and sub_max.
       tick: called with 1 after each example.
-
-    Returns:
-      examples, without_target: counts. Rows of which the tokenizer leaves nothing are none.
-      words_per_target, rows_per_target, words_per_row: means.
-      tokens: median, percentile_95 and most (the maximum) of source, rows (rows a target), row (tokens a row),
-        pipelined_steps (Algorithm 1 without bounds) and sequential_steps.
-      step_ratio: the sum of sequential steps over that of pipelined steps.
-      cut_percent: the percentage of examples cut by max_source, max_target (of the pipelined objective), time_max,
-        sub_max, and by either of the last two.
-      changed_percent: the percentage of examples whose sources, and targets, the tokenizer does not give back.
-      changed_first: of both, where the first one is, and what comes back instead.
     """
     lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:
@@ -70,7 +77,7 @@ def measure(
         rows.append(len(kept))
         tick(1)
     size, row_count = max(len(rows), 1), sum(rows)
-    result: dict[str, Any] = {
+    result: Statistics = {
         "examples": len(rows),
         "without_target": rows.count(0),
         "words_per_target": words / size,
@@ -124,14 +131,13 @@ def _count(
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
-    """Median, 95th percentile and maximum; zeros without values."""
     if not values:
         return {"median": 0.0, "percentile_95": 0.0, "most": 0.0}
     median, high = np.percentile(values, (50, 95))
     return {"median": float(median), "percentile_95": float(high), "most": float(max(values))}
 
 
-def table(splits: dict[str, dict[str, Any]]) -> list[str]:
+def table(splits: dict[str, Statistics]) -> list[str]:
     """The lines of the tables that show the statistics of `measure`, given by split."""
     lines = [f"{'split':8}{'examples':>10}{'words/target':>14}{'rows':>7}{'words/row':>11}{'no target':>11}"]
     for name, s in splits.items():

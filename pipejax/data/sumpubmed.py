@@ -29,7 +29,6 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _split(number: str) -> str:
-    """The split of an article by the digest of its number."""
     share = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest()) % _SHARES
     return {0: "dev", 1: "test"}.get(share, "train")
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from pipejax.data.bad_lines import Refusal, refuse
-from pipejax.data.lines import LONGEST, Placed, bounded, decoded
+from pipejax.data.lines import LONGEST, Placed, Refusal, bounded, decoded, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.system.errors import UserError
 

@@ -2,6 +2,7 @@
 
 import fnmatch
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -10,11 +11,14 @@ import threading
 import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look, stand_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +31,10 @@ _READ = (
     *("byte_maps.json", "emoji.json", "word_*.json"),
 )
 # For every call that reads files: never run code from the directory, and do not ask the user whether to.
-_DATA: dict[str, Any] = {"trust_remote_code": False}
+_DATA = {"trust_remote_code": False}
 _STAYS = re.compile("[A-Za-z0-9]")  # of these some token is left, whatever the tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
+WINDOW = 16  # tokens that are decoded again to see what one more adds, at the most
 _UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
 
 
@@ -40,7 +45,7 @@ class Tokenizer:
     unknown: int | None  # the id of what it lacks; None: it lacks nothing
     eos: int | None  # the id that ends a text; None: its files do not say
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: "PreTrainedTokenizerBase") -> None:
         """Wraps a tokenizer object of transformers; `load` makes one from files."""
         self._inner = inner
         self._backend = inner.backend_tokenizer if inner.is_fast else None
@@ -153,6 +158,40 @@ class Tokenizer:
         return None if piece is None else self._inner.convert_tokens_to_ids(str(piece))
 
 
+class Growing:
+    """The text of a row of tokens while it grows: the pieces are the row's text when it is complete.
+
+    Only the last tokens are decoded with each new one: all of them would take a time that grows with the row.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer all pieces are empty."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # the last ones
+        self._said = ""  # of their text, what was given out
+
+    def add(self, token: int) -> str:
+        """The text that the token adds. Half a character waits for the other half."""
+        if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
+            return ""
+        self._ids.append(token)
+        text = self._tokenizer.decode_known(self._ids)
+        if text.endswith("\ufffd") or not text.startswith(self._said):
+            return ""
+        added, self._said = text[len(self._said) :], text
+        if len(self._ids) >= WINDOW:
+            later = self._tokenizer.decode_known(self._ids[WINDOW // 2 :])
+            if later and text.endswith(later):
+                self._ids, self._said = self._ids[WINDOW // 2 :], later
+        return added
+
+    def rest(self) -> str:
+        """The text that still waits when the row ends."""
+        text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
+        added, self._said = text[len(self._said) :], text
+        return added
+
+
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
     """Checks that the model's eos ends texts in the tokenizer, too: sources and rows end with it.
 
@@ -225,11 +264,10 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
 
 
 def _is_read(name: str) -> bool:
-    """Whether a tokenizer may read a file of that name."""
     return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ)
 
 
-def _read_directory(directory: Path, named: Path) -> Any:
+def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase":
     """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
     if not any(look(directory / name) == "file" for name in _FILES):
         raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(_FILES)}")
@@ -258,7 +296,7 @@ def _names_a_class(directory: Path) -> bool:
     return look(file) == "file" and "tokenizer_class" in json.loads(file.read_text(encoding="utf-8"))
 
 
-def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> Any:
+def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> "PreTrainedTokenizerBase":
     """Reads a bare spiece.model: T5 has 100 sentinel tokens after the pieces, mT5 has its sentinels among them."""
     try:
         return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
@@ -291,8 +329,7 @@ def _damage(directory: Path) -> str:
     return ""
 
 
-def _read_hub(name: str) -> Any:
-    """Reads the tokenizer of a hub id, from the local cache if it was downloaded before."""
+def _read_hub(name: str) -> "PreTrainedTokenizerBase":
     transformers = import_transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, **_DATA)  # if downloaded before
@@ -312,19 +349,15 @@ def _read_hub(name: str) -> Any:
 
 
 def _is_hub_id(name: str) -> bool:
-    """Whether the name has a hub id's form, NAME or OWNER/NAME."""
     parts = name.split("/")
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
-def import_transformers() -> Any:
+def import_transformers() -> types.ModuleType:
     """Imports transformers late, as that takes seconds, and without its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
-    return transformers
+    return importlib.import_module("transformers")
 
 
 def _summary(error: Exception) -> str:
-    """Type and first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

@@ -31,7 +31,7 @@ def _records(table: File, titles: File) -> Records:
     with table.open() as file:
         rows = Table(lines_of(file, str(table)), str(table), delimiter=",").records()
         for number, (place, row) in enumerate(rows):
-            headline, title, text = (value_of(row, column, place).strip() for column in _COLUMNS)
+            headline, title, text = (str(value_of(row, column, place)).strip() for column in _COLUMNS)
             if headline and len(headline) < _MOST * len(text) and title.replace(" ", "") in wanted:
                 text = re.sub(r"\.+\n+,", ".\n", text)  # the file has a comma after the end of a step
                 yield place, str(number), {"text": text, "headline": headline.replace(".,", "."), "title": title}

@@ -1,6 +1,6 @@
 """Decoding strategies: which queries a step asks, what they may see, what becomes of the answers. No model in here."""
 
-from typing import Any
+from typing import cast
 
 from pipejax.config import DecodeConfig
 from pipejax.decoding import drafters
@@ -11,7 +11,7 @@ from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafted
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.interface import TRUNCATIONS, Decoded, Model, Plain, Refillable, SourceIds, Stepper, Strategy
-from pipejax.decoding.pipelined import Pipelined
+from pipejax.decoding.pipelined import OnGrid, Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.decoding.trace import Asked, Trace, listed
 
@@ -53,5 +53,5 @@ __all__ = [
 
 def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> Drafted:
     """The strategy with drafts of `drafter`, or of the one that `decode.draft` names."""
-    on_grid: Any = inner  # the method said that it can
+    on_grid = cast(OnGrid, inner)  # the method said that it can
     return Drafted(on_grid, drafter or drafters.make(decode.draft), decode.draft_tokens, trace=decode.trace)

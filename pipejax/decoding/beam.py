@@ -1,7 +1,6 @@
 """Token by token over several hypotheses: beam search, the stronger baseline. A row of the grid is a beam."""
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 
 from pipejax.decoding.gathering import Query
 from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
+from pipejax.grid import Numbers
 
 
 @flax.struct.dataclass
@@ -56,7 +56,7 @@ class Beam(Plain):
         """bos once, then one a beam and step."""
         return 1 + self.beams * (self.max_length - 1)
 
-    def start(self, row: Any) -> Any:
+    def start(self, row: Numbers) -> Numbers:
         """At once."""
         return 0 * row
 

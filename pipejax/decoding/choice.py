@@ -9,7 +9,6 @@ Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, 
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import flax.struct
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding.gathering import Query, Step
+from pipejax.grid import Numbers
 
 Array = jax.Array
 NEVER = -jnp.inf  # the logit of a token that is not to be chosen
@@ -27,10 +27,10 @@ BLOCK = 256  # tokens whose weights are added up together
 class Sampling:
     """From which distribution tokens are drawn: for one answer, or as arrays for each example of a batch."""
 
-    temperature: Any = 0.0  # f32 [B], what logits are divided by; 0: the most likely token is taken
-    top_k: Any = 0  # i32 [B], of so many most likely tokens; 0: of all
-    top_p: Any = 1.0  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
-    seed: Any = 0  # u32 [B]
+    temperature: Numbers = 0.0  # f32 [B], what logits are divided by; 0: the most likely token is taken
+    top_k: Numbers = 0  # i32 [B], of so many most likely tokens; 0: of all
+    top_p: Numbers = 1.0  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
+    seed: Numbers = 0  # u32 [B]
 
     @classmethod
     def together(cls, each: "Sequence[Sampling]") -> "Sampling":
@@ -48,10 +48,12 @@ class Wishes:
     """The wishes for the answers of a batch, by which their tokens are chosen."""
 
     sampling: Sampling | None = None  # None: greedily
-    forced: Any = None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
-    allowed: Any = None  # bool [B, V], the tokens that may be chosen; None: all
+    forced: Array | np.ndarray | None = (
+        None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
+    )
+    allowed: Array | np.ndarray | None = None  # bool [B, V], the tokens that may be chosen; None: all
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept
-    scored: Any = None  # bool scalar: False saves computing them for now; None: they are computed
+    scored: Array | np.bool | None = None  # bool scalar: False saves computing them for now; None: they are computed
 
     @property
     def need_logits(self) -> bool:
@@ -72,8 +74,6 @@ def first_argmax(logits: Array) -> Array:
 
 def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes) -> Array:
     """The tokens i32 [N] that are wished for, of the queries that were asked.
-
-    `greedy` takes the most likely ones, where nothing else is wished for.
 
     Args:
       greedy: takes the most likely ones, where nothing else is wished for.
@@ -99,7 +99,7 @@ def imposed(tokens: Array, asked: Step, wishes: Wishes) -> Array:
     """The tokens i32 [N] with those that `Wishes.forced` has for the queries that were asked."""
     if wishes.forced is None:
         return tokens
-    forced = wishes.forced.at[_whose(asked)].get(mode="fill", fill_value=-1)
+    forced = jnp.asarray(wishes.forced).at[_whose(asked)].get(mode="fill", fill_value=-1)
     return jnp.where(forced < 0, tokens, forced)
 
 

@@ -17,7 +17,6 @@ example, C cache slots in reach, V vocabulary.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import flax.struct
 import jax
@@ -28,6 +27,7 @@ from pipejax.decoding import choice
 from pipejax.decoding.choice import GREEDILY, Wishes
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, taken, without
 from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, Stepper
+from pipejax.system import Tree
 
 QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
 
@@ -61,12 +61,12 @@ class Sizes:
 class Carry:
     """The state of a decode that goes from step to step."""
 
-    state: Any
+    state: Tree
     query: Query  # of the next step
     size: Array  # i32 scalar, index into `Sizes.queries`, the least that holds it
     used: Array  # i32 [B|1], slots that are taken, by each example or by any
     filled: Filled
-    cache: Any
+    cache: Tree
     log_probs: Array | None = None  # as in `Decoded`
     left: Array | None = None  # i32 scalar, steps until it pauses, below zero if at once; None: it does not
 
@@ -102,7 +102,7 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
 def begin(
     strategy: Stepper,
     model: Model[Cache],
-    state: Any,
+    state: Tree,
     sizes: Sizes,
     *,
     wishes: Wishes = GREEDILY,

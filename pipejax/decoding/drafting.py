@@ -12,7 +12,6 @@ call already, and begins if they turn out right.
 
 import dataclasses
 from functools import cached_property
-from typing import Any
 
 import flax.struct
 import jax
@@ -25,7 +24,8 @@ from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
 from pipejax.decoding.gathering import Query, taken
 from pipejax.decoding.interface import Array, Decoded, Model, SourceIds
 from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, below
-from pipejax.grid import start
+from pipejax.grid import Numbers, start
+from pipejax.system import Tree
 
 MEMORY = 0.9  # the share of their weight that calls keep after another, in the estimate of how often drafts are right
 ROUNDS = 4  # of the search for the drafts to feed; each comes nearer to the best choice
@@ -54,8 +54,8 @@ class State:
     guesses: Array  # i32 [B, R, D], the model's answers beyond what was accepted
     guessed: Array  # i32 [B, R], how many
     drafter: object  # the drafter's own
-    circle: Any = None  # i32 [B], as `Pipelined.circle`, if rows are to be unique
-    trace: Any = None  # a `Trace` of what became of drafts, if it is kept
+    circle: Array | None = None  # i32 [B], as `Pipelined.circle`, if rows are to be unique
+    trace: tracing.Trace | None = None  # what became of drafts, if it is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Drafted:
         """The inner strategy's."""
         return self.inner.places
 
-    def start(self, row: Any) -> Any:
+    def start(self, row: Numbers) -> Numbers:
         """As the inner strategy."""
         return self.inner.start(row)
 
@@ -103,7 +103,7 @@ class Drafted:
         """If the drafter is a model."""
         return isinstance(self.drafter, Borrower)
 
-    def lent(self, model: Model[Any], batch: int) -> "Drafted":
+    def lent(self, model: Model[Tree], batch: int) -> "Drafted":
         """See `Strategy`."""
         assert isinstance(self.drafter, Borrower), "it asks no model"
         # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
@@ -271,8 +271,8 @@ class Drafted:
             guesses=jnp.take_along_axis(answers.swapaxes(1, 2), beyond, axis=2),
             guessed=jnp.where(asks, jnp.maximum(live.sum(axis=1) - gain, 0), 0),
             circle=circle,
-            **self._learned(state, live.sum(axis=1) - 1, run, counts),
         )
+        state = self._learned(state, live.sum(axis=1) - 1, run, counts)
         finished = ended | (self._first + length >= self.grid.time_max)
         over = (finished | (rows >= state.started[:, None])).all(axis=1) & self._closed(state)
         if state.trace is not None:
@@ -300,7 +300,7 @@ class Drafted:
     def result(self, state: State) -> Decoded:
         """The rows, and the steps that Algorithm 1 would have taken for them."""
         started = jnp.arange(self.grid.rows) < state.started[:, None]
-        complete = self._is_empty(state.ended, state.length).any(axis=1)
+        complete = (state.ended & (state.length == 1)).any(axis=1)
         if state.circle is not None:
             complete |= state.circle < NEVER
         cut = (started & ~state.ended).any(axis=1)
@@ -325,9 +325,6 @@ class Drafted:
         """i32 [R], the time of each row's bos."""
         first: Array = start(jnp.arange(self.grid.rows), self.grid.delay)
         return first
-
-    def _is_empty(self, ended: Array, length: Array) -> Array:
-        return ended & (length == 1)
 
     def _closed(self, state: State) -> Array:
         """bool [B], no row starts any more."""
@@ -374,13 +371,14 @@ class Drafted:
         better = (chances > best[last]) | ((chances == best[last]) & (jnp.arange(chances.size) <= order[last]))
         return (better.reshape(*count.shape, -1) & (place <= count[:, :, None]) & (drafted > 0)).sum(axis=2)
 
-    def _learned(self, state: State, drafted: Array, run: Array, counts: Array) -> dict[str, Array]:
-        """The sums with the last call's drafts [B, R]; of each row those up to the first that was wrong are judged."""
+    def _learned(self, state: State, drafted: Array, run: Array, counts: Array) -> State:
+        """The state with the last call's drafts [B, R] in its sums; those up to a row's first wrong one are judged."""
         of = state.trust[:, :, None] == jnp.arange(len(self.drafter.odds))
         right = jnp.maximum(counts, 0)
         judged = right + ((counts == run) & (run < drafted))
         sums = (jnp.where(of, x[:, :, None], 0).sum(axis=1) for x in (right, judged))
-        return {name: MEMORY * getattr(state, name) + x for name, x in zip(("right", "judged"), sums, strict=True)}
+        right, judged = (MEMORY * old + new for old, new in zip((state.right, state.judged), sums, strict=True))
+        return dataclasses.replace(state, right=right, judged=judged)
 
 
 def _flat(x: Array) -> Array:

@@ -5,7 +5,7 @@ Shapes as in `core`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import flax.struct
 import jax
@@ -13,6 +13,8 @@ import numpy as np
 
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.trace import Trace
+from pipejax.grid import Numbers
+from pipejax.system import Tree
 
 Array = jax.Array
 Cache = TypeVar("Cache")
@@ -24,9 +26,9 @@ TRUNCATIONS = (None, "time_max", "sub_max", "max_length")  # the meanings of the
 class SourceIds:
     """A batch of sources, for strategies that read them."""
 
-    ids: Any  # i32 [B, L]
-    length: Any  # i32 [B], how many are real
-    memory: Any = None  # their memory in a drafter's own model
+    ids: Array | np.ndarray  # i32 [B, L]
+    length: Array | np.ndarray  # i32 [B], how many are real
+    memory: Tree = None  # their memory in a drafter's own model
 
 
 @flax.struct.dataclass
@@ -37,8 +39,8 @@ class Decoded:
     lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
     steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
-    calls: Any = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
-    log_probs: Any = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
+    calls: Array | np.ndarray | None = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
+    log_probs: Array | None = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
     trace: Trace | None = None  # the fate of drafts, if `Drafted.trace`
 
 
@@ -74,26 +76,26 @@ class Stepper(Protocol):
     def slots(self) -> int:
         """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
 
-    def init(self, batch: int, source: SourceIds | None = None) -> Any:
+    def init(self, batch: int, source: SourceIds | None = None) -> Tree:
         """The state before the first step; `source`: for strategies that read it."""
 
-    def query(self, state: Any) -> tuple[Any, Query]:
+    def query(self, state: Tree) -> tuple[Tree, Query]:
         """Opens the next step: the state with any new rows, and what to ask."""
 
     @property
-    def choose(self) -> Callable[[Array], Any] | None:
+    def choose(self) -> Callable[[Array], Tree] | None:
         """The function from logits f32 [V, N] to the answers, arrays [N, ...]; None: the most likely tokens i32 [N]."""
 
-    def advance(self, state: Any, answers: Any) -> Any:
+    def advance(self, state: Tree, answers: Tree) -> Tree:
         """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
 
-    def kept(self, state: Any) -> Array | None:
+    def kept(self, state: Tree) -> Array | None:
         """bool [B, S], True at queries of the last step that later ones may see; None: at all."""
 
-    def done(self, state: Any) -> Array:
+    def done(self, state: Tree) -> Array:
         """bool [B], True at finished examples."""
 
-    def result(self, state: Any) -> Decoded:
+    def result(self, state: Tree) -> Decoded:
         """The rows, once all are done."""
 
 
@@ -104,7 +106,7 @@ class Strategy(Stepper, Protocol):
     def eos(self) -> int:
         """The token that ends a row."""
 
-    def start(self, row: Any) -> Any:
+    def start(self, row: Numbers) -> Numbers:
         """The time of the query whose answer is a row's first token."""
 
     @property
@@ -124,10 +126,10 @@ class Strategy(Stepper, Protocol):
           skips_fillers: whether a step costs the queries that are asked, and not those that it has room for.
         """
 
-    def lent(self, model: Model[Any], batch: int) -> "Strategy":
+    def lent(self, model: Model[Tree], batch: int) -> "Strategy":
         """The strategy with the small model's decoder of a batch, if it `borrows` one; traced."""
 
-    def calls(self, decoded: Decoded) -> Any:
+    def calls(self, decoded: Decoded) -> np.ndarray:
         """i32 [B], decoder calls that an example takes by itself, in NumPy."""
 
 
@@ -145,15 +147,15 @@ class Plain:
         """None: nothing can be wished of its answers."""
         return 0, 0
 
-    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> Any:
+    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
         """See `Strategy`."""
         return self
 
-    def lent(self, model: Model[Any], batch: int) -> Any:
+    def lent(self, model: Model[Tree], batch: int) -> Self:
         """See `Strategy`."""
         return self
 
-    def kept(self, state: Any) -> Array | None:
+    def kept(self, state: Tree) -> Array | None:
         """All."""
         return None
 
@@ -165,5 +167,5 @@ class Plain:
 class Refillable(Strategy, Protocol):
     """A strategy each of whose examples has a state of its own: all arrays of its state have a first axis of B."""
 
-    def stopped(self, state: Any, which: Array) -> Any:
+    def stopped(self, state: Tree, which: Array) -> Tree:
         """The state with the examples bool [B] done."""

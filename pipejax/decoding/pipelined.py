@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import flax.struct
 import jax
@@ -72,7 +72,7 @@ class Pipelined(Plain):
         """The grid."""
         return self.rows, self.time_max
 
-    def start(self, row: Any) -> Any:
+    def start(self, row: grid.Numbers) -> grid.Numbers:
         """That of its bos."""
         return grid.start(row, self.delay)
 

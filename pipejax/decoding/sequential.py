@@ -1,7 +1,6 @@
 """Token by token: the ordinary greedy decoder of T5, the baseline. One row of the grid."""
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from pipejax.decoding.gathering import Query
 from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
 from pipejax.decoding.pipelined import Pipelined
+from pipejax.grid import Numbers
 
 
 @flax.struct.dataclass
@@ -45,7 +45,7 @@ class Sequential(Plain):
         """One row."""
         return 1, self.max_length
 
-    def start(self, row: Any) -> Any:
+    def start(self, row: Numbers) -> Numbers:
         """At once."""
         return 0 * row
 

@@ -4,7 +4,7 @@ Shapes: B batch, C calls at the most, R rows of the grid, D drafted tokens of a 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -17,10 +17,10 @@ Array = jax.Array
 class Trace:
     """Of each call and row what was drafted, and what came of it."""
 
-    drafted: Any  # i32 [B, C, R, D], tokens; meaningless beyond `count`
-    count: Any  # i32 [B, C, R], drafted tokens that were fed; -1 if the row was not asked
-    accepted: Any  # i32 [B, C, R], how many of them count
-    written: Any  # i32 [B, C, R], by how many tokens the row grew, the model's own one included
+    drafted: Array  # i32 [B, C, R, D], tokens; meaningless beyond `count`
+    count: Array  # i32 [B, C, R], drafted tokens that were fed; -1 if the row was not asked
+    accepted: Array  # i32 [B, C, R], how many of them count
+    written: Array  # i32 [B, C, R], by how many tokens the row grew, the model's own one included
 
 
 class Asked(NamedTuple):

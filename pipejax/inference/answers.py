@@ -77,6 +77,7 @@ def record_of(
         if unique and method.parts_text:
             repeated = [k for k, row in enumerate(said) if row in said[:k]]
             said = [*dict.fromkeys(said)]
+    assert found.calls is not None, "`Programs.decode` gives them"
     record: Record = {
         "id": source.id,
         "text": text,

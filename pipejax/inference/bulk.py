@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipejax import methods
-from pipejax.data.bad_lines import BadLines
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
+from pipejax.data.lines import BadLines
 from pipejax.inference import records
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load

@@ -323,6 +323,7 @@ class Engine:
 
     def _tell(self, one: _Running, batch: RunningBatch, decoded: Decoded, place: int) -> None:
         """Gives the tokens that are new, up to as many as are asked for."""
+        assert decoded.log_probs is not None, "a `RunningBatch` asks for them"
         most, one.steps = one.answer.request.max_tokens, int(decoded.steps[place])
         new, events = batch.news(decoded, place, one.lengths), []
         for time, row, j in new[: None if most is None else max(most - one.count, 0)]:

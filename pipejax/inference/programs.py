@@ -242,7 +242,7 @@ class Programs:
         weights: Any = ready.decoding
         read: SourceIds | None = None
         if strategy.reads_source:
-            read = SourceIds(jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
+            read = jax.eval_shape(SourceIds, jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
             if small := self._small(strategy):
                 own = small._on(1)
                 found = small._program("encoder", 0, (own.encoding, source, lengths), shape, report).out_info

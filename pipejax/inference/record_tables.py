@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.data.formats import is_parquet
-from pipejax.data.lines import read_file
+from pipejax.data.lines import Object, read_file
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.system.files import look, new_file
@@ -69,7 +69,7 @@ def write(lines: Path, target: str) -> None:
     lines.unlink()
 
 
-def _records(lines: Path) -> Iterator[dict[str, Any]]:
+def _records(lines: Path) -> Iterator[Object]:
     return (record for _, record in read_file(lines))
 
 

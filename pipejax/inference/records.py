@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from pipejax.data.bad_lines import BadLines, Refusal, refuse
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
-from pipejax.data.lines import Placed, read_objects
+from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.inference import record_tables
 from pipejax.inference.answers import Record, count

@@ -9,8 +9,7 @@ from typing import NamedTuple, TextIO
 import jax
 import numpy as np
 
-from pipejax.data.growing import Growing
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Growing, Tokenizer
 from pipejax.decoding import Decoded, Sampling
 from pipejax.inference.running_batch import RunningBatch
 

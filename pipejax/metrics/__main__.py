@@ -8,10 +8,10 @@ be left out. Prints one JSON object of scores in percent, not rounded, and nothi
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipejax import metrics
-from pipejax.data.lines import id_of, kind, read_file
+from pipejax.data.lines import Object, id_of, kind, read_file, value_of
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -55,9 +55,9 @@ def read_documents(path: str, *, with_sources: bool) -> Documents:
     return documents
 
 
-def _rows(value: dict[str, Any], key: str, place: str) -> list[str]:
+def _rows(value: Object, key: str, place: str) -> list[str]:
     """A list of texts. It may be empty, and so may they: that there is no answer is an answer."""
-    rows = _present(value, key, place)
+    rows = value_of(value, key, place)
     if not isinstance(rows, list):
         raise UserError(f'{place}: "{key}": found {kind(rows)}; expected a list of texts')
     for i, row in enumerate(rows):
@@ -66,17 +66,11 @@ def _rows(value: dict[str, Any], key: str, place: str) -> list[str]:
     return rows
 
 
-def _text(value: dict[str, Any], key: str, place: str) -> str:
-    text = _present(value, key, place)
+def _text(value: Object, key: str, place: str) -> str:
+    text = value_of(value, key, place)
     if not isinstance(text, str):
         raise UserError(f'{place}: "{key}": found {kind(text)}; expected text')
     return text
-
-
-def _present(value: dict[str, Any], key: str, place: str) -> Any:
-    if key not in value:
-        raise UserError(f'{place}: found no "{key}"; expected one (keys: {", ".join(value) or "none"})')
-    return value[key]
 
 
 if __name__ == "__main__":

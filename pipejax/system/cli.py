@@ -12,7 +12,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import NoReturn
 
 from pipejax.system import environment, streams
 from pipejax.system.errors import UserError, did_you_mean, out_of_memory
@@ -59,7 +60,9 @@ class Parser(argparse.ArgumentParser):
             help=text,
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parses as argparse does; if a shell asks for completions, prints them and ends the process."""
         if COMPLETING in os.environ:
             with extra("completion", "completion"):
@@ -67,12 +70,14 @@ class Parser(argparse.ArgumentParser):
             argcomplete.autocomplete(self)
         return super().parse_args(args, namespace)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parses as argparse does; `error` wants to know what."""
         self._given = [*(sys.argv[1:] if args is None else args)]
         return super().parse_known_args(args, namespace)
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         """Refuses a value that is none of an argument's choices; argparse calls this for each value."""
         brought = action.dest == "strategy" and any("method=" in word for word in self._given)  # a name of its own
         if action.choices is not None and value not in action.choices and not brought:
@@ -240,8 +245,7 @@ def explain_imports() -> None:
         environment.check_platform()
 
 
-def _ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Ends the program with the exit code of an error."""
+def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if (code := explain(error, debug=False)) == EXIT_OUR_MISTAKE:
         traceback.print_exception(error)
     raise SystemExit(code)

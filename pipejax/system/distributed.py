@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
+T = TypeVar("T")
 TPU_CLUSTERS = (GkeTpuCluster, GceTpuCluster)
 _SHARED = "shared_by_all_processes"  # the attribute of an exception that all processes raise
 
@@ -266,7 +267,7 @@ def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[
         os._exit(code)
 
 
-def same(value: Any) -> Any:
+def same(value: T) -> T:
     """Process 0's value, a JSON value, in every process; every process must call this."""
     return json.loads(gather(json.dumps(value))[0]) if several() else value
 

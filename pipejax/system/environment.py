@@ -10,12 +10,11 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any
 
 from pipejax.system.errors import UserError
 
 # The settings of JAX that change what a program computes, with the values that this package needs: the defaults.
-PINNED: dict[str, Any] = {
+PINNED: dict[str, bool | int | str] = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,
     "jax_debug_nans": False,  # the trainer skips a step that is not finite
@@ -107,7 +106,7 @@ def check() -> None:
             ) from error
 
 
-def settings() -> dict[str, Any]:
+def settings() -> dict[str, bool | int | str | None]:
     """JAX's values of the pinned settings and of the matmul precision; empty if JAX is not imported."""
     if "jax" not in sys.modules:
         return {}
@@ -115,8 +114,7 @@ def settings() -> dict[str, Any]:
     return {name: _plain(values[name]) for name in (*PINNED, "jax_default_matmul_precision") if name in values}
 
 
-def _plain(value: Any) -> Any:
-    """A setting's value as JSON can hold it."""
+def _plain(value: object) -> bool | int | str | None:
     return value if value is None or isinstance(value, bool | int) else str(getattr(value, "value", value))
 
 
@@ -128,7 +126,6 @@ def check_flags() -> None:
 
 @functools.cache
 def _try_flags(flags: str) -> None:
-    """Starts XLA with these flags in another process, which may abort."""
     ended = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     said = ended.stderr.decode(errors="replace").splitlines()
     reason = next((line.partition("] ")[2] for line in said if ".cc:" in line), "")

@@ -16,6 +16,7 @@ from typing import Any
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.files import UTF_8, is_misread
 
+Kind = Any  # the type of a setting as its annotation says it: a class, a union of them, or TEXTS
 TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
 WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
 
@@ -94,23 +95,23 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
                 raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value of any type in at most 100 characters of one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def types_of(cls: type) -> dict[str, Any]:
+def types_of(cls: type) -> dict[str, Kind]:
     """The type of each field, by name."""
     return typing.get_type_hints(cls)
 
 
-def alternatives(kind: Any) -> tuple[Any, ...]:
+def alternatives(kind: Kind) -> tuple[Kind, ...]:
     """The members of a union; any other type alone."""
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
-def noun(kind: Any) -> str:
+def noun(kind: Kind) -> str:
     """A type in words, for error messages."""
     nouns = {
         int: "a whole number",
@@ -122,14 +123,14 @@ def noun(kind: Any) -> str:
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
 
 
-def plain(value: Any, kind: Any) -> Any:
+def plain(value: object, kind: Kind) -> object:
     """A value from Python as settings of that kind hold it: numbers of NumPy, paths and lists are made plain."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
     return tuple(value) if kind == TEXTS and isinstance(value, list) else value
 
 
-def parse(text: str, kind: Any, key: str) -> Any:
+def parse(text: str, kind: Kind, key: str) -> object:
     """Parses a value of --set as `kind`; raises a UserError naming the key if that is impossible.
 
     Several texts are a list of JSON: `["date:", "party:"]`.

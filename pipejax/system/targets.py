@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -34,7 +33,7 @@ class Gpu:
     l2_cache: int
     clock_ghz: float
 
-    def devices(self, count: int) -> list[Any]:
+    def devices(self, count: int) -> list[jax.Device]:
         """That many of them in one machine."""
         _add_compiler("jax_plugins.xla_cuda12")
         return list(
@@ -79,7 +78,7 @@ class Tpu:
 
     topology: str
 
-    def devices(self, count: int) -> list[Any]:
+    def devices(self, count: int) -> list[jax.Device]:
         """The first `count` chips of it."""
         _add_compiler("libtpu")
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask a metadata server what machine this is

@@ -6,18 +6,17 @@ pipejax compare RUN RUN ...
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipejax.metrics import HEADLINES
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training import run_log
-from pipejax.training.run_log import score_of
+from pipejax.training.run_log import Line, score_of
 
 COLUMNS = ("run", "step", "epoch", "loss", "best at", "dev loss", "metric", "best", "last", "steps", "minutes")
 
 
-def read(run: str) -> list[dict[str, Any]]:
+def read(run: str) -> list[Line]:
     """The lines of a run's log that can be read.
 
     Raises:
@@ -33,7 +32,7 @@ def read(run: str) -> list[dict[str, Any]]:
     return lines
 
 
-def summary(run: str, lines: Sequence[dict[str, Any]]) -> dict[str, str]:
+def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
     """A run in one line, by `COLUMNS`; "steps" are the decoder's at the best evaluation."""
     trained = [line for line in lines if line["event"] == "train"]
     evaluations = [line for line in lines if line["event"] == "evaluation" and line.get("metric") in HEADLINES]

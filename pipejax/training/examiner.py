@@ -3,7 +3,6 @@
 import dataclasses
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +19,11 @@ from pipejax.inference.answers import texts
 from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Generator
 from pipejax.metrics import HEADLINES
-from pipejax.system import distributed
+from pipejax.system import Tree, distributed
 from pipejax.system.progress import Progress
 from pipejax.training.monitoring import few
 from pipejax.training.run_directory import RunDirectory
-from pipejax.training.run_log import score_of
+from pipejax.training.run_log import Line, score_of
 
 Array = jax.Array
 SAMPLES = 3  # documents whose predictions each evaluation shows
@@ -60,13 +59,13 @@ class Examiner:
     def __init__(
         self,
         config: Config,
-        loss: Callable[[Any, dict[str, np.ndarray]], tuple[Array, Array]],
+        loss: Callable[[Tree, dict[str, np.ndarray]], tuple[Array, Array]],
         shapes: Shapes,
-        dev: Any,
+        dev: Sequence[Example],
         tokenizer: Tokenizer,
         directory: RunDirectory,
         best: Best | None,
-        write: Callable[[dict[str, Any]], None],
+        write: Callable[[Line], None],
     ) -> None:
         """Encodes the dev examples once.
 
@@ -90,7 +89,7 @@ class Examiner:
         self.highest, self.without_better = [-np.inf, -np.inf], 0
         for line in directory.logged("evaluation"):
             self._count(score_of(line))
-        self.highest, self.without_better = distributed.same([self.highest, self.without_better])
+        self.highest, self.without_better = distributed.same((self.highest, self.without_better))
         # No more at once than a training step has: what fits there fits here.
         part = config.train.batch_size // config.train.accumulate
         self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
@@ -100,7 +99,7 @@ class Examiner:
         """Whether `train.patience` evaluations in a row were no better than the best."""
         return 0 < self.config.train.patience <= self.without_better
 
-    def evaluate(self, step: int, params: Any, progress: Progress, stopped: Callable[[], bool]) -> bool:
+    def evaluate(self, step: int, params: Tree, progress: Progress, stopped: Callable[[], bool]) -> bool:
         """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
 
         `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
@@ -140,13 +139,13 @@ class Examiner:
         progress.line(
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        samples: list[dict[str, Any]] = [
+        samples = [
             {"id": example.id, "gold": list(example.targets), "predicted": texts(record)}
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
-        for sample in samples:
-            gold, predicted = (_short(few(sample[key])) or "(nothing)" for key in ("gold", "predicted"))
-            progress.line(f"  {sample['id']}: {predicted}  (expected: {gold})")
+        for example, record in zip(self.examples[:SAMPLES], records, strict=False):
+            gold, predicted = (_short(few(rows)) or "(nothing)" for rows in ([*example.targets], texts(record)))
+            progress.line(f"  {example.id}: {predicted}  (expected: {gold})")
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
             self.best.offer(step, score, params)
@@ -162,7 +161,7 @@ class Examiner:
         better = [*score] > self.highest
         self.highest, self.without_better = ([*score], 0) if better else (self.highest, self.without_better + 1)
 
-    def _dev_loss(self, params: Any, stopped: Callable[[], bool]) -> float | None:
+    def _dev_loss(self, params: Tree, stopped: Callable[[], bool]) -> float | None:
         sums = []
         for batch in fixed_batches(self.encoded, self.parts, self.shapes):
             if stopped():
@@ -173,5 +172,4 @@ class Examiner:
 
 
 def _short(text: str) -> str:
-    """At most 200 characters."""
     return textwrap.shorten(text, 200, placeholder=" ...")

@@ -5,14 +5,13 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, Overrides
 from pipejax.data import OWN_FILES
-from pipejax.data.bad_lines import BadLines
 from pipejax.data.examples import Example
 from pipejax.data.formats import rows_in
+from pipejax.data.lines import BadLines
 from pipejax.data.own_files import FilesTask
 from pipejax.methods import Method
 from pipejax.system import compile_cache
@@ -22,7 +21,13 @@ from pipejax.training.command import require_libraries
 
 
 def fit(
-    config: Any, workdir: str | Path, *, train: Any, dev: Any, overrides: Overrides, method: Method | None = None
+    config: Config | str | Path | Mapping[str, object],
+    workdir: str | Path,
+    *,
+    train: object,
+    dev: object,
+    overrides: Overrides,
+    method: Method | None = None,
 ) -> Path:
     """See `pipejax.fit`."""
     if isinstance(config, Mapping):
@@ -44,7 +49,9 @@ def fit(
         elif source is not None:
             given[split] = examples_of(source, split, config.data)
             # A cell in memory may hold a list; one of CSV, which `jsonl` reads by its name as well, does not.
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, task="jsonl", **{split: ""}))
+            data = dataclasses.replace(config.data, task="jsonl")
+            data = dataclasses.replace(data, train="") if split == "train" else dataclasses.replace(data, dev="")
+            config = dataclasses.replace(config, data=data)
     require_libraries()
     from pipejax.training import loop
 
@@ -59,7 +66,7 @@ def fit(
     return Path(workdir)
 
 
-def examples_of(source: Any, split: str, data: DataConfig) -> list[Example]:
+def examples_of(source: object, split: str, data: DataConfig) -> list[Example]:
     """The examples of records in memory; one without an id has its number, from 1 on, as lines of files have.
 
     Args:

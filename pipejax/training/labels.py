@@ -3,9 +3,9 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from pipejax.config import Config
 from pipejax.data.examples import Example
@@ -26,6 +26,14 @@ SETTINGS = "settings.json"  # the settings that the answers depend on, and the s
 # Of what a record depends on: the grid is the student's business, and answers are parted anew at every start.
 LATER = ("grid", "data.separator")
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
+
+
+class Answer(TypedDict):
+    """The part of a record that is learned from."""
+
+    text: str
+    truncated: str | None
+    steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +124,7 @@ def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, h
             )
 
 
-def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[dict[str, Any]]:
+def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Answer]:
     """The checkpoint's greedy answers to all sources of the file at `path`; those that are there are kept.
 
     Args:
@@ -143,7 +151,7 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
     for (place, record), source in zip(read_file(target), sources, strict=False):
         if record.get("id") != source.id or not isinstance(record.get("text"), str) or "truncated" not in record:
             raise UserError(f"{place}: found no answer to the source {source.id!r}; expected the lines in their order")
-        records.append(record)
+        records.append(cast(Answer, record))
     if len(records) < len(sources):
         raise UserError(
             f"{target}: found {len(records)} answers; expected {len(sources)}; without that file all are written anew"
@@ -151,9 +159,7 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
     return records
 
 
-def part(
-    sources: Sequence[Source], records: Sequence[Mapping[str, Any]], held_out: frozenset[int], config: Config
-) -> Labels:
+def part(sources: Sequence[Source], records: Sequence[Answer], held_out: frozenset[int], config: Config) -> Labels:
     """Parts the answers into rows: at `data.separator`, or into sentences if it is blank.
 
     A truncated answer is left out, as its last row has no end. Of equal rows the first is kept: a decoder that repeats

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -22,12 +22,13 @@ from pipejax.data.examples import Example, fingerprint
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.metrics import require
 from pipejax.model import sharding
-from pipejax.system import distributed, environment
+from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.examiner import Examiner
 from pipejax.training.monitoring import Clock, Trace, Window, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
+from pipejax.training.run_log import Line
 from pipejax.training.start import Start, begin
 from pipejax.training.stop import Stop
 from pipejax.training.trackers import Trackers
@@ -104,8 +105,8 @@ def fit(
 class Examples:
     """The examples that a run is trained on and examined with."""
 
-    train: Any
-    dev: Any
+    train: Sequence[Example]
+    dev: Sequence[Example]
     fingerprints: dict[str, str]  # of "data", those trained on, of "data_whole" if it is in memory, and of "dev"
 
     @classmethod
@@ -240,7 +241,7 @@ class Run:
         """One more step on the bar."""
         self.progress.add(1, self.note)
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write(self, values: Line) -> None:
         """A line of metrics.jsonl, and of what else is kept of it."""
         self.directory.log_metrics(values)
         self.trackers.write(values)
@@ -307,8 +308,7 @@ class Run:
         items = {"params": self.state.params, "state": self.state.optimizer}
         return self.store.save(self.step, items, config=self.config, metadata=self.metadata, wait=wait)
 
-    def _program(self, batch: Batch) -> Any:
-        """The step for a batch of that shape; says so while it compiles."""
+    def _program(self, batch: Batch) -> jax.stages.Compiled:
         shapes = {name: x.shape for name, x in batch.arrays.items()}
         if self.trainer.is_ready(shapes):
             return self.trainer.program(shapes)
@@ -337,7 +337,6 @@ def _same_shapes(chosen: Shapes) -> Shapes:
 
 
 def _evaluated(step: int, config: Config) -> bool:
-    """Whether the dev split is decoded after this step."""
     return step % config.train.evaluate_every == 0 or step == config.train.steps
 
 
@@ -346,6 +345,6 @@ def _owes(directory: RunDirectory, step: int, config: Config) -> bool:
     return step > 0 and _evaluated(step, config) and not directory.has("evaluation", step)
 
 
-def _last_line(event: str, step: int, params: Any, seconds: dict[str, float]) -> dict[str, Any]:
+def _last_line(event: str, step: int, params: Tree, seconds: dict[str, float]) -> Line:
     params_fp = digest(fingerprints(params))
     return {"event": event, "step": step, "seconds": dict(seconds), "params_fp": params_fp}

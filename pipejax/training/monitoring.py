@@ -6,7 +6,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +16,11 @@ from pipejax.data.encoding import place_of
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import shown
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.costs import peak
+from pipejax.training.run_log import Line
 
 Array = jax.Array
 FEW = 0.05  # of the examples: with more the user had better know
@@ -73,7 +74,7 @@ class Trace:
             jax.profiler.start_trace(self.directory)
             self._running = True
 
-    def after(self, step: int, results: Any) -> None:
+    def after(self, step: int, results: Tree) -> None:
         """Ends with the last step, once the devices are through with it."""
         if self.steps and step == self.first + self.steps - 1:
             jax.block_until_ready(results)
@@ -93,7 +94,7 @@ class Window:
         self,
         config: Config,
         examples: int,
-        log: Callable[[dict[str, Any]], None],
+        log: Callable[[Line], None],
         progress: Progress,
         devices: Sequence[jax.Device],
         clock: Clock,
@@ -114,7 +115,7 @@ class Window:
         """One more step."""
         self.steps.append((step, batch._replace(arrays={}), metrics))
 
-    def flush(self) -> dict[str, Any]:
+    def flush(self) -> Line:
         """Writes a line of metrics.jsonl over all steps since the last, and one for each step that was left out.
 
         Raises:
@@ -152,7 +153,7 @@ class Window:
             self._judge(step, batch, metrics)
         return values
 
-    def _warn(self, values: dict[str, Any], examples: int) -> None:
+    def _warn(self, values: Line, examples: int) -> None:
         """Says once what is missing from more than a few of the examples.
 
         A few batches tell little, as each holds examples of about one length.
@@ -175,7 +176,7 @@ class Window:
         if len(self.steps) > 1:
             jax.block_until_ready(self.steps[-2][2])
 
-    def _judge(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
+    def _judge(self, step: int, batch: Batch, metrics: dict[str, np.ndarray]) -> None:
         if metrics["good"]:
             self.bad = 0
             return

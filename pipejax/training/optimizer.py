@@ -1,7 +1,6 @@
 """The optimizer, which turns gradients into updates: schedules, AdamW and Adafactor, and what is left as it is."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from pipejax.config import TrainConfig
 from pipejax.model import lora
 from pipejax.model.interface import VECTORS
+from pipejax.system import Tree
 from pipejax.system.extras import extra
 
 with extra("train", "training"):
@@ -34,7 +34,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW or Adafactor, for gradients clipped already; norms and relative biases do not decay."""
 
-    def decays(params: Any) -> Any:
+    def decays(params: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(
             lambda keys, _: not jax.tree_util.keystr(keys, simple=True, separator="/").endswith(VECTORS), params
         )
@@ -51,10 +51,10 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(optax.identity(), update)  # clipping was first here once: so its states are read still
 
 
-def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Any], Any]) -> optax.GradientTransformation:
+def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Tree], Tree]) -> optax.GradientTransformation:
     """Adds -rate x decay x parameter to finished updates, where `decays` says so."""
 
-    def update(updates: Any, state: optax.ScaleByScheduleState, params: Any) -> tuple[Any, Any]:
+    def update(updates: Tree, state: optax.ScaleByScheduleState, params: Tree) -> tuple[Tree, Tree]:
         scale = rate(state.count) * decay
         added = jax.tree.map(lambda u, p, yes: u - scale * p if yes else u, updates, params, decays(params))
         return added, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
@@ -76,7 +76,7 @@ def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
     return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))
 
 
-def split(params: Any, is_trained: Callable[[str], bool]) -> tuple[Any, Any]:
+def split(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
     """The trees of parameters that are trained and that are not."""
     flat = flatten_dict(params, sep="/")
     trained = {path: x for path, x in flat.items() if is_trained(path)}
@@ -84,6 +84,6 @@ def split(params: Any, is_trained: Callable[[str], bool]) -> tuple[Any, Any]:
     return unflatten_dict(trained, sep="/"), unflatten_dict(fixed, sep="/")
 
 
-def join(trained: Any, fixed: Any) -> Any:
+def join(trained: Tree, fixed: Tree) -> Tree:
     """Puts together the trees that `split` took apart."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

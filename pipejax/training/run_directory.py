@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from pipejax import config as config_lib
 from pipejax.checkpoint import Damaged, Restored, Store, check_place
@@ -36,6 +36,7 @@ from pipejax.system.files import (
     write_text,
 )
 from pipejax.training import run_log
+from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +44,11 @@ logger = logging.getLogger(__name__)
 # says where a run is computed: neither the data order nor the saved state depends on it. A name is a label, and
 # copies of the log are copies. Nobody trains on `data.test`, and drafts change no token of an evaluation.
 CHANGEABLE = (
-    "name",
-    "data.test",
-    "train.steps",
+    *("name", "data.test", "mesh.data", "mesh.fsdp", "mesh.tensor"),
     "train.shapes",  # those that a run began with are in its checkpoints
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.evaluate_every",
-    "train.evaluate_examples",
-    "train.patience",
-    "train.keep_checkpoints",
-    "train.keep_every",
-    "train.tensorboard",
-    "train.wandb",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "decode.draft",
-    "decode.draft_tokens",
-    "decode.draft_checkpoint",
+    *("train.steps", "train.log_every", "train.checkpoint_every", "train.evaluate_every", "train.evaluate_examples"),
+    *("train.patience", "train.keep_checkpoints", "train.keep_every", "train.tensorboard", "train.wandb"),
+    *("decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"),
 )
 # Of a place, and of how its files are read, the content counts, by these fingerprints in a checkpoint's metadata. Where
 # a former version left them out, another spelling of the same path is all that is known to be the same.
@@ -183,7 +170,6 @@ class RunDirectory:
             shutil.rmtree(gone, ignore_errors=True)
 
     def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Saves the tokenizer with the run, once, whole or not at all."""
         target = self.path / "tokenizer"
         if target.is_dir():
             return
@@ -203,12 +189,11 @@ class RunDirectory:
             )
             write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
-    def _logged(self) -> list[tuple[str, dict[str, Any]]]:
-        """The lines that `run_log.read` finds; none if there is no log yet."""
+    def _logged(self) -> list[tuple[str, Line]]:
         path = self.path / "metrics.jsonl"
         return run_log.read(path) if path.is_file() else []
 
-    def logged(self, event: str) -> list[dict[str, Any]]:
+    def logged(self, event: str) -> list[Line]:
         """The lines of that event; in processes that do not write none."""
         return [values for _, values in self._logged() if values["event"] == event] if self.writes else []
 
@@ -217,13 +202,13 @@ class RunDirectory:
         found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._logged())
         return distributed.same(found)
 
-    def finish(self, last: dict[str, Any]) -> None:
+    def finish(self, last: Line) -> None:
         """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""
         if not self.has(last["event"], last["step"]) and self.writes:
             self._cut_metrics(last["step"])
             self.log_metrics(last)
 
-    def log_metrics(self, values: dict[str, Any]) -> None:
+    def log_metrics(self, values: Line) -> None:
         """Appends one object to metrics.jsonl, now or, if the disk does not take it, before the next one."""
         if not self.writes:
             return
@@ -307,7 +292,7 @@ def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: P
             )
 
 
-def _same_content(key: str, was: Any, now: Any, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
+def _same_content(key: str, was: object, now: object, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
     if key in EXAMPLES and all(saved.metadata.get(name) == data[name] for name in EXAMPLES[key]):
         return True
     if key.startswith("train.init") and (init := saved.metadata.get("init")):
@@ -322,7 +307,6 @@ def _same_content(key: str, was: Any, now: Any, saved: Restored, new: Config, da
 
 
 def _params_fp(directory: str, *, best: bool) -> str:
-    """The fingerprint of the newest parameters in a run directory; "" if there are none."""
     store = Store(Path(directory) / ("best" if best else "checkpoints"))
     for step in sorted(store.steps(), reverse=True) if directory else ():
         with contextlib.suppress(Damaged):

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipejax.metrics import HEADLINES
 
-Line = dict[str, Any]
+Line = dict[str, Any]  # an object of the log; its "event" says which other keys it has
 
 
 def read(path: Path) -> list[tuple[str, Line]]:

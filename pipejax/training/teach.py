@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipejax import config as config_lib
 from pipejax import methods, metrics
@@ -36,16 +35,8 @@ PART = 4  # teaching takes one update for so many of them, of so many times the 
 COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every")  # in updates: all are divided
 # What overrides may change: sections and keys. All else is as the checkpoint has it.
 FREE = (
-    "name",
-    "grid",
-    "decode",
-    "train",
-    "mesh",
-    "data.max_source",
-    "data.max_target",
-    "data.separator",
-    "data.csv_delimiter",
-    "data.metric",
+    *("name", "grid", "decode", "train", "mesh"),
+    *("data.max_source", "data.max_target", "data.separator", "data.csv_delimiter", "data.metric"),
 )
 # Labels are not drawn, whatever the checkpoint does.
 GREEDILY = ("decode.beams=1", "decode.temperature=0", "decode.top_k=0", "decode.top_p=1", "decode.samples=1")
@@ -167,7 +158,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     return config
 
 
-def measure(run: Path, made: Labels) -> dict[str, Any]:
+def measure(run: Path, made: Labels) -> dict[str, object]:
     """The agreement of the run's newest step with the checkpoint on the sources that were held out.
 
     Returns:

@@ -4,14 +4,15 @@ import hashlib
 import importlib
 import logging
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipejax.config import TrainConfig
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
+from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Trackers:
         if config.wandb:
             self._writers["W&B"], self._ends["W&B"] = _wandb(config.wandb, directory)
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write(self, values: Line) -> None:
         """The numbers of one line of the log."""
         numbers = {
             f"{values['event']}/{name}": float(value)
@@ -97,7 +98,7 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
     return lambda step, values: run.log({"step": step} | values), run.finish
 
 
-def _import(module: str, key: str) -> Any:
+def _import(module: str, key: str) -> types.ModuleType:
     with extra(key.removeprefix("train."), key):
         importlib.import_module(module.partition(".")[0])
         return importlib.import_module(module)

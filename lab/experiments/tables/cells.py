@@ -149,7 +149,7 @@ def gap(cells: dict[str, Cell], workdir: Path, split: str, metric: str) -> dict[
     files = [
         evaluation(workdir / cells[s].name, split, Way(s)).with_suffix(".jsonl") for s in ("sequential", "pipelined")
     ]
-    first, second = ([line for _, line in read_file(str(path))] for path in files)
+    first, second = (list[Any](line for _, line in read_file(str(path))) for path in files)
     if [line["id"] for line in first] != [line["id"] for line in second]:
         raise UserError(f"{files[1]}: found other documents than in {files[0]}; evaluate both again")
     sources, gold = [line["source"] for line in first], [line["gold"] for line in first]

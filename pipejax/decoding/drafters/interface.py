@@ -3,11 +3,13 @@
 Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import flax.struct
 
-from pipejax.decoding.interface import Array, SourceIds
+from pipejax.decoding.interface import Array, Model, SourceIds
+from pipejax.decoding.pipelined import Pipelined
+from pipejax.system import Tree
 
 
 @flax.struct.dataclass
@@ -36,10 +38,10 @@ class Drafter(Protocol):
     def odds(self) -> tuple[float, ...]:
         """By degree of trust: how often a drafted token may be right. It only says where learning this begins."""
 
-    def init(self, source: SourceIds, rows: int) -> Any:
+    def init(self, source: SourceIds, rows: int) -> Tree:
         """The state before the first call."""
 
-    def propose(self, state: Any, written: Written, most: int) -> tuple[Any, Draft]:
+    def propose(self, state: Tree, written: Written, most: int) -> tuple[Tree, Draft]:
         """Drafts of D = `most` tokens at the most for every row; traced."""
 
 
@@ -47,5 +49,7 @@ class Drafter(Protocol):
 class Borrower(Protocol):
     """A drafter that is a model itself, and borrows its decoder of each batch."""
 
-    def over(self, decoder: Any, grid: Any, most: int, *, queries: tuple[int, ...], batch: int) -> Any:
+    def over(
+        self, decoder: Model[Tree], grid: Pipelined, most: int, *, queries: tuple[int, ...], batch: int
+    ) -> Drafter:
         """The drafter for one batch; arguments as of `FromModel.over`."""

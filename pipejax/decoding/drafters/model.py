@@ -9,7 +9,6 @@ Shapes as in `interface`; K = D + 2, the most tokens of a row that a step feeds:
 
 import dataclasses
 import math
-from typing import Any
 
 import flax.struct
 import jax
@@ -22,6 +21,7 @@ from pipejax.decoding.gathering import NOWHERE, Filled, Query
 from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds
 from pipejax.decoding.pipelined import NEVER, Pipelined, below
 from pipejax.grid import start
+from pipejax.system import Tree
 
 MARKS = (0.6, 0.9)  # mean probability of a draft's tokens at which its degree of trust rises
 
@@ -143,7 +143,7 @@ class Memory:
     fed: Array  # i32 [B, R], how many of bos and the written tokens of each row are in the cache
     used: Array  # i32 [B], slots that they take
     filled: Filled
-    cache: Any
+    cache: Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +154,10 @@ class FromModel:
     least: float = 0.4  # probability of a token, below which a draft ends
     looking: Looking | None = None
     sizes: Sizes | None = None
-    decoder: Model[Any] | None = None
+    decoder: Model[Tree] | None = None
 
     def over(
-        self, decoder: Model[Any], grid: Pipelined, most: int, *, queries: tuple[int, ...], batch: int
+        self, decoder: Model[Tree], grid: Pipelined, most: int, *, queries: tuple[int, ...], batch: int
     ) -> "FromModel":
         """The drafter for one batch.
 
@@ -200,6 +200,6 @@ class FromModel:
         tokens = jnp.take_along_axis(drafted.tokens, place, axis=2)
         return Memory(fed, used, filled, carry.cache), Draft(tokens, count, jnp.asarray(trust))
 
-    def _lent(self) -> tuple[Looking, Sizes, Model[Any]]:
+    def _lent(self) -> tuple[Looking, Sizes, Model[Tree]]:
         assert self.looking and self.sizes and self.decoder, "no T5 was lent to the drafter"
         return self.looking, self.sizes, self.decoder

@@ -5,10 +5,10 @@ pipejax picture RECORDS.jsonl --id ID --output PICTURE.html
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipejax import config, methods
 from pipejax.config import GRID, Config, GridConfig
+from pipejax.data.lines import Object
 from pipejax.inference.picture import record
 from pipejax.inference.picture.calls import Asked
 from pipejax.inference.picture.grid import svg
@@ -62,20 +62,25 @@ def main(argv: Sequence[str]) -> int:
     empty_row, doubt = _empty_row(found, rows, calls, is_due=len(rows) * delay < steps, sub_max=sub_max)
     if grid is not None and grid.stop == "literal":
         doubt.append("after a row without a token, which grid.stop = literal lets pass, rows are drawn too early")
-    drawing: dict[str, Any] = {
-        "delay": delay,
-        "truncated": found.get("truncated"),
-        "steps": steps,
-        "empty_row": empty_row,
-    }
+    truncated = record.end_of(found, place)[1]
     name = str(found.get("id", place))
     if output.suffix == ".svg":
-        drawn = svg(rows, **drawing)
+        drawn = svg(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
     else:
         source, unknown = _source(flags.input, name, settings) if flags.input else (found.get("source"), [])
         doubt += unknown
         source = source if isinstance(source, str) else ""
-        drawn = html(rows, **drawing, calls=calls, texts=texts, source=source, title=f"Record {name}")
+        drawn = html(
+            rows,
+            delay=delay,
+            truncated=truncated,
+            steps=steps,
+            empty_row=empty_row,
+            calls=calls,
+            texts=texts,
+            source=source,
+            title=f"Record {name}",
+        )
     try:
         output.write_text(drawn, encoding="utf-8")
     except OSError as error:
@@ -85,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _delay(
-    found: dict[str, Any], rows: list[list[str]], place: str, *, given: int | None, grid: GridConfig | None
+    found: Object, rows: list[list[str]], place: str, *, given: int | None, grid: GridConfig | None
 ) -> tuple[int, list[str]]:
     """The time-steps between the starts of two rows, and what is to be said of how they are known."""
     if given is not None:
@@ -102,7 +107,7 @@ def _delay(
     return (likely or [grid.delay if grid else 1])[0], said
 
 
-def _source(path: str, name: str, settings: Config | None) -> tuple[Any, list[str]]:
+def _source(path: str, name: str, settings: Config | None) -> tuple[object, list[str]]:
     """The source of that id in what was decoded, if it is a text, and what is to be said where nobody knows it."""
     place, given = record.find(path, name)
     if settings is not None:
@@ -112,7 +117,7 @@ def _source(path: str, name: str, settings: Config | None) -> tuple[Any, list[st
 
 
 def _empty_row(
-    found: dict[str, Any], rows: list[list[str]], calls: list[list[Asked]] | None, *, is_due: bool, sub_max: int | None
+    found: Object, rows: list[list[str]], calls: list[list[Asked]] | None, *, is_due: bool, sub_max: int | None
 ) -> tuple[bool, list[str]]:
     """Whether an empty row began, if there was time for it, and what is to be said where nobody knows."""
     if calls is not None:  # a record does not say it, but a trace does

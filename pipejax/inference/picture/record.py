@@ -3,17 +3,17 @@
 import reprlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard
 
 from pipejax.config import GRID
 from pipejax.data.formats import read_records
-from pipejax.data.lines import id_of
+from pipejax.data.lines import Object, id_of
 from pipejax.inference.picture.calls import Asked
 from pipejax.inference.picture.grid import fill
 from pipejax.system.errors import UserError
 
 
-def find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
+def find(path: str, name: str | None) -> tuple[str, Object]:
     """The record with that id (the line number where it has none), or the first, and where it stands."""
     for place, record in read_records(path):
         if name is None or str(id_of(record, place)) == name:
@@ -21,20 +21,20 @@ def find(path: str, name: str | None) -> tuple[str, dict[str, Any]]:
     raise UserError(f"{path}: found no record{'' if name is None else f' with the id {name}'}; expected one")
 
 
-def with_pieces(record: dict[str, Any], piece: Callable[[int], str], place: str) -> dict[str, Any]:
+def with_pieces(record: Object, piece: Callable[[int], str], place: str) -> Object:
     """The record with a text for each id in `row_ids`: its own, or what `piece` says of it."""
-    ids: Any = record.get("row_ids")
+    ids = record.get("row_ids")
     if not _is_table(ids):
         return record  # `tokens` refuses it
     named = {str(i): piece(i) for row in ids for i in row if type(i) is int}
     return {**record, "pieces": {**named, **_pieces(record, place)}}
 
 
-def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[str]]:
+def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
     """Token texts and whole text of each row: from `row_tokens`, `pieces` or the row's words, or numbered pieces."""
-    ids: Any = record.get("row_ids")
-    texts: Any = record.get("rows")
-    found: Any = record.get("row_tokens")
+    ids = record.get("row_ids")
+    texts = record.get("rows")
+    found = record.get("row_tokens")
     if not _is_table(ids):
         raise UserError(f"{place}: row_ids: found no list of lists; expected a record of pipejax decode")
     if found is None and (texts is None or "pieces" in record):  # None: decoded without a tokenizer
@@ -59,7 +59,7 @@ def tokens(record: dict[str, Any], place: str) -> tuple[list[list[str]], list[st
     return [[str(token) for token in row] for row in found], texts
 
 
-def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str) -> int:
+def steps(record: Object, rows: list[list[str]], delay: int, place: str) -> int:
     """The record's steps, once they agree with its rows: with another delay the picture would be wrong.
 
     Args:
@@ -68,7 +68,7 @@ def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str)
       delay: Δt.
       place: of the record, for the error.
     """
-    found, truncated = _end(record, place)
+    found, truncated = end_of(record, place)
     if not _agree(rows, delay, found, truncated):
         needed = fill(rows, delay=delay, truncated=truncated).steps
         others = " or ".join(map(str, delays(record, rows, place)[:3]))
@@ -77,14 +77,14 @@ def steps(record: dict[str, Any], rows: list[list[str]], delay: int, place: str)
     return found
 
 
-def delays(record: dict[str, Any], rows: list[list[str]], place: str) -> list[int]:
+def delays(record: Object, rows: list[list[str]], place: str) -> list[int]:
     """The delays that agree with the record's rows and steps, from the least: a record does not say its own."""
-    found, truncated = _end(record, place)
+    found, truncated = end_of(record, place)
     most = min(found // max(len(rows) - 1, 1), GRID) if rows else 1  # with a longer one the last row would not begin
     return [delay for delay in range(most + 1) if _agree(rows, delay, found, truncated, literal=False)]
 
 
-def _end(record: dict[str, Any], place: str) -> tuple[int, str | None]:
+def end_of(record: Object, place: str) -> tuple[int, str | None]:
     """The steps of a record, and what cut it short."""
     found, truncated = record.get("steps"), record.get("truncated")
     if truncated == "max_tokens":
@@ -116,7 +116,7 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
     return steps == needed or (literal and steps == ends)
 
 
-def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] | None:
+def calls(record: Object, delay: int, place: str) -> list[list[Asked]] | None:
     """The calls that `decode.trace` left in a record whose rows and steps are checked, once they agree with them.
 
     None: it left none.
@@ -129,7 +129,9 @@ def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] |
         wanted = f"{reprlib.repr(record.get('calls'))}, as in calls"
         raise UserError(f"{place}: trace: found {len(trace)} calls; expected {wanted}")
     ids, pieces = record["row_ids"], _pieces(record, place)
-    grid = fill(ids, delay=delay, truncated=record.get("truncated"), steps=record["steps"])
+    assert _is_table(ids), "`tokens` has looked"
+    taken, truncated = end_of(record, place)
+    grid = fill([[*map(str, row)] for row in ids], delay=delay, truncated=truncated, steps=taken)
     wanted_of = Counter(cell.row for cell in grid.cells if cell.kind != "bos")
     known, written_of = -1, Counter[int]()  # the last row asked so far, and what is written
     found = []
@@ -158,7 +160,7 @@ def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] |
                 raise UserError(f"{at}; expected accepted drafts that are in row_ids")
             asked.append(Asked(row, written, accepted, tuple(_text(i, pieces) for i in drafted)))
         found.append(asked)
-    if record.get("truncated") == "time_max" and not written_of[len(ids)]:  # all rows that may be were in use
+    if truncated == "time_max" and not written_of[len(ids)]:  # all rows that may be were in use
         del wanted_of[len(ids)]
     for row, wanted_tokens in wanted_of.items():
         if written_of[row] != wanted_tokens:
@@ -168,7 +170,7 @@ def calls(record: dict[str, Any], delay: int, place: str) -> list[list[Asked]] |
     return found
 
 
-def _is_entry(entry: Any) -> bool:
+def _is_entry(entry: object) -> TypeGuard[tuple[int, int, int, list[int]]]:
     return (
         isinstance(entry, list)
         and len(entry) == 4
@@ -178,16 +180,16 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def _pieces(record: dict[str, Any], place: str) -> dict[str, str]:
+def _pieces(record: Object, place: str) -> dict[str, str]:
     pieces = record.get("pieces", {})
     if not isinstance(pieces, dict) or not all(isinstance(text, str) for text in pieces.values()):
         raise UserError(f"{place}: pieces: found {reprlib.repr(pieces)}; expected an object with a text for each id")
     return pieces
 
 
-def _text(number: Any, pieces: dict[str, str]) -> str:
+def _text(number: object, pieces: dict[str, str]) -> str:
     return pieces.get(str(number)) or str(number)
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> TypeGuard[list[list[object]]]:
     return isinstance(value, list) and all(isinstance(row, list) for row in value)

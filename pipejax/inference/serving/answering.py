@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record
@@ -147,7 +146,7 @@ class Completion:
         found["total_tokens"] = sum(found.values())
         return found | ({"cut_tokens": self.asked.cut_tokens} if self.asked.cut_tokens else {})
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """The completion object, once all choices are complete."""
         choices = []
         for choice in self.choices:
@@ -157,7 +156,7 @@ class Completion:
             choices.append(self._choice(choice, text, choice.pieces) | self._record(choice))
         return self._object(choices) | {"usage": self.usage()}
 
-    def chunks(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[dict[str, Any]]:
+    def chunks(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[dict[str, object]]:
         """Completion chunks of what was added: one for each piece, and one at the end of a choice."""
         found = []
         for choice, pieces in added:
@@ -168,14 +167,14 @@ class Completion:
                 found.append(self._chunk([self._choice(choice, "", []) | self._record(choice)]))
         return found
 
-    def last_chunk(self) -> dict[str, Any]:
+    def last_chunk(self) -> dict[str, object]:
         """The chunk of `include_usage`."""
         return self._object([]) | {"usage": self.usage()}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return self._object(choices) | ({"usage": None} if self.asked.include_usage else {})
 
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return {
             "id": self._id,
             "object": "text_completion",
@@ -185,13 +184,11 @@ class Completion:
             "choices": choices,
         }
 
-    def _choice(self, choice: Choice, text: str, pieces: list[Piece]) -> dict[str, Any]:
-        found = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.reason}
-        if self.asked.logprobs is not None and pieces:
-            found["logprobs"] = self._log_probs(choice, pieces)
-        return found
+    def _choice(self, choice: Choice, text: str, pieces: list[Piece]) -> dict[str, object]:
+        scored = self._log_probs(choice, pieces) if self.asked.logprobs is not None and pieces else None
+        return {"index": choice.index, "text": text, "logprobs": scored, "finish_reason": choice.reason}
 
-    def _log_probs(self, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+    def _log_probs(self, choice: Choice, pieces: list[Piece]) -> dict[str, object]:
         tokens, values, offsets = list[str](), list[float](), list[int]()
         for piece in pieces:
             if piece.token is None and tokens:
@@ -204,13 +201,16 @@ class Completion:
         top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self.asked.logprobs else None
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
-    def _record(self, choice: Choice) -> dict[str, Any]:
+    def _record(self, choice: Choice) -> dict[str, object]:
         if not self._whole or choice.record is None:
             return {}
-        record: dict[str, Any] = {**choice.record}
+        record: dict[str, object] = {**choice.record}
         if not self._scored:
             record = {name: value for name, value in record.items() if name not in ("log_prob", "log_probs")}
         return {"record": record | ({"sample": choice.index % self.asked.n} if self.asked.n > 1 else {})}
+
+
+_Item = tuple[int, Event | Record | BaseException]  # of the answer with that number
 
 
 class _Inbox:
@@ -218,9 +218,9 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._loop, self._filled = asyncio.get_running_loop(), asyncio.Event()
-        self._items: deque[tuple[int, Any]] = deque()
+        self._items: deque[_Item] = deque()
 
-    def put(self, items: list[tuple[int, Any]]) -> None:
+    def put(self, items: list[_Item]) -> None:
         """May be called in any thread."""
         if not items:
             return
@@ -228,7 +228,7 @@ class _Inbox:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody reads
             self._loop.call_soon_threadsafe(self._filled.set)
 
-    async def take(self, seconds: float) -> list[tuple[int, Any]]:
+    async def take(self, seconds: float) -> list[_Item]:
         """All that is there; waits so long for something."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

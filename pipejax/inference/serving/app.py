@@ -9,8 +9,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
 
 from pipejax import methods
 from pipejax.inference.engine import Engine
@@ -178,16 +177,18 @@ def make(service: Service) -> Starlette:
     handlers = {HTTPException: refuse, Refused: refuse, Exception: refuse}
     middleware = [Middleware(_Door, keys=service.keys)]
     if service.origins:  # before the door, as a browser asks without a key whether it may ask with one
-        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=service.origins, **SITES))
+        # What pages of other sites may do and read. Clients have many headers of their own.
+        sites = Middleware(
+            CORSMiddleware,
+            allow_origins=service.origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "X-Should-Retry"),
+        )
+        middleware.insert(0, sites)
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-# What pages of other sites may do and read. Clients have many headers of their own.
-SITES: dict[str, Any] = {
-    "allow_methods": ("GET", "HEAD", "POST"),
-    "allow_headers": ("*",),
-    "expose_headers": ("Retry-After", "X-Should-Retry"),
-}
 ROUTES = ("POST /v1/completions", "GET /v1/models", "GET /health", "GET /metrics", "GET /")
 
 
@@ -213,7 +214,6 @@ class _Door:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """The body, which is JSON by its header, read within the limits."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a page of another site may send without asking is none
         raise Refused(415, f"Content-Type: found {kind[:80] or 'none'}; expected application/json")
@@ -243,8 +243,6 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 async def _whole(completion: Completion, scope: Scope, receive: Receive, send: Send, *, ends: float) -> None:
-    """Answers when all is written."""
-
     async def wait() -> None:
         async for _ in completion.run(SILENCE):
             pass
@@ -283,7 +281,7 @@ async def _stream(completion: Completion, scope: Scope, receive: Receive, send: 
                 await say(f"data: {_dump(_noted(error).body())}", more=False)
 
 
-async def _race(work: Coroutine[Any, Any, None], receive: Receive, ends: float) -> None:
+async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
     """Does the work, unless the client goes away or the time is over.
 
     Raises:
@@ -332,10 +330,10 @@ def no_request() -> bytes:
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     body = _dump(content).encode("utf-8", "replace")
     return Response(body, status, headers, media_type="application/json")
 
 
-def _dump(content: Any) -> str:
+def _dump(content: object) -> str:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -5,11 +5,11 @@ import dataclasses
 import difflib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pipejax import methods
 from pipejax.data.encoding import cut_source
+from pipejax.data.lines import Object
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving.refusals import Refused, Shown, unsuitable
@@ -21,7 +21,7 @@ FIELDS = (
     *("stream_options", "strategy", "rows", "truncate", "user"),
 )
 # Fields of OpenAI's that mean nothing here, and the values with which they change nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -55,7 +55,7 @@ class Asked:
         return sum(len(source.content) for source in self.sources)
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes) -> dict[str, object]:
     """The JSON object of a body.
 
     Raises:
@@ -80,7 +80,7 @@ def _no_number(name: str) -> None:
     raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
-def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int) -> Asked:
+def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
     """The request in a body.
 
     Args:
@@ -117,7 +117,8 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
     if logprobs and temperature > 0:
         raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
     strategy = given.get("strategy", generator.default_strategy)
-    if strategy not in (known := methods.able(generator.config, "serve")):
+    known = methods.able(generator.config, "serve")
+    if not isinstance(strategy, str) or strategy not in known:
         raise unsuitable("strategy", strategy, f"one of {', '.join(known)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
     stop = _stop(given)
@@ -154,9 +155,7 @@ def read(body: Mapping[str, Any], generator: Generator, *, model: str, most: int
     )
 
 
-def _sources(
-    given: Mapping[str, Any], generator: Generator, *, most: int, truncate: bool
-) -> tuple[tuple[Source, ...], int]:
+def _sources(given: Object, generator: Generator, *, most: int, truncate: bool) -> tuple[tuple[Source, ...], int]:
     """The prompts as token ids, and how many tokens of them were cut off."""
     prompts = _prompts(given)
     if len(prompts) > most:
@@ -190,7 +189,7 @@ def _sources(
 KINDS = {str: "texts", dict: "objects", list: "lists", int: "numbers", float: "numbers", bool: "booleans"}
 
 
-def _prompts(given: Mapping[str, Any]) -> list[Any]:
+def _prompts(given: Object) -> list[object]:
     """One for each source: a text, an object or a list of ids."""
     prompt = given.get("prompt")
     expected = "a text, an object with the template's fields, a list of token ids, or a list of such prompts of a kind"
@@ -208,7 +207,7 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
     return prompt
 
 
-def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
+def _stop(given: Object) -> tuple[str, ...]:
     stop = given.get("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or len(texts) > STOPS:
@@ -219,14 +218,14 @@ def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def _flag(given: Object, name: str) -> bool:
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
         raise unsuitable(name, value, "true or false")
     return bool(value)
 
 
-def _whole(given: Mapping[str, Any], name: str, default: int, *, least: int, most: int, otherwise: str = "") -> int:
+def _whole(given: Object, name: str, default: int, *, least: int, most: int, otherwise: str = "") -> int:
     value = given.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         expected = f"a whole number from {least} to {most}"
@@ -234,13 +233,13 @@ def _whole(given: Mapping[str, Any], name: str, default: int, *, least: int, mos
     return value
 
 
-def _number(given: Mapping[str, Any], name: str, default: float, *, least: float, most: float) -> float:
+def _number(given: Object, name: str, default: float, *, least: float, most: float) -> float:
     value = given.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise unsuitable(name, value, f"a number from {least:g} to {most:g}")
     return float(value)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "nothing")

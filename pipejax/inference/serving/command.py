@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pipejax.system import cli
@@ -215,7 +215,7 @@ def run(service: "Service", listener: socket.socket) -> None:
 
         def send_400_response(self, msg: str) -> None:
             """Called for bytes that are no request."""
-            cycle: Any = getattr(self, "cycle", None)
+            cycle = getattr(self, "cycle", None)
             if cycle is None or cycle.response_complete or not cycle.response_started:  # else the answer is broken off
                 self.transport.write(no_request())
             self.transport.close()

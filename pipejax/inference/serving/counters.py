@@ -1,6 +1,6 @@
 """The counters of the server, in the text format of Prometheus."""
 
-from typing import Any
+from collections.abc import Callable
 
 from pipejax.system.extras import extra
 
@@ -32,7 +32,7 @@ class Counters:
         self.seconds = histogram("request_seconds", "From the request to the end of its answer")
         self.first = histogram("first_token_seconds", "From the request to the first token of its answer")
 
-    def watch(self, name: str, said: str, measure: Any) -> None:
+    def watch(self, name: str, said: str, measure: Callable[[], float]) -> None:
         """Adds a value that is asked for when it is read."""
         Gauge(f"pipejax_{name}", said, registry=self._registry).set_function(measure)
 

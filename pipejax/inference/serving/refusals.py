@@ -2,7 +2,6 @@
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -32,7 +31,7 @@ class Refused(Exception):
         self.status, self.message, self.field, self.code = status, message, field, code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}

@@ -4,8 +4,7 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from pipejax.data.growing import Growing
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Growing, Tokenizer
 from pipejax.inference.streaming import Repeats
 
 
