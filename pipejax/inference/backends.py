@@ -16,6 +16,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pipejax.data.padding import memory_length
 from pipejax.decoding import Model, Step
@@ -26,13 +27,15 @@ from pipejax.inference.kernels import Reading
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, joined, lay_out, lay_out_layer, narrowed
 from pipejax.model import lora, quantization
-from pipejax.model.interface import Backbone
+from pipejax.model.interface import Backbone, Module
 from pipejax.model.t5 import Memory, is_stock
 from pipejax.model.t5_config import T5Config
+from pipejax.system import Tree
 
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
+Compute = Callable[..., Any]  # calls a function of a tree with static options, compiled or not
 CACHE = 32e6  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
 
 
@@ -40,15 +43,15 @@ CACHE = 32e6  # weights of so many bytes stay in a CPU's cache: see `kernels.Rea
 class Ready:
     """A backbone's parameters as a backend reads them."""
 
-    encoding: Any  # those that make a source's memory
-    decoding: Any  # those of a decoder's step; `Weights` of the stock T5
+    encoding: Tree  # those that make a source's memory
+    decoding: Tree  # those of a decoder's step; `Weights` of the stock T5
 
 
-def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _call(function: Compute, *arguments: Tree, **options: object) -> Tree:
     return function(*arguments, **options)
 
 
-def _laid(params: Any, *, model: Any, backend: "Backend", part: str) -> Any:
+def _laid(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
     """The backend's method `part` of merged float32 parameters: a function of the module, which `jit` knows again."""
     return getattr(backend, part)(model, lora.merge_factors(quantization.whole(params)))
 
@@ -59,7 +62,7 @@ class Backend:
 
     weights: str = "auto"  # the dtype that they are held in, one of `pipejax.config.WEIGHTS`
 
-    def prepare(self, model: Any, params: Any, *, compute: Callable[..., Any] = _call) -> Ready:
+    def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
         """Merges low-rank factors, rounds the weights and lays them out. Jit-able.
 
         Args:
@@ -70,10 +73,10 @@ class Backend:
         held = compute(_laid, params, model=model, backend=self, part="_held")
         return Ready(held, held)
 
-    def _held(self, model: Any, params: Any) -> Any:
+    def _held(self, model: Module, params: Tree) -> Tree:
         return quantization.hold(params, model.dtype, self.weights)
 
-    def encode(self, model: Any, encoder: Any, source: Array, length: Array) -> Memory:
+    def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
         """The memory of a batch of sources, of `memory_length(L)` slots.
 
         Args:
@@ -95,7 +98,7 @@ class Backend:
             mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
         )
 
-    def decoder(self, model: Any, weights: Any, memory: Memory) -> Model[Any]:
+    def decoder(self, model: Module, weights: Tree, memory: Memory) -> Model[Tree]:
         """The decoder of a batch from `Ready.decoding`."""
         return LayerDecoder(model, weights, memory)
 
@@ -126,18 +129,18 @@ class Backend:
 class LayerDecoder:
     """A `decoding.Model` by the step of a backbone's module: its queries at their places, [B, Q]."""
 
-    model: Any
-    weights: Any
+    model: Module
+    weights: Tree
     memory: Memory
 
-    def cache(self, slots: int, old: Any) -> Any:
+    def cache(self, slots: int, old: Tree) -> Tree:
         """See `Model`."""
         new = self.model.empty_cache(self.memory.mask.shape[0], slots)
         if old is None:
             return new
         return jax.tree.map(lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim), new, old)
 
-    def __call__(self, step: Step, cache: Any) -> tuple[Array, Any]:
+    def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
         """See `Model`."""
         tokens, places = step.tokens, step.query_at_place
         if places is not None:
@@ -150,7 +153,7 @@ class LayerDecoder:
             hidden = jnp.take(hidden, step.place_of_query, axis=0, mode="clip")
         return self.model.apply(params, hidden, method="logits").T, cache
 
-    def greedy(self, step: Step, cache: Any) -> tuple[Array, Any]:
+    def greedy(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
         """See `Model`."""
         logits, cache = self(step, cache)
         return first_argmax(logits), cache
@@ -160,7 +163,7 @@ class LayerDecoder:
 class Xla(Backend):
     """XLA's products over packed queries, for the stock T5."""
 
-    def prepare(self, model: Any, params: Any, *, compute: Callable[..., Any] = _call) -> Ready:
+    def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
         """See `Backend`. A layer at a time: float32 needs no more room than that.
 
         Raises:
@@ -180,27 +183,27 @@ class Xla(Backend):
         ends, whole = lay({**params, "encoder": encoder, "decoder": decoder}, part="_ends")
         return Ready(self._encoder(ends, layers, memories), whole.replace(layers=tuple(weights)))
 
-    def _encoder_layer(self, model: Any, layer: Any) -> Any:
+    def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
         """A layer of the encoder from its parameters."""
         return quantization.hold(layer, model.dtype, self.weights)
 
-    def _decoder_layer(self, model: Any, layer: Any) -> tuple[Any, Layer]:
+    def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
         """A layer of the decoder from its parameters: the part that makes its memory of a source, and the rest."""
         projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
         held = quantization.hold(projections, model.dtype, self.weights)
         return held, lay_out_layer(layer, partial(narrowed, weights=self.weights, dtype=model.dtype))
 
-    def _ends(self, model: Any, params: Any) -> tuple[Any, Weights]:
+    def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
         """The arrays that are in no layer, from parameters without layers: the encoder's, and the decoder's."""
         held = quantization.hold({key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights)
         return held, lay_out(model.config, params, partial(narrowed, weights=self.weights, dtype=model.dtype))
 
-    def _encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
+    def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
         """All that `encode` reads."""
         encoder = {**ends["encoder"], **{f"layers_{i}": layer for i, layer in enumerate(layers)}}
         return {**ends, "encoder": encoder, "decoder": {f"layers_{i}": layer for i, layer in enumerate(memories)}}
 
-    def decoder(self, model: Any, weights: Weights, memory: Memory) -> Model[Any]:
+    def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
         return StepDecoder(model.config, weights, memory, model.dtype)
 
@@ -211,7 +214,7 @@ class Gpu(Xla):
 
     interpret: bool = False  # runs them as ordinary computations, on any device
 
-    def decoder(self, model: Any, weights: Weights, memory: Memory) -> Model[Any]:
+    def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
         from pipejax.inference.gpu import GpuDecoder  # importing Pallas takes time, and elsewhere nobody needs it
 
@@ -224,15 +227,15 @@ class OwnKernel(Xla):
 
     level: kernels.Level = kernels.LEVELS[-1]
 
-    def _encoder_layer(self, model: Any, layer: Any) -> Any:
+    def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
         return kernel_decoder.encoder_layer(layer, weights=self.weights)
 
-    def _decoder_layer(self, model: Any, layer: Any) -> tuple[Any, Layer]:
+    def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
         matrix = partial(kernel_decoder.matrix, weights=self.weights)
         memory = joined(layer["cross_attention"]["key"], layer["cross_attention"]["value"])
         return matrix(memory), lay_out_layer(layer, matrix)
 
-    def _ends(self, model: Any, params: Any) -> tuple[Any, Weights]:
+    def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
         laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
         own = params["encoder"]
         encoder = kernel_decoder.Encoder(
@@ -244,10 +247,10 @@ class OwnKernel(Xla):
         )
         return encoder, laid
 
-    def _encoder(self, ends: Any, layers: list[Any], memories: list[Any]) -> Any:
+    def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
         return ends.replace(layers=tuple(layers), memories=tuple(memories))
 
-    def encode(self, model: Any, encoder: Any, source: Array, length: Array) -> Memory:
+    def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
         """See `Backend`."""
         slots = memory_length(source.shape[1])
         return kernel_decoder.encode(
@@ -258,7 +261,7 @@ class OwnKernel(Xla):
         """See `Backend`."""
         return kernel_decoder.widened(memory, slots)
 
-    def decoder(self, model: Any, weights: Weights, memory: Memory) -> Model[Any]:
+    def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
         return KernelDecoder(model.config, weights, memory, self.level)
 
@@ -285,14 +288,14 @@ class OwnKernel(Xla):
 XLA = Xla()
 
 
-def call_costs(weights: Any, backend: Backend = XLA) -> float:
+def call_costs(weights: Tree, backend: Backend = XLA) -> float:
     """The cost of a call on a CPU whatever it computes, in columns: the reading of the weights."""
     held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
     cached = sum(x.nbytes for x in held) < CACHE
     return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
 
 
-def portable(model: Any, weights: str = "auto") -> Backend:
+def portable(model: Module, weights: str = "auto") -> Backend:
     """The quickest that runs on any device; says so where a module is computed layer by layer."""
     if is_stock(model):
         return Xla(weights)
@@ -302,7 +305,7 @@ def portable(model: Any, weights: str = "auto") -> Backend:
     return Backend(weights)
 
 
-def choose(wanted: Backend | None, backbone: Backbone, dtype: Any, weights: str) -> Backend:
+def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights: str) -> Backend:
     """The backend that is wanted, but for XLA's one where that does not know the backbone.
 
     Args:
@@ -316,7 +319,7 @@ def choose(wanted: Backend | None, backbone: Backbone, dtype: Any, weights: str)
     return portable(backbone.module(dtype=dtype), wanted.weights) if type(wanted) is Xla else wanted
 
 
-def fastest(backbone: Backbone, dtype: Any, weights: str = "auto") -> Backend:
+def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Backend:
     """The fastest on this machine in that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
     found = portable(backbone.module(dtype=dtype), weights)
     if type(found) is not Xla or not isinstance(backbone, T5Config):

@@ -27,6 +27,7 @@ from pipejax.system.cli import REFUSALS
 from pipejax.system.errors import UserError, first_line, out_of_memory
 from pipejax.system.progress import Progress
 
+Said = dict[str, Any]  # JSON that a worker answers with: settings, counts, or a "problem"
 logger = logging.getLogger(__name__)
 
 BLOCK = 1000  # lines of a shard
@@ -51,14 +52,14 @@ class Work:
 class Pool(Protocol):
     """Processes that decode."""
 
-    def ask(self, work: Work) -> dict[str, Any]:
+    def ask(self, work: Work) -> Said:
         """The result of `describe` in one of them."""
 
-    def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
+    def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
         """The result of `Worker` for each block, each once, in any order."""
 
 
-def caught(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+def caught(call: Callable[..., Said], *arguments: Any) -> Said:
     """The result of the call, or {"error", "kind"}: an error is to become one line in another process."""
     try:
         return call(*arguments)
@@ -72,7 +73,7 @@ def caught(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, An
         return {"error": traceback.format_exc(), "kind": "mistake"}
 
 
-def checked(said: dict[str, Any]) -> dict[str, Any]:
+def checked(said: Said) -> Said:
     """The message of another process; raises the error if it is one."""
     if "error" not in said:
         return said
@@ -80,7 +81,7 @@ def checked(said: dict[str, Any]) -> dict[str, Any]:
     raise kinds[said["kind"]](said["error"])
 
 
-def describe(work: Work) -> dict[str, Any]:
+def describe(work: Work) -> Said:
     """The "settings" that the records depend on, "doubts" whether they mean much, and the template's "fields"."""
     generator = _open(work)
     config = generator.config
@@ -93,7 +94,7 @@ def _open(work: Work) -> Generator:
         return load(work.checkpoint, best=work.best, overrides=work.overrides)
 
 
-def _settings(work: Work, generator: Generator) -> dict[str, Any]:
+def _settings(work: Work, generator: Generator) -> Said:
     """As they are read back from JSON; digests of whole files stand for the input."""
     settings = settings_of(generator, work.strategy or generator.default_strategy, [])
     more = {DELIMITER: generator.config.data.csv_delimiter, "--skip-bad": work.skip_bad}
@@ -109,7 +110,7 @@ class Worker:
         self.reader = Reader(Path(work.root), (work.settings or {}).get(DELIMITER, ""))
         self.generator: Generator | None = None
 
-    def __call__(self, name: str, block: Block) -> dict[str, Any]:
+    def __call__(self, name: str, block: Block) -> Said:
         """Writes the shard `name` and says what it holds, as `Shards.look`.
 
         An error is said as `caught` says it, and stops the work; {} if it was stopped before this block.
@@ -218,9 +219,7 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
             raise UserError(f"{path}: found bad lines and no good one; first {error}")
 
 
-def _read(
-    files: Sequence[str], block: int, described: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], list[list[Block]]]:
+def _read(files: Sequence[str], block: int, described: Mapping[str, Any]) -> tuple[list[Said], list[list[Block]]]:
     """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
     inputs, blocks, delimiter = [], [], described["settings"][DELIMITER]
     reader = Reader(Path(), delimiter)
@@ -237,9 +236,9 @@ def _read(
     return inputs, blocks
 
 
-def _decode(work: Work, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> dict[str, Any]:
+def _decode(work: Work, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> Said:
     """Adds the shards that are lacking to `done`; returns the first error, or {}."""
-    problem: dict[str, Any] = {}
+    problem: Said = {}
     lacking = [(name, part) for name, part in wanted.items() if name not in done]
     total, start = (sum(wanted[name].lines for name in some) for some in (wanted, done))
     with contextlib.closing(Progress("decoding", total, unit="line", start=start)) as progress:

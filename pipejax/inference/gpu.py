@@ -35,6 +35,7 @@ from pipejax.model.t5 import MASKED, Memory
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
+Ref = Any  # a reference of Pallas to an array in the device's memory
 LEAST = 16  # rows, columns and depth of a product in a kernel
 LOWEST = -1e30  # below every score; finite, so that nothing becomes NaN
 MOST_QUERIES = 64  # of an example, that one kernel attends for
@@ -182,7 +183,7 @@ def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, 
     parts = _parts(inputs // deep, BUSY // blocks) if split else 1
     chunks = inputs // deep // parts
 
-    def kernel(rows_ref: Any, x_ref: Any, out_ref: Any) -> None:
+    def kernel(rows_ref: Ref, x_ref: Ref, out_ref: Ref) -> None:
         o = pl.program_id(0) * wide + jnp.arange(wide)
         n = pl.program_id(1) * high + jnp.arange(high)
         part, real = pl.program_id(2), (n < queries)[:, None]
@@ -221,7 +222,7 @@ def _attend_memory(query: Array, keys: Array, values: Array, mask: Array, *, int
     span = pl.cdiv(length, block) // parts
     sizes = {"heads": heads, "width": width, "queries": queries}
 
-    def kernel(query_ref: Any, keys_ref: Any, values_ref: Any, bias_ref: Any, out_ref: Any, *sums_refs: Any) -> None:
+    def kernel(query_ref: Ref, keys_ref: Ref, values_ref: Ref, bias_ref: Ref, out_ref: Ref, *sums_refs: Ref) -> None:
         head, part = pl.program_id(0), pl.program_id(1)
 
         def bias(slots: Array, seen: Array) -> Array:
@@ -272,14 +273,14 @@ def _attend_cache(
     sizes = {"heads": heads, "width": width, "queries": queries}
 
     def kernel(
-        start_ref: Any,
-        projected_ref: Any,
-        keys_ref: Any,
-        values_ref: Any,
-        bias_ref: Any,
-        out_ref: Any,
-        new_keys_ref: Any,
-        new_values_ref: Any,
+        start_ref: Ref,
+        projected_ref: Ref,
+        keys_ref: Ref,
+        values_ref: Ref,
+        bias_ref: Ref,
+        out_ref: Ref,
+        new_keys_ref: Ref,
+        new_values_ref: Ref,
     ) -> None:
         head = pl.program_id(0)
         first = start_ref[0 if len(start) == 1 else head // heads]
@@ -324,16 +325,16 @@ def _places(*, heads: int, width: int, queries: int) -> tuple[Array, Array, Arra
     return places < queries, (head // heads) * queries + places, (head % heads) * width + jnp.arange(width)
 
 
-def _query(ref: Any, **sizes: int) -> Array:
+def _query(ref: Ref, **sizes: int) -> Array:
     """The queries of a program's example and head, [high, K]; zeros beyond the Q-th."""
     real, row, column = _places(**sizes)
     return plgpu.load(ref.at[row[:, None], column[None]], mask=real[:, None], other=0)
 
 
 def _look(
-    query_ref: Any,
-    keys_ref: Any,
-    values_ref: Any,
+    query_ref: Ref,
+    keys_ref: Ref,
+    values_ref: Ref,
     bias: Any,
     first: Array,
     last: Array,
@@ -366,7 +367,7 @@ def _more(sums: Sums, scores: Array, values: Array) -> Sums:
     return now, total * kept + weights.sum(axis=1), found
 
 
-def _finish(sums: Sums, out_ref: Any, **sizes: int) -> None:
+def _finish(sums: Sums, out_ref: Ref, **sizes: int) -> None:
     real, row, column = _places(**sizes)
     found = (sums[2] / sums[1][:, None]).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row[:, None], column[None]], found, mask=real[:, None])

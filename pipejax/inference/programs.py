@@ -21,9 +21,10 @@ from pipejax.data.padding import bucket, pad
 from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
-from pipejax.model.interface import Backbone
+from pipejax.model.interface import Backbone, Module
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
+from pipejax.system import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:])
 
 
-def encode_batch(model: Any, encoder: Any, source: jax.Array, length: jax.Array, *, backend: Backend = XLA) -> Memory:
+def encode_batch(
+    model: Module, encoder: Tree, source: jax.Array, length: jax.Array, *, backend: Backend = XLA
+) -> Memory:
     """Encodes one padded batch; `model` and `backend` are static under jit.
 
     Args:
@@ -66,10 +69,10 @@ def encode_batch(model: Any, encoder: Any, source: jax.Array, length: jax.Array,
 class Drafting:
     """The module of a small model that drafts for another one, with its backend. Static under jit."""
 
-    model: Any
+    model: Module
     backend: Backend
 
-    def lent(self, strategy: Strategy, weights: Any, source: SourceIds) -> Strategy:
+    def lent(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
         """The strategy with the decoder of a batch; traced.
 
         Args:
@@ -81,9 +84,9 @@ class Drafting:
 
 
 def decode_batch(
-    model: Any,
+    model: Module,
     strategy: Strategy,
-    weights: Any,
+    weights: Tree,
     memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
@@ -136,13 +139,13 @@ class Programs:
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: Tree) -> None:
         """Other weights of the same architecture, of this process or laid over the devices of several."""
         of_first = jax.tree.leaves(params)[0]
         is_sharded = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
         everywhere = NamedSharding(of_first.sharding.mesh, P()) if is_sharded else None
 
-        def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
+        def compute(function: Callable[..., Any], tree: Tree, **static: Any) -> Any:
             jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
             with precision(self.model.dtype):
                 return jax.block_until_ready(jitted(tree, **static))
@@ -200,7 +203,7 @@ class Programs:
         ready = self._on(across)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
-        weights: Any = ready.decoding
+        weights: Tree = ready.decoding
         read: SourceIds | None = None
         if strategy.reads_source:
             wide = np.zeros(shape, source.dtype)
@@ -239,7 +242,7 @@ class Programs:
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
         carry = None
-        weights: Any = ready.decoding
+        weights: Tree = ready.decoding
         read: SourceIds | None = None
         if strategy.reads_source:
             read = jax.eval_shape(SourceIds, jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
@@ -319,7 +322,7 @@ class Programs:
         return self._compiled[key]
 
 
-def _by_itself(function: Callable[..., Any], weights: Any, *arrays: Any) -> Any:
+def _by_itself(function: Callable[..., Any], weights: Tree, *arrays: Any) -> Any:
     """The function's result on each device, for its part of arrays whose first axis is of the devices."""
     own = jax.tree.map(lambda x: x[0], arrays)
     return jax.tree.map(lambda x: x[None], function(weights, *own))

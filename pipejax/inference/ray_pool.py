@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipejax.data.blocks import Block
-from pipejax.inference.bulk import Work, Worker, caught, describe
+from pipejax.inference.bulk import Said, Work, Worker, caught, describe
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
 
@@ -86,12 +86,12 @@ class RayPool:
         if device:
             self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
 
-    def ask(self, work: Work) -> dict[str, Any]:
+    def ask(self, work: Work) -> Said:
         """The result of `describe`, in a process that ends and lets go of its device."""
-        said: dict[str, Any] = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
+        said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
         return said
 
-    def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
+    def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
         """The result of `Worker` for each block, in any order."""
         data = self.ray.data
         data.DataContext.get_current().enable_progress_bars = False

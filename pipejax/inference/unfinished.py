@@ -19,6 +19,7 @@ from pipejax.system.files import sync, write_text
 
 logger = logging.getLogger(__name__)
 
+Settings = dict[str, Any]  # what records depend on, as JSON
 DEFAULTS = {
     **config_lib.flat(GridConfig(), "grid."),
     **config_lib.flat(DecodeConfig(), "decode."),
@@ -37,12 +38,12 @@ class Kept(NamedTuple):
 class Unfinished:
     """A file beside an output that is not complete: it says what is being decoded, and how."""
 
-    def __init__(self, target: str, settings: dict[str, Any]) -> None:
+    def __init__(self, target: str, settings: Settings) -> None:
         """Nothing is written yet."""
         self.target, self.settings = target, settings
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
 
-    def note(self, settings: dict[str, Any]) -> bool:
+    def note(self, settings: Settings) -> bool:
         """Writes it, if that can be: a decode does not fail for it."""
         try:
             write_text(self.path, json.dumps(settings, indent=2) + "\n")
@@ -104,7 +105,7 @@ HASHED = {
 }
 
 
-def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> dict[str, Any]:
+def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> Settings:
     """The settings that the records depend on; batches are no part, and drafts only if records hold their trace."""
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
@@ -128,9 +129,9 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     }
 
 
-def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(settings: Mapping[str, Any]) -> Settings:
     """Sections as "section.key"."""
-    flat: dict[str, Any] = {}
+    flat: Settings = {}
     for key, value in settings.items():
         flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
     return flat

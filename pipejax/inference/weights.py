@@ -15,6 +15,7 @@ import numpy as np
 from pipejax.config import T5Config
 from pipejax.model.layers import buckets
 from pipejax.model.quantization import quantize
+from pipejax.system import Tree
 
 Array = jax.Array
 
@@ -60,7 +61,7 @@ def narrowed(rows: Array, weights: str, dtype: Any) -> Matrix:
     return Matrix(rows.astype(jnp.bfloat16 if weights == "bfloat16" else dtype), jnp.zeros(0))
 
 
-def lay_out(config: T5Config, params: Any, matrix: Callable[[Array], Matrix]) -> Weights:
+def lay_out(config: T5Config, params: Tree, matrix: Callable[[Array], Matrix]) -> Weights:
     """The decoder's weights from a T5's parameters, but for its layers; `matrix` holds one [O, I]."""
     embedding = params["shared"]["embedding"]
     longest = config.relative_attention_max_distance
@@ -75,7 +76,7 @@ def lay_out(config: T5Config, params: Any, matrix: Callable[[Array], Matrix]) ->
     )
 
 
-def lay_out_layer(layer: Any, matrix: Callable[[Array], Matrix]) -> Layer:
+def lay_out_layer(layer: Tree, matrix: Callable[[Array], Matrix]) -> Layer:
     """A layer of the decoder from its parameters."""
     own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
     return Layer(

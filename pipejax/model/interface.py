@@ -14,12 +14,14 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
     from jax import Array
 
+Module = Any  # a Flax module that has the fields and methods of `pipejax.model.t5.T5`
 Axes = tuple[str | None, ...]  # of a parameter: the axis of the mesh that splits each of its own
 # How the paths of parameters end that are no weight matrices: they stay float32, never decay, and are never int8.
 VECTORS = ("norm/scale", "relative_bias/embedding")
@@ -52,7 +54,7 @@ class Backbone:
         (r".*norm/scale", ()),
     )
 
-    def module(self, **options: Any) -> Any:
+    def module(self, **options: Any) -> Module:
         """The Flax module, with the fields and methods of `pipejax.model.t5.T5`.
 
         Args:
@@ -106,7 +108,7 @@ class Backbone:
           weights: the file of the tensors.
         """
 
-    def init_params(self, rng: "Array") -> Any:
+    def init_params(self, rng: "Array") -> Tree:
         """Fresh float32 parameters; jit-able."""
         import jax.numpy as jnp
 

@@ -6,11 +6,12 @@ B begins as zero, so that factors just added change nothing. There is no other s
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
+
+from pipejax.system import Tree
 
 A, B = "lora_a", "lora_b"
 ADAPTED = re.compile(r"(encoder|decoder)/.*/kernel")  # of attention and feed-forward; no embedding, no head
@@ -21,7 +22,7 @@ def is_factor(path: str) -> bool:
     return path.endswith((f"/{A}", f"/{B}"))
 
 
-def add(params: Any, rank: int, key: jax.Array, is_trained: Callable[[str], bool] = lambda path: True) -> Any:
+def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], bool] = lambda path: True) -> Tree:
     """The parameters with fresh factors beside each adapted kernel.
 
     Args:
@@ -43,7 +44,7 @@ def add(params: Any, rank: int, key: jax.Array, is_trained: Callable[[str], bool
     return unflatten_dict(flat, sep="/")
 
 
-def merge_factors(params: Any) -> Any:
+def merge_factors(params: Tree) -> Tree:
     """The parameters of the T5 that those with factors are: W + A B in place of all three, on every device alike."""
     flat = flatten_dict(params, sep="/")
     for path in [path for path in flat if path.endswith(f"/{A}")]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pipejax.model.interface import VECTORS
+from pipejax.system import Tree
 
 
 def compute_dtype(name: str) -> jnp.dtype:
@@ -25,7 +26,7 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
-def cast_params(params: Any, dtype: DTypeLike) -> Any:
+def cast_params(params: Tree, dtype: DTypeLike) -> Tree:
     """Parameters in the compute dtype, so that decoding does not read float32; norms and biases stay float32."""
 
     def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:

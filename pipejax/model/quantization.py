@@ -8,7 +8,6 @@ back to the same numbers and scales again, and a checkpoint with int8 weights de
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax.typing import DTypeLike
 
 from pipejax.model.interface import VECTORS
 from pipejax.model.precision import cast_params
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 Array = jax.Array
@@ -43,7 +43,7 @@ def scale_path(path: str) -> str | None:
     return f"{module}/{SCALE}" if module else SCALE
 
 
-def hold(params: Any, dtype: DTypeLike, weights: str) -> Any:
+def hold(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
     """Parameters as a T5 of that dtype computes with them, its weights held in fewer bytes.
 
     Args:
@@ -62,7 +62,7 @@ def hold(params: Any, dtype: DTypeLike, weights: str) -> Any:
     return unflatten_dict(flat, sep="/")
 
 
-def whole(params: Any) -> Any:
+def whole(params: Tree) -> Tree:
     """The float32 parameters that those of a T5 or a part of it stand for, whatever they are held in."""
     flat = flatten_dict(params, sep="/")
     scales = {path: scale for path in flat if (scale := scale_path(path)) in flat}

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pipejax.config import MeshConfig
 from pipejax.model.interface import Backbone
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 
@@ -76,7 +77,7 @@ def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -
     raise ValueError(f"no sharding rule for parameter {path}; expected one in {type(backbone).__name__}.sharding")
 
 
-def param_shardings(backbone: Backbone, params: Any, mesh: Mesh) -> Any:
+def param_shardings(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:
     """A NamedSharding for every parameter of a tree of arrays or shapes."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, x: NamedSharding(mesh, spec_of(backbone, path_of(keys), x.shape, mesh)), params
@@ -88,7 +89,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def gather_tables(backbone: Backbone, params: Any, mesh: Mesh) -> Any:
+def gather_tables(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:
     """Parameters with tables split over "tensor" alone, as lookups need them: XLA would copy each whole."""
     flat = flatten_dict(params, sep="/")
     for path in backbone.tables:
@@ -124,7 +125,7 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     return {key: jax.make_array_from_process_local_data(sharding, x, x.shape) for key, x in batch.items()}
 
 
-def put_tree(tree: Any, shardings: Any) -> Any:
+def put_tree(tree: Tree, shardings: Tree) -> Tree:
     """Arrays that every process holds whole, put where they belong: each device takes its part."""
 
     def put(x: Any, sharding: NamedSharding) -> jax.Array:

@@ -21,8 +21,9 @@ from pipejax.data.shapes import Pair
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
+from pipejax.model.interface import Module
 from pipejax.model.precision import compute_dtype, precision
-from pipejax.system import cli
+from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.training.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
@@ -40,12 +41,12 @@ SOURCES = ("source", "source_length")  # arrays of a batch with a row for each e
 class TrainState:
     """All that training changes. RNG and data position follow from seed and step."""
 
-    params: Any
+    params: Tree
     optimizer: optax.OptState
 
 
 def batch_loss(
-    model: Any, params: Any, batch: Arrays, dropout: Array | None, loss: Loss = losses.cross_entropy
+    model: Module, params: Tree, batch: Arrays, dropout: Array | None, loss: Loss = losses.cross_entropy
 ) -> tuple[Array, Array]:
     """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
 
@@ -101,7 +102,7 @@ def take_apart(batch: Arrays, parts: int) -> Arrays:
 
 
 def train_step(
-    model: Any,
+    model: Module,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Arrays,
@@ -111,7 +112,7 @@ def train_step(
     accumulate: int = 1,
     clip_norm: float = 1.0,
     is_trained: Callable[[str], bool] = lambda path: True,
-    place: Callable[[Any], Any] = lambda params: params,
+    place: Callable[[Tree], Tree] = lambda params: params,
     rate: optax.Schedule = lambda count: 0.0,
     branch: bool = True,
 ) -> tuple[TrainState, dict[str, Array]]:
@@ -141,7 +142,7 @@ def train_step(
     """
     trained, fixed = split(state.params, is_trained)
 
-    def summed(trained: Any, part: Arrays, key: Array) -> tuple[Array, Array]:
+    def summed(trained: Tree, part: Arrays, key: Array) -> tuple[Array, Array]:
         return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None, loss)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
@@ -149,7 +150,7 @@ def train_step(
         (total, count), gradient = gradient_of(trained, batch, key)
     else:
 
-        def add(sums: Any, numbered: tuple[Array, Arrays]) -> tuple[Any, None]:
+        def add(sums: Tree, numbered: tuple[Array, Arrays]) -> tuple[Tree, None]:
             number, part = numbered
             own = gradient_of(trained, part, jax.random.fold_in(key, number))
             return jax.tree.map(jnp.add, sums, own), None
@@ -232,12 +233,12 @@ class Trainer:
     def _birth(self, key: Array) -> TrainState:
         return self._newborn(self.model.config.init_params(jax.random.fold_in(key, 0)))
 
-    def _newborn(self, params: Any) -> TrainState:
+    def _newborn(self, params: Tree) -> TrainState:
         key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
         params = lora.add(params, self.config.train.lora_rank, key, self._is_trained)
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
-    def trained(self, params: Any) -> Any:
+    def trained(self, params: Tree) -> Tree:
         """The part of a tree of parameters that is trained."""
         return split(params, self._is_trained)[0]
 
@@ -255,7 +256,7 @@ class Trainer:
         )
         return TrainState(params, optimizer)
 
-    def fresh(self, params: Any | None = None) -> TrainState:
+    def fresh(self, params: Tree | None = None) -> TrainState:
         """A state from the seed, or from given parameters."""
         if params is None:
             return jax.jit(self._birth, out_shardings=self.shardings)(self.key)
@@ -273,7 +274,7 @@ class Trainer:
         """Makes one update with a placed batch; the given state is used up."""
         return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
-    def program(self, batch: ArrayShapes) -> Any:
+    def program(self, batch: ArrayShapes) -> Tree:
         """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
         key = _key(batch)
         known = self._programs.get(key)
@@ -299,18 +300,18 @@ class Trainer:
         """Begins no other program; for one that is being compiled no command waits."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
-    def _compile_ahead(self, batch: ArrayShapes) -> Any:
+    def _compile_ahead(self, batch: ArrayShapes) -> Tree:
         with cli.unneeded():
             return self._compile(batch)
 
-    def _compile(self, batch: ArrayShapes) -> Any:
+    def _compile(self, batch: ArrayShapes) -> Tree:
         return self.lower(batch).compile()
 
-    def lower(self, batch: ArrayShapes) -> Any:
+    def lower(self, batch: ArrayShapes) -> Tree:
         """The step for such batches, as JAX hands it to the compiler."""
         return self.trace(batch).lower()
 
-    def trace(self, batch: ArrayShapes) -> Any:
+    def trace(self, batch: ArrayShapes) -> Tree:
         """The step for such batches, not lowered yet."""
         arrays = {
             name: jax.ShapeDtypeStruct(
@@ -325,7 +326,7 @@ class Trainer:
         with precision(self.model.dtype):
             return self._step.trace(state, arrays, key)
 
-    def dev_loss(self, params: Any, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
+    def dev_loss(self, params: Tree, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""
         with precision(self.model.dtype):
             return self._loss(params, sharding.put_batch(arrays, self.mesh))
