@@ -17,6 +17,7 @@ from pipejax.inference.evaluation import evaluate
 from pipejax.inference.report import Report
 from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans
+from pipejax.metrics.sums import total
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support.tiny import RUN_ON_ONE, change
@@ -42,9 +43,9 @@ def write(path: Path, lines: Sequence[Any]) -> Path:
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("spans", spans.score(GOLD, PREDICTED)),
-        ("keyphrases", keyphrases.score(SOURCES, GOLD, PREDICTED)),
-        ("rouge", rouge.score(GOLD, PREDICTED)),
+        ("spans", spans.combine(total(spans.per_document(GOLD, PREDICTED)), 3)),
+        ("keyphrases", keyphrases.combine(total(keyphrases.per_document(SOURCES, GOLD, PREDICTED)), 3)),
+        ("rouge", rouge.combine(total(rouge.per_document(GOLD, PREDICTED)), 3)),
     ],
 )
 def test_prints_one_object_and_nothing_else(tmp_path, capfd, name, expected) -> None:
@@ -63,7 +64,7 @@ def test_as_a_process(tmp_path) -> None:
         cwd=Path(__file__).parents[1],
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == rouge.score(GOLD, PREDICTED)
+    assert json.loads(done.stdout) == metrics.score("rouge", SOURCES, GOLD, PREDICTED)
     refused = subprocess.run(
         [sys.executable, "-m", "pipejax.metrics", "rouge", tmp_path / "absent.jsonl"],
         capture_output=True,

@@ -64,5 +64,5 @@ def test_nothing_to_compare():
         bootstrap([], [], mean)
     with pytest.raises(ValueError, match="got 2 and 1"):
         bootstrap([{"x": 1.0}] * 2, [{"x": 1.0}], mean)
-    assert spans.combine({}, 0) == spans.score([], [])
-    assert keyphrases.combine({}, 0) == keyphrases.score([], [], [])
+    assert spans.combine({}, 0) == metrics.score("spans", [], [], [])
+    assert keyphrases.combine({}, 0) == metrics.score("keyphrases", [], [], [])

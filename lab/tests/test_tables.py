@@ -11,9 +11,9 @@ from lab.experiments.tables import __main__ as command
 from lab.experiments.tables import paper
 from lab.experiments.tables.cells import Cell, Way, evaluation, fresh, make, read
 from pipejax import config as config_lib
+from pipejax import metrics
 from pipejax.checkpoint import Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
-from pipejax.metrics import spans
 from pipejax.system.errors import UserError
 from support.tiny import RUN_ON_ONE as CONFIG
 
@@ -34,7 +34,7 @@ def lay(workdir, cell, split, *, right, seconds, strategy=None, beams=1, steps=7
         for i, (gold, rows) in enumerate(zip(GOLD, predicted, strict=True))
     ]
     path.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scores = spans.score(GOLD, predicted)
+    scores = metrics.score("spans", [""] * len(GOLD), GOLD, predicted)
     groups = [{"rows": 2, "documents": 6, "em_f1": 1.0, "seconds": seconds}]
     groups.append({"rows": 3, "documents": 14, "em_f1": 2.0, "seconds": 2 * seconds})
     found = {"metric": "spans", "strategy": way.strategy, "examples": len(GOLD), "steps": steps, **scores}

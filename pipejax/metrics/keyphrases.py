@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pipejax.metrics.sums import total
 from pipejax.system.extras import extra
 
 with extra("metrics", "metrics"):
@@ -29,35 +28,6 @@ class _Scores(NamedTuple):
     f1: float
 
 
-def score(
-    sources: Sequence[str],
-    gold: Sequence[Sequence[str]],
-    predicted: Sequence[Sequence[str]],
-    *,
-    tick: Callable[[int], None] = lambda count: None,
-) -> dict[str, float]:
-    """F1@5 and F1@M in percent of present and absent keyphrases, macro-averaged, not rounded.
-
-    Two averages are in use. "present_f1@M" and its like are the F1 of the mean precision and the mean recall; with the
-    suffix "_mean_doc" they are the mean of the documents' F1. Documents without a gold phrase of a kind count as 0.
-
-    Args:
-      sources: title and text of each document; words are what stands between spaces.
-      gold: its keyphrases; an empty one is absent.
-      predicted: its predicted keyphrases, the best first; an empty one does not count.
-      tick: called with 1 for each document.
-
-    Raises:
-      ValueError: the numbers of documents differ.
-    """
-    if not len(sources) == len(gold) == len(predicted):
-        raise ValueError(
-            "expected a source and a prediction for each document; "
-            f"got {len(gold)} documents, {len(sources)} sources and {len(predicted)} predictions"
-        )
-    return combine(total(per_document(sources, gold, predicted, tick=tick)), len(gold))
-
-
 def per_document(
     sources: Sequence[str],
     gold: Sequence[Sequence[str]],
@@ -65,7 +35,10 @@ def per_document(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """Precision, recall and F1 of each document, of each kind at each cut, 0 to 1; arguments as of `metrics.score`."""
+    """Precision, recall and F1 of each document, of each kind at each cut, 0 to 1; arguments as of `metrics.score`.
+
+    Words of a source are what stands between spaces. An empty gold phrase is absent, an empty prediction is none.
+    """
     documents = []
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
         text = " ".join(stems_of(source))
@@ -81,7 +54,11 @@ def per_document(
 
 
 def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
-    """The scores of `count` documents from the sums over them."""
+    """F1@5 and F1@M in percent of present and absent keyphrases, macro-averaged, from the sums over `count` documents.
+
+    Two averages are in use. "present_f1@M" and its like are the F1 of the mean precision and the mean recall; with the
+    suffix "_mean_doc" they are the mean of the documents' F1. Documents without a gold phrase of a kind count as 0.
+    """
     result: dict[str, float] = {}
     for kind in KINDS:
         for cut in CUTS:

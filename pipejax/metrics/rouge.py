@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from pipejax.metrics.sums import total
 from pipejax.system.extras import extra
 
 with extra("metrics", "metrics"):
@@ -25,37 +24,20 @@ class _Words:
         return words
 
 
-def score(
-    gold: Sequence[Sequence[str]],
-    predicted: Sequence[Sequence[str]],
-    *,
-    tick: Callable[[int], None] = lambda count: None,
-) -> dict[str, float]:
-    """The mean F1 of ROUGE-1, -2, -L and -Lsum over the documents in percent, not rounded.
-
-    Args:
-      gold: the sentences of each document's target. ROUGE-L takes them as one text; ROUGE-Lsum compares each with all
-        those of the prediction.
-      predicted: the generated sentences of each, in the same order.
-      tick: called with 1 for each document.
-
-    Raises:
-      ValueError: the numbers of documents differ.
-    """
-    if len(gold) != len(predicted):
-        raise ValueError(
-            f"expected one prediction for each document; got {len(gold)} documents and {len(predicted)} predictions"
-        )
-    return combine(total(per_document(gold, predicted, tick=tick)), len(gold))
-
-
 def per_document(
     gold: Sequence[Sequence[str]],
     predicted: Sequence[Sequence[str]],
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """F1 of each document, from 0 to 1."""
+    """F1 of ROUGE-1, -2, -L and -Lsum of each document, from 0 to 1.
+
+    Args:
+      gold: the sentences of each document's target. ROUGE-L takes them as one text; ROUGE-Lsum compares each with all
+        those of the prediction.
+      predicted: the generated sentences of each, in the same order.
+      tick: called with 1 for each document.
+    """
     scorer = rouge_scorer.RougeScorer(TYPES, tokenizer=_Words())
     documents = []
     for sentences, guesses in zip(gold, predicted, strict=True):
@@ -66,5 +48,5 @@ def per_document(
 
 
 def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
-    """The scores of `count` documents from the sums over them."""
+    """The mean scores of `count` documents in percent from the sums over them."""
     return {name: 100 * sums[name] / count if count else 0.0 for name in TYPES}

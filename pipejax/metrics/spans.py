@@ -5,31 +5,17 @@ import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipejax.metrics.sums import total
-
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only: curly quotes and long dashes stay
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """EM and PM precision, recall and F1 in percent, micro-averaged over the documents, not rounded.
+def per_document(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[dict[str, float]]:
+    """The counts that each document adds to those that `combine` takes.
 
     Args:
       gold: the answers of each document; an empty sequence means that there is none.
-      predicted: the predicted answers of each document, in the same order.
-
-    Raises:
-      ValueError: the numbers of documents differ.
+      predicted: the predicted answers of each, in the same order.
     """
-    if len(gold) != len(predicted):
-        raise ValueError(
-            f"expected one prediction for each document; got {len(gold)} documents and {len(predicted)} predictions"
-        )
-    return combine(total(per_document(gold, predicted)), len(gold))
-
-
-def per_document(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[dict[str, float]]:
-    """The counts that each document adds to those that `combine` takes."""
     documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
         golds, guesses = _distinct(gold_spans), _distinct(predicted_spans)
@@ -47,7 +33,7 @@ def per_document(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str
 
 
 def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
-    """The scores of `count` documents from the sums over them."""
+    """EM and PM precision, recall and F1 of `count` documents in percent, micro-averaged, from the sums over them."""
     if not count:
         sums = dict.fromkeys(("gold", "predicted", "exact", "partial_precision", "partial_recall"), 0)
     matches = {"em": ("exact", "exact"), "pm": ("partial_precision", "partial_recall")}
