@@ -14,20 +14,22 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "pipejax"
 # Of each room: column (of 0 to 2), floor (0 is the lowest), and what lies in it.
 ROOMS = {
-    "training": (0.35, 6, "steps, log, going on, memory plan"),
-    "inference": (0.35, 5, "text in, record out; own kernel"),
-    "convert": (2, 5, "Hugging Face weights, in and out"),
-    "checkpoint": (1.65, 4, "steps on disk, and why to trust them"),
-    "data": (0, 3, "tasks, tokenizer, padded batches"),
-    "methods": (1, 3, "from target to text, a file for each"),
-    "decoding": (1, 2, "the loop, and a file for each strategy"),
-    "model": (2, 2, "the T5: masks in, logits out"),
+    "training": (0.35, 8, "steps, log, going on, memory plan"),
+    "apps": (0.35, 7, "files, scores, bulk, server, exports"),
+    "inference": (0.35, 6, "text in, record out; own kernel"),
+    "convert": (2, 6, "Hugging Face weights, in and out"),
+    "checkpoint": (1.65, 5, "steps on disk, and why to trust them"),
+    "data": (0, 4, "tasks, tokenizer, padded batches"),
+    "methods": (1, 4, "from target to text, a file for each"),
+    "decoding": (1, 3, "the loop, and a file for each strategy"),
     "metrics": (0, 1, "spans, keyphrases, ROUGE"),
     "grid": (1, 1, "the paper in integers"),
-    "config": (2, 1, "schema, files, --set"),
+    "config": (2, 2, "schema, files, --set"),
+    "model": (2, 1, "backbones: masks in, logits out"),
     "system": (1, 0, "errors, files, streams, processes, caches: for all rooms"),
 }
 WIDTH, HEIGHT, COLUMN, FLOOR, EDGE = 236, 50, 256, 92, 8  # of a box, between boxes, around all
+FILLS = ["#dfe6ee", "#e6edf8", "#dcebf9", "#e4e6f9", "#efe6f6", "#f8e6dd", "#f6efdc", "#eef3dc", "#e2f2e2"]  # by floor
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -77,7 +79,7 @@ def box(name: str) -> tuple[float, float, float]:
 
 def draw() -> str:
     """The picture as SVG."""
-    width, height = 2 * EDGE + 2 * COLUMN + WIDTH, 2 * EDGE + 5 * FLOOR + HEIGHT
+    width, height = 2 * EDGE + 2 * COLUMN + WIDTH, 2 * EDGE + max(f for _, f, _ in ROOMS.values()) * FLOOR + HEIGHT
     edges = needed(imports())
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -98,7 +100,9 @@ def draw() -> str:
         lines.append(f'<path d="{path}" fill="none" stroke="#768290" stroke-width="1.3" marker-end="url(#tip)"/>')
     for name, (_, floor, words) in ROOMS.items():
         x, y, w = box(name)
-        fill = ("#dfe6ee", "#e6edf8", "#dcebf9", "#e4e6f9", "#efe6f6", "#f8e6dd", "#f6efdc")[floor]
+        fill = ("#dfe6ee", "#e6edf8", "#dcebf9", "#e4e6f9", "#efe6f6", "#f8e6dd", "#f6efdc", "#eef3dc", "#e2f2e2")[
+            floor
+        ]
         middle = x + w / 2
         lines += [
             f'<rect x="{x:.0f}" y="{y}" width="{w}" height="{HEIGHT}" rx="6" fill="{fill}" stroke="#9aa7b5"/>',

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from lab.benchmarks.systems import build, interleaved, paired, random_params
+from pipejax.apps import picture
+from pipejax.apps.evaluation import evaluate
 from pipejax.config import STRATEGIES, Config, T5Config, load
 from pipejax.data import make_task
 from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.inference import picture
 from pipejax.inference.answers import Record, texts
-from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load as open_run
 from pipejax.model.precision import compute_dtype

@@ -16,18 +16,18 @@ from pipejax.system.extras import extra
 COMMANDS = {
     "train": ("train a T5, or go on with a run", "pipejax.training.command"),
     "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.training.teach_command"),
-    "decode": ("decode a file of sources", "pipejax.inference.command"),
-    "serve": ("answer requests over HTTP", "pipejax.inference.serving.command"),
-    "bulk": ("decode many files by several processes", "pipejax.inference.bulk_command"),
-    "evaluate": ("decode a split of a task and score it", "pipejax.inference.evaluation"),
-    "export": ("decoding as files that JAX alone runs", "pipejax.inference.export_command"),
+    "decode": ("decode a file of sources", "pipejax.apps.command"),
+    "serve": ("answer requests over HTTP", "pipejax.apps.serving.command"),
+    "bulk": ("decode many files by several processes", "pipejax.apps.bulk_command"),
+    "evaluate": ("decode a split of a task and score it", "pipejax.apps.evaluation"),
+    "export": ("decoding as files that JAX alone runs", "pipejax.apps.export_command"),
     "convert": ("weights from and to Hugging Face, and to fewer bytes", "pipejax.convert.__main__"),
     "plan": ("what a training will need of each device's memory", "pipejax.training.plan"),
     "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
     "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
     "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
-    "picture": ("draw a record's grid as SVG, or as a page that plays it", "pipejax.inference.picture.command"),
+    "picture": ("draw a record's grid as SVG, or as a page that plays it", "pipejax.apps.picture.command"),
 }
 
 

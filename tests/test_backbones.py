@@ -21,13 +21,13 @@ from safetensors.numpy import save_file
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps.export import export
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.convert.__main__ import main as convert
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Xla
 from pipejax.inference.engine import Engine, Request
-from pipejax.inference.export import export
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.model import layers, t5

@@ -21,14 +21,15 @@ import pyarrow.parquet
 import pytest
 
 from pipejax import checkpoint
+from pipejax.apps import bulk, bulk_command, records, shards
+from pipejax.apps.shards import Output, Shards
 from pipejax.data import demo
 from pipejax.data.blocks import Block, Reader, cut
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines
-from pipejax.inference import bulk, bulk_command, loading, records, shards
+from pipejax.inference import loading
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
-from pipejax.inference.shards import Output, Shards
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.descendants import workers

@@ -150,7 +150,7 @@ def test_platforms(
 def test_memory_is_counted_in_the_systems_unit(monkeypatch: pytest.MonkeyPatch, system: str, factor: int) -> None:
     import resource
 
-    from pipejax.inference import evaluation
+    from pipejax.apps import evaluation
 
     usage = type("Usage", (), {"ru_maxrss": 5000})
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)

@@ -42,7 +42,7 @@ def test_records_are_the_same_on_every_mesh(mesh, alone):
     """Eight devices decode two sources each and more; nothing crosses from one to another."""
     params = PARAMS
     if mesh:
-        made = sharding.make_mesh(mesh)
+        made = sharding.make_mesh(**vars(mesh))
         params = sharding.put_tree(params, sharding.param_shardings(params, made))
         assert any(not x.is_fully_replicated for x in jax.tree.leaves(params))
     spread = Generator(CONFIG, params, None, devices=jax.local_devices())

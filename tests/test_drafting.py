@@ -16,14 +16,14 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps.picture import command as picture
+from pipejax.apps.records import as_line
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import answers, kernels
 from pipejax.inference.backends import XLA, OwnKernel, call_costs
 from pipejax.inference.generator import Generator
-from pipejax.inference.picture import command as picture
-from pipejax.inference.records import as_line
 from pipejax.inference.report import Report
 from pipejax.system.errors import UserError
 from support import oracle, scripted, wavefront

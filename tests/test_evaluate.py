@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pipejax import methods, metrics
+from pipejax.apps import evaluation
 from pipejax.config import Config, DataConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example
-from pipejax.inference import evaluation
 from pipejax.inference.loading import load
 from pipejax.inference.programs import CPU_BATCH
 from pipejax.system.errors import UserError

@@ -15,8 +15,8 @@ from jax import export as jax_export
 
 import pipejax
 from pipejax import checkpoint
+from pipejax.apps.export_command import main
 from pipejax.inference import programs
-from pipejax.inference.export_command import main
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 

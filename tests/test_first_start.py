@@ -12,9 +12,10 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax.__main__ import main
+from pipejax.apps import bulk
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data.blocks import cut
-from pipejax.inference import bulk, kernels
+from pipejax.inference import kernels
 from pipejax.inference.engine import Engine
 from pipejax.inference.kernels import Level
 from pipejax.system import processor

@@ -18,6 +18,12 @@ from starlette.testclient import TestClient
 import pipejax
 from pipejax import checkpoint, methods
 from pipejax import config as config_lib
+from pipejax.apps import bulk
+from pipejax.apps.command import main as decode
+from pipejax.apps.export import export
+from pipejax.apps.picture.command import main as picture
+from pipejax.apps.serving import app
+from pipejax.apps.unfinished import settings_of
 from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.convert import huggingface
@@ -26,19 +32,13 @@ from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
-from pipejax.inference import bulk
-from pipejax.inference.command import main as decode
 from pipejax.inference.engine import Engine, Request
-from pipejax.inference.export import export
 from pipejax.inference.generator import Generator
-from pipejax.inference.picture.command import main as picture
 from pipejax.inference.report import Report
-from pipejax.inference.serving import app
 from pipejax.inference.small import Small
 from pipejax.inference.small import check as check_drafter
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
-from pipejax.inference.unfinished import settings_of
 from pipejax.model import t5
 from pipejax.system.errors import UserError
 from pipejax.training.step import batch_loss

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pipejax import checkpoint, config, methods, metrics
+from pipejax.apps.evaluation import evaluate
 from pipejax.config import Config, DataConfig
 from pipejax.data import make_task
 from pipejax.data.examples import Example
-from pipejax.inference.evaluation import evaluate
 from pipejax.inference.report import Report
 from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans

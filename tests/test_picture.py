@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from pipejax import config
+from pipejax.apps.picture import html, svg
+from pipejax.apps.picture.command import main
+from pipejax.apps.picture.grid import LEFT, Cell, fill
+from pipejax.apps.picture.text import shorten, text_width
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.inference.picture import html, svg
-from pipejax.inference.picture.command import main
-from pipejax.inference.picture.grid import LEFT, Cell, fill
-from pipejax.inference.picture.text import shorten, text_width
 from pipejax.system.errors import UserError
 from support import oracle, tiny, wavefront
 

@@ -29,10 +29,11 @@ import pytest
 import decode
 import pipejax
 from pipejax import checkpoint
+from pipejax.apps import record_tables, records, unfinished
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.decoding import Decoded, Stretch
-from pipejax.inference import programs, record_tables, records, sources, unfinished
+from pipejax.inference import programs, sources
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.system import cli, compile_cache

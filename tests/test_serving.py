@@ -16,12 +16,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipejax import checkpoint
+from pipejax.apps.serving import app, asked, command
+from pipejax.apps.serving.written import Writing
 from pipejax.config import DataConfig
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.tokenizer import Growing
 from pipejax.inference.generator import Generator
-from pipejax.inference.serving import app, asked, command
-from pipejax.inference.serving.written import Writing
 from pipejax.inference.sources import Source
 from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError

@@ -14,11 +14,11 @@ import transformers
 
 import pipejax
 from pipejax import checkpoint
+from pipejax.apps.export import export
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import huggingface
 from pipejax.data import demo
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.inference.export import export
 from pipejax.system.errors import UserError
 from pipejax.training import start
 from pipejax.training.loop import fit

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pipejax import methods
+from pipejax.apps.records import decode_file
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.inference.generator import Generator
-from pipejax.inference.records import decode_file
 from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.system.errors import UserError
 from support import oracle

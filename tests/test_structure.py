@@ -29,18 +29,20 @@ SOURCES = sorted(
 LAYERS = (
     ("system.errors", "system.fields", "system.files", "system.hashing"),
     ("system", "system.[!f]*", "grid"),
-    ("config", "config.*", "model.interface", "model.t5_config"),
+    ("model", "model.*"),
+    ("config", "config.*"),
     ("metrics", "metrics.[!_]*"),
-    ("decoding", "decoding.*", "model", "model.*"),
+    ("decoding", "decoding.*"),
     ("methods", "methods.*"),
     ("data", "data.[!_]*"),
     ("checkpoint", "checkpoint.[!_]*"),
     ("convert", "convert.[!_]*"),
     ("inference", "inference.*"),
+    ("apps", "apps.*"),
     ("training", "training.*"),
     ("__main__", "*.__main__", ""),
 )
-ROOMS = 15  # names in pipejax/, at the most
+ROOMS = 16  # names in pipejax/, at the most
 
 # Importing the first does not bring in the second, by whatever way.
 NON_EDGES = (
@@ -56,7 +58,7 @@ NON_EDGES = (
     ("system.cli", "jax"),
     ("metrics*", "jax"),
     ("data*", "jax"),
-    ("inference.[!s]*", "pipejax.inference.serving"),
+    ("inference*", "pipejax.apps"),
 )
 
 # Libraries that may have to be replaced one day, or that are slow to import, and the modules that know them.
@@ -71,12 +73,12 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "grain": ("data.*", "training.command"),
     "nltk": ("metrics.*",),
     "rouge_score": ("metrics.rouge",),
-    "starlette": ("inference.serving.*",),
-    "uvicorn": ("inference.serving.command",),
-    "prometheus_client": ("inference.serving.*",),
+    "starlette": ("apps.serving.*",),
+    "uvicorn": ("apps.serving.command",),
+    "prometheus_client": ("apps.serving.*",),
     "tensorflow": (),
     "torch": (),
-    "ray": ("inference.ray_pool",),
+    "ray": ("apps.ray_pool",),
 }
 
 

@@ -11,10 +11,10 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps import records, unfinished
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.batches import pack_size
-from pipejax.inference import records, unfinished
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from pipejax.training import labels, loop, teach, teach_command

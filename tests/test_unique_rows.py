@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from pipejax import methods
+from pipejax.apps.picture import record as picture
+from pipejax.apps.serving.written import Writing
+from pipejax.apps.unfinished import settings_of
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Pipelined, Sampling, Trace
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
@@ -17,12 +20,9 @@ from pipejax.inference import streaming
 from pipejax.inference.answers import count, record_of
 from pipejax.inference.engine import Engine, Event, Request
 from pipejax.inference.generator import Generator
-from pipejax.inference.picture import record as picture
 from pipejax.inference.report import Report
-from pipejax.inference.serving.written import Writing
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
-from pipejax.inference.unfinished import settings_of
 from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError
 from support import oracle

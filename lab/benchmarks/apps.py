@@ -17,10 +17,10 @@ from typing import Any
 from lab.benchmarks.decode import rows_of
 from lab.benchmarks.forced import Fixed
 from lab.benchmarks.systems import CTranslate2, HuggingFace
+from pipejax.apps.serving import command
 from pipejax.config import GridConfig
 from pipejax.grid import sequential_steps
 from pipejax.inference.generator import Generator
-from pipejax.inference.serving import command
 from pipejax.system import cli
 
 PEERS = tuple(f"{name}{how}" for name in ("hf", "ct2-fp32", "ct2-int8") for how in ("", "-batch"))

@@ -338,7 +338,7 @@ FLAGS: Table = (
     ("a strategy misspelt", ("decode", *DECODE, "--strategy=seqential"), ("did you mean sequential",), REFUSED, ()),
     (
         "a split misspelt",
-        ("pipejax.inference.evaluation", "--checkpoint={here}/run", "--split=tset"),
+        ("pipejax.apps.evaluation", "--checkpoint={here}/run", "--split=tset"),
         ("did you mean test",),
         REFUSED,
         (),

@@ -21,7 +21,7 @@ GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
 
 
 def lay(workdir, cell, split, *, right, seconds, strategy=None, beams=1, steps=7.0):
-    """An evaluation as `pipejax.inference.evaluation` writes it, of which the first `right` documents are right."""
+    """An evaluation as `pipejax.apps.evaluation` writes it, of which the first `right` documents are right."""
     way = Way(strategy or cell.objective, beams)
     run = workdir / cell.name
     path = evaluation(run, split, way)

@@ -14,22 +14,24 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipejax.config import MeshConfig
 from pipejax.model.interface import Backbone
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh (data, fsdp, tensor) over all devices, or over the first ones if the config names fewer.
+def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over all devices, or over the first ones if the sizes name fewer.
 
-    `devices` are others than this machine's own, to compile for.
+    Args:
+      data: devices along this axis; -1: all that the other two leave.
+      fsdp: likewise.
+      tensor: likewise.
+      devices: others than this machine's own, to compile for.
 
     Raises:
       UserError: the mesh is larger than the devices, or data = -1 does not come out even.
     """
-    devices, rest = devices or jax.devices(), config.fsdp * config.tensor
-    data = config.data
+    devices, rest = devices or jax.devices(), fsdp * tensor
     if data == -1:
         if len(devices) % rest:
             raise UserError(f"mesh: found fsdp x tensor = {rest}; expected a divisor of the {len(devices)} devices")
@@ -45,7 +47,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"processes, {len(devices)} in all"
         )
     return jax.make_mesh(
-        (data, config.fsdp, config.tensor),
+        (data, fsdp, tensor),
         ("data", "fsdp", "tensor"),
         axis_types=(AxisType.Auto,) * 3,
         devices=devices[: data * rest],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from pipejax.apps.evaluation import evaluate
 from pipejax.checkpoint import Best
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
@@ -16,7 +17,6 @@ from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import texts
-from pipejax.inference.evaluation import evaluate
 from pipejax.inference.generator import Generator
 from pipejax.metrics import HEADLINES
 from pipejax.system import Tree, distributed

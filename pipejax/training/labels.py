@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
+from pipejax.apps.records import decode_file
+from pipejax.apps.unfinished import HASHED, Unfinished, flattened, settings_of
 from pipejax.config import Config
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
 from pipejax.data.lines import read_file
 from pipejax.data.text import sentences
 from pipejax.inference.generator import Generator
-from pipejax.inference.records import decode_file
 from pipejax.inference.sources import Source
-from pipejax.inference.unfinished import HASHED, Unfinished, flattened, settings_of
 from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.system.errors import UserError
 from pipejax.system.files import make_directories, write_text

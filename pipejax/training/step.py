@@ -188,7 +188,7 @@ class Trainer:
           UserError: the batch does not come out even.
         """
         assert config.model is not None
-        self.config, self.mesh = config, sharding.make_mesh(config.mesh, devices)
+        self.config, self.mesh = config, sharding.make_mesh(**vars(config.mesh), devices=devices)
         train = config.train
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)

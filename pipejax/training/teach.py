@@ -10,12 +10,12 @@ from pathlib import Path
 
 from pipejax import config as config_lib
 from pipejax import methods, metrics
+from pipejax.apps.evaluation import evaluate
 from pipejax.config import Config
 from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
 from pipejax.data.text import sentences
 from pipejax.inference.answers import texts
-from pipejax.inference.evaluation import evaluate
 from pipejax.inference.loading import DECODING_KEYS, load
 from pipejax.methods import tells_rows_apart
 from pipejax.model import sharding
@@ -150,7 +150,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
         chosen = dataclasses.replace(chosen, pack=pack_size(full))
     config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))  # rows: none
     # What would end the work later ends it here.
-    check_batch(config, sharding.make_mesh(config.mesh))
+    check_batch(config, sharding.make_mesh(**vars(config.mesh)))
     methods.check_training(config)
     metrics.require(config.data.metric or make_task(config.data).metric)
     if not tells_rows_apart(config.data.separator):

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     )
     flags = parser.parse_args(argv)
 
-    from pipejax.inference import records
+    from pipejax.apps import records
 
     if flags.input == records.STANDARD:
         raise UserError("--input -: found standard input; expected a file, which can be read again")

@@ -9,14 +9,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
+from pipejax.apps.serving.asked import Asked
+from pipejax.apps.serving.counters import Counters
+from pipejax.apps.serving.refusals import Refused, mistake
+from pipejax.apps.serving.written import Piece, Writing
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record
 from pipejax.inference.engine import Answer, Closed, Engine, Event, Found, Full, Request
 from pipejax.inference.generator import Generator
-from pipejax.inference.serving.asked import Asked
-from pipejax.inference.serving.counters import Counters
-from pipejax.inference.serving.refusals import Refused, mistake
-from pipejax.inference.serving.written import Piece, Writing
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError, out_of_memory
 

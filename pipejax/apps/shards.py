@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from pipejax.apps.unfinished import DEFAULTS, HASHED, flattened
 from pipejax.data.blocks import Block
-from pipejax.inference.unfinished import DEFAULTS, HASHED, flattened
 from pipejax.system.errors import UserError
 from pipejax.system.files import lock, make_directories, sweep, write_text
 

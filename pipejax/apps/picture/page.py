@@ -8,10 +8,10 @@ import math
 import string
 from collections.abc import Sequence
 
-from pipejax.inference.picture import calls as by_call
-from pipejax.inference.picture.calls import FILL, MARKS, Asked
-from pipejax.inference.picture.grid import Grid, draw, facts, fill, pitch_of, top_of, width_of
-from pipejax.inference.picture.text import FONT, INK, escape, mark, text_width
+from pipejax.apps.picture import calls as by_call
+from pipejax.apps.picture.calls import FILL, MARKS, Asked
+from pipejax.apps.picture.grid import Grid, draw, facts, fill, pitch_of, top_of, width_of
+from pipejax.apps.picture.text import FONT, INK, escape, mark, text_width
 
 LEAST = 920  # pixels; a wider drawing shrinks to the page, but not below: it is scrolled
 WIDEST = 1500  # pixels of the page

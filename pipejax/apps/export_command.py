@@ -26,7 +26,7 @@ def platforms(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.inference.export`."""
+    """The command line; all logic is in `pipejax.apps.export`."""
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax export", description=__doc__)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting of grid or decode (repeatable)")
     flags = parser.parse_args(argv)
 
-    from pipejax.inference.export import export  # starts JAX: after the flags are known to be good
+    from pipejax.apps.export import export  # starts JAX: after the flags are known to be good
 
     export(
         flags.checkpoint,

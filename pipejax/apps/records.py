@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from pipejax.apps import record_tables
+from pipejax.apps.unfinished import Kept, Unfinished, settings_of
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
-from pipejax.inference import record_tables
 from pipejax.inference.answers import Record, count
 from pipejax.inference.generator import WINDOW, Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.inference.streaming import RowEvent, Screen
-from pipejax.inference.unfinished import Kept, Unfinished, settings_of
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
 from pipejax.system.files import sync_output

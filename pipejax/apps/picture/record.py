@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeGuard
 
+from pipejax.apps.picture.calls import Asked
+from pipejax.apps.picture.grid import fill
 from pipejax.config import GRID
 from pipejax.data.formats import read_records
 from pipejax.data.lines import Object, id_of
-from pipejax.inference.picture.calls import Asked
-from pipejax.inference.picture.grid import fill
 from pipejax.system.errors import UserError
 
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipejax.apps.bulk import Said, Work, Worker, caught, describe
 from pipejax.data.blocks import Block
-from pipejax.inference.bulk import Said, Work, Worker, caught, describe
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
 

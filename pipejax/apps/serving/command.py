@@ -23,8 +23,8 @@ from pipejax.system.extras import extra
 from pipejax.system.progress import Progress
 
 if TYPE_CHECKING:
+    from pipejax.apps.serving.app import Service
     from pipejax.inference.engine import Engine
-    from pipejax.inference.serving.app import Service
 
 KEY = "PIPEJAX_API_KEY"
 PORTS = {"http": 80, "https": 443}  # that an origin does not name
@@ -89,11 +89,11 @@ def main(argv: Sequence[str]) -> int:
 
     keys = read_keys(flags.api_key_file)
     listener = listen(flags.host, flags.port)
+    from pipejax.apps.serving.app import Limits, Service
     from pipejax.inference.engine import Engine
     from pipejax.inference.loading import (
         load,  # starts JAX: after the flags and the port are known to be good
     )
-    from pipejax.inference.serving.app import Limits, Service
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides)
     if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
@@ -196,7 +196,7 @@ def run(service: "Service", listener: socket.socket) -> None:
     with extra("serve", "pipejax serve"):
         import uvicorn
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
-    from pipejax.inference.serving.app import make, no_request
+    from pipejax.apps.serving.app import make, no_request
 
     class Server(uvicorn.Server):
         """The first signal drains: clients get a refusal instead of a connection that is refused."""

@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Sequence
 
 from pipejax import methods
+from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import Object
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
-from pipejax.inference.serving.refusals import Refused, Shown, unsuitable
 from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.system.errors import UserError
 

@@ -12,13 +12,13 @@ import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 
 from pipejax import methods
+from pipejax.apps.serving import asked
+from pipejax.apps.serving.answering import Completion, told
+from pipejax.apps.serving.asked import Asked
+from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
+from pipejax.apps.serving.refusals import Refused, unsuitable
 from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
-from pipejax.inference.serving import asked
-from pipejax.inference.serving.answering import Completion, told
-from pipejax.inference.serving.asked import Asked
-from pipejax.inference.serving.counters import CONTENT_TYPE, Counters
-from pipejax.inference.serving.refusals import Refused, unsuitable
 from pipejax.inference.sources import template_of
 from pipejax.system.extras import extra
 
@@ -149,7 +149,7 @@ class Service:
 
 def make(service: Service) -> Starlette:
     """The application: a service behind its routes, with errors as JSON."""
-    page = importlib.resources.files("pipejax.inference.serving").joinpath("page.html").read_bytes()
+    page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 
     async def show(request: Request) -> Response:

@@ -13,7 +13,7 @@ from pipejax.system import cli
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.inference.records` and `pipejax.inference.generator`."""
+    """The command line; all logic is in `pipejax.apps.records` and `pipejax.inference.generator`."""
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax decode", description=__doc__)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
     flags = parser.parse_args(argv)
 
-    from pipejax.inference import records
+    from pipejax.apps import records
 
     records.check_paths(flags.input, flags.output, resume=flags.resume)
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipejax import methods
+from pipejax.apps import records
+from pipejax.apps.shards import Output, Shard, Shards, names
+from pipejax.apps.unfinished import settings_of
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.data.lines import BadLines
-from pipejax.inference import records
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
-from pipejax.inference.shards import Output, Shard, Shards, names
 from pipejax.inference.sources import check_fields, fields_of
-from pipejax.inference.unfinished import settings_of
 from pipejax.system.cli import REFUSALS
 from pipejax.system.errors import UserError, first_line, out_of_memory
 from pipejax.system.progress import Progress

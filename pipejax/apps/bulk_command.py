@@ -16,7 +16,7 @@ from pipejax.system import cli
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.inference.bulk`, `shards` and `ray_pool`."""
+    """The command line; all logic is in `pipejax.apps.bulk`, `shards` and `ray_pool`."""
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax bulk", description=__doc__)
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
     flags = parser.parse_args(argv)
 
-    from pipejax.inference import bulk, ray_pool
-    from pipejax.inference.shards import Output
+    from pipejax.apps import bulk, ray_pool
+    from pipejax.apps.shards import Output
 
     files, output = bulk.find(flags.input), Output(Path(flags.output))
     work = bulk.Work(

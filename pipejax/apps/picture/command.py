@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipejax import config, methods
+from pipejax.apps.picture import record
+from pipejax.apps.picture.calls import Asked
+from pipejax.apps.picture.grid import svg
+from pipejax.apps.picture.page import html
 from pipejax.config import GRID, Config, GridConfig
 from pipejax.data.lines import Object
-from pipejax.inference.picture import record
-from pipejax.inference.picture.calls import Asked
-from pipejax.inference.picture.grid import svg
-from pipejax.inference.picture.page import html
 from pipejax.inference.sources import of_record
 from pipejax.system.cli import Parser, note, whole
 from pipejax.system.errors import UserError
