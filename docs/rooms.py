@@ -14,12 +14,12 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "pipejax"
 # Of each room: column (of 0 to 2), floor (0 is the lowest), and what lies in it.
 ROOMS = {
-    "training": (0.35, 8, "steps, log, going on, memory plan"),
-    "apps": (0.35, 7, "files, scores, bulk, server, exports"),
-    "inference": (0.35, 6, "text in, record out; own kernel"),
-    "convert": (2, 6, "Hugging Face weights, in and out"),
-    "checkpoint": (1.65, 5, "steps on disk, and why to trust them"),
-    "data": (0, 4, "tasks, tokenizer, padded batches"),
+    "training": (0.35, 9, "steps, log, going on, memory plan"),
+    "apps": (0.35, 8, "files, scores, bulk, server, exports"),
+    "inference": (0.35, 7, "text in, record out; own kernel"),
+    "convert": (2, 7, "Hugging Face weights, in and out"),
+    "checkpoint": (1.65, 6, "steps on disk, and why to trust them"),
+    "data": (0, 5, "tasks, tokenizer, padded batches"),
     "methods": (1, 4, "from target to text, a file for each"),
     "decoding": (1, 3, "the loop, and a file for each strategy"),
     "metrics": (0, 1, "spans, keyphrases, ROUGE"),
@@ -29,7 +29,18 @@ ROOMS = {
     "system": (1, 0, "errors, files, streams, processes, caches: for all rooms"),
 }
 WIDTH, HEIGHT, COLUMN, FLOOR, EDGE = 236, 50, 256, 92, 8  # of a box, between boxes, around all
-FILLS = ["#dfe6ee", "#e6edf8", "#dcebf9", "#e4e6f9", "#efe6f6", "#f8e6dd", "#f6efdc", "#eef3dc", "#e2f2e2"]  # by floor
+FILLS = [
+    "#dfe6ee",
+    "#e6edf8",
+    "#dcebf9",
+    "#e4e6f9",
+    "#efe6f6",
+    "#f8e6dd",
+    "#f6efdc",
+    "#eef3dc",
+    "#e2f2e2",
+    "#dff0ee",
+]  # by floor
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -100,9 +111,7 @@ def draw() -> str:
         lines.append(f'<path d="{path}" fill="none" stroke="#768290" stroke-width="1.3" marker-end="url(#tip)"/>')
     for name, (_, floor, words) in ROOMS.items():
         x, y, w = box(name)
-        fill = ("#dfe6ee", "#e6edf8", "#dcebf9", "#e4e6f9", "#efe6f6", "#f8e6dd", "#f6efdc", "#eef3dc", "#e2f2e2")[
-            floor
-        ]
+        fill = FILLS[floor]
         middle = x + w / 2
         lines += [
             f'<rect x="{x:.0f}" y="{y}" width="{w}" height="{HEIGHT}" rx="6" fill="{fill}" stroke="#9aa7b5"/>',

@@ -43,7 +43,7 @@ def test_records_are_the_same_on_every_mesh(mesh, alone):
     params = PARAMS
     if mesh:
         made = sharding.make_mesh(**vars(mesh))
-        params = sharding.put_tree(params, sharding.param_shardings(params, made))
+        params = sharding.put_tree(params, sharding.param_shardings(MODEL, params, made))
         assert any(not x.is_fully_replicated for x in jax.tree.leaves(params))
     spread = Generator(CONFIG, params, None, devices=jax.local_devices())
     expected = alone.decode(SOURCES, batch_size=2)
