@@ -227,13 +227,7 @@ def run(service: "Service", listener: socket.socket) -> None:
         cli.note("warning: --allow-origin * and no API key: every page that a browser here shows may use this server")
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     config = uvicorn.Config(
-        make(service),
-        http=Protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
+        make(service), http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False
     )
     server = Server(config)
 
