@@ -17,8 +17,7 @@ from pipejax import grid, methods
 from pipejax.config import Config, T5Config, TrainConfig
 from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
-from pipejax.data.padding import pad, round_up
-from pipejax.data.shapes import Pair, Shapes, choose, deal
+from pipejax.data.shapes import Pair, Shapes, choose, deal, pad, round_up
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.extras import extra
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.config import T5Config
-from pipejax.data.padding import memory_length
+from pipejax.data.shapes import memory_length
 from pipejax.decoding import Model
 from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.kernel_decoder import KernelDecoder

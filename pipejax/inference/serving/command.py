@@ -179,7 +179,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def warm_up(engine: "Engine", length: int) -> None:
     """Has the engine compile what prompts of up to so many tokens need with the default strategy."""
-    from pipejax.data.padding import bucket
+    from pipejax.data.shapes import bucket
 
     sizes = sorted({min(bucket(n), length) for n in range(1, length + 1)})
     if sizes:
