@@ -15,7 +15,7 @@ from pipejax.inference.engine import Answer, Closed, Engine, Event, Found, Full,
 from pipejax.inference.generator import Generator
 from pipejax.inference.serving.asked import Asked
 from pipejax.inference.serving.counters import Counters
-from pipejax.inference.serving.refusals import Refused, mistake
+from pipejax.inference.serving.refusals import Refused
 from pipejax.inference.serving.written import Piece, Writing
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError, out_of_memory
@@ -265,5 +265,7 @@ def _refusal(error: BaseException) -> BaseException:
 
 
 def told(error: BaseException) -> Refused:
-    """The refusal that tells a client of any error."""
-    return error if isinstance(error, Refused) else mistake()
+    """The refusal that tells a client of any error; what is none is the server's own fault."""
+    if isinstance(error, Refused):
+        return error
+    return Refused(500, "the server made a mistake, which its log describes", code="internal_error")
