@@ -118,15 +118,14 @@ def draw(config: Config, test: list[Example], records: list[Record], path: Path)
     )
     record = records[chosen]
     tokens = [row.split() for row in texts(record)]
-    page = picture.html(
+    grid = picture.fill(
         tokens,
         delay=config.grid.delay,
         truncated=record["truncated"],
         steps=record["steps"],
         empty_row=len(tokens) < config.grid.sub_max,
-        source=test[chosen].source,
-        texts=texts(record),
     )
+    page = picture.html(grid, source=test[chosen].source, texts=texts(record))
     path.write_text(page, encoding="utf-8")
 
 

@@ -56,11 +56,11 @@ def load(
 
 
 def fit(
-    config: "Config | str | Path | Mapping[str, Any]",
+    config: "Config | str | Path | Mapping[str, object]",
     workdir: str | Path,
     *,
-    train: Any = None,
-    dev: Any = None,
+    train: object = None,
+    dev: object = None,
     overrides: "Overrides" = (),
     method: "Method | None" = None,
 ) -> Path:

@@ -16,8 +16,7 @@ from pipejax.data import make_task
 from pipejax.data.examples import Example
 from pipejax.inference.report import Report
 from pipejax.metrics import __main__ as command
-from pipejax.metrics import keyphrases, rouge, spans
-from pipejax.metrics.sums import total
+from pipejax.metrics import keyphrases, rouge, spans, total
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support.tiny import RUN_ON_ONE, change

@@ -115,7 +115,7 @@ def test_wrong_arguments() -> None:
 
 def test_svg_places_cells_by_time_and_row() -> None:
     grid = fill(FIGURE_2, delay=1)
-    drawn = cells_of(svg(FIGURE_2, delay=1))
+    drawn = cells_of(svg(fill(FIGURE_2, delay=1)))
     assert len(drawn) == len(grid.cells)
     boxes = [g.find(f"{SVG}rect") for g in drawn]
     lefts = {c.time: set() for c in grid.cells}  # type: dict[int, set[float]]
@@ -132,12 +132,12 @@ def test_svg_places_cells_by_time_and_row() -> None:
     assert len({b - a for a, b in itertools.pairwise(across)}) == 1  # a step has one width
     assert [len(colours[t]) for t in (1, 2, 3)] == [1, 1, 1]
     assert len(colours[1] | colours[2] | colours[3]) == 3
-    assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(FIGURE_2, delay=1)))
+    assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(fill(FIGURE_2, delay=1))))
 
 
 def test_svg_until() -> None:
     for until in range(-1, 6):
-        drawn = cells_of(svg(FIGURE_2, delay=1, until=until))
+        drawn = cells_of(svg(fill(FIGURE_2, delay=1), until=until))
         assert len(drawn) == sum(c.time <= max(until, 0) for c in fill(FIGURE_2, delay=1).cells)
 
 
@@ -146,7 +146,7 @@ def test_svg_keeps_everything_inside_and_apart(rows: int, steps: int) -> None:
     rng = random.Random(0)
     words = ["internationalisation", "of", "▁the", "W" * 30]
     tokens = [rng.choices(words, k=rng.randint(1, steps)) for _ in range(rows)]
-    drawn = svg(tokens, delay=1)
+    drawn = svg(fill(tokens, delay=1))
     root = ET.fromstring(drawn)
     width, height = number(root, "width"), number(root, "height")
     boxes = []
@@ -165,7 +165,7 @@ def test_svg_keeps_everything_inside_and_apart(rows: int, steps: int) -> None:
 
 def test_long_tokens_are_shortened_and_whole_in_the_tooltip() -> None:
     token = "pneumonoultramicroscopic"
-    drawn = svg([[token] * 3], delay=1)
+    drawn = svg(fill([[token] * 3], delay=1))
     assert any(text.startswith("pneumono") and text.endswith("…") for text in texts_of(drawn))
     titles = [title.text or "" for title in ET.fromstring(drawn).iter(f"{SVG}title")]
     assert f"row 1, time-step 2: {token}" in titles
@@ -174,7 +174,7 @@ def test_long_tokens_are_shortened_and_whole_in_the_tooltip() -> None:
 
 
 def test_svg_survives_any_token() -> None:
-    drawn = svg([HOSTILE, [""]], delay=2)
+    drawn = svg(fill([HOSTILE, [""]], delay=2))
     drawn.encode("utf-8")
     shown = " ".join(title.text or "" for title in ET.fromstring(drawn).iter(f"{SVG}title"))
     assert "</script>" in shown
@@ -217,7 +217,7 @@ class Page(HTMLParser):
 
 
 def test_html_is_one_page_that_loads_nothing() -> None:
-    text = html([HOSTILE, ["x"]], delay=1, source="\n".join(HOSTILE), title="</title>$x")
+    text = html(fill([HOSTILE, ["x"]], delay=1), source="\n".join(HOSTILE), title="</title>$x")
     text.encode("utf-8")
     page = Page(text)
     assert page.loads == []
@@ -232,7 +232,7 @@ def test_html_is_one_page_that_loads_nothing() -> None:
 def test_texts_stand_beside_the_grid_only_if_both_fit(length: int) -> None:
     """In a window wider than what the style says they do, and none is wider than the widest page."""
     row = ["words"] * length
-    text = html([row], delay=1)
+    text = html(fill([row], delay=1))
     drawn = int(re.search(r'<svg [^>]*width="(\d+)"', text)[1])  # type: ignore[index]
     least = int(re.search(r"max-width: (\d+)px\) \{  /\* the texts", text)[1])  # type: ignore[index]
     needed = drawn + 20 + 15 * 0.4 * len(" ".join(row)) + 2 * 32
@@ -242,18 +242,18 @@ def test_texts_stand_beside_the_grid_only_if_both_fit(length: int) -> None:
 def test_html_holds_the_source_and_marks_its_rows() -> None:
     source = "deliver red apples . red applesauce ,\nred apples & pears <now> ."
     rows = [["red", "apples"], ["pears"], ["plums"], ["red", "apples"]]
-    page = Page(html(rows, delay=1, source=source))
+    page = Page(html(fill(rows, delay=1), source=source))
     assert page.source == source
     # Done with its eos: row 1 at step 3, row 2 at 1 + 2, row 4 at 3 + 3. The sauce is no "red apples"; the
     # fourth row finds the second ones, although row 2 stands behind them.
     assert page.marks == [("3", "red apples"), ("6", "red apples"), ("3", "pears")]
     assert page.items == ["red apples", "pears", "plums", "red apples"]
-    assert Page(html(rows, delay=1, source=source, highlight=False)).marks == []
-    assert Page(html(rows, delay=1)).source == ""
+    assert Page(html(fill(rows, delay=1), source=source, highlight=False)).marks == []
+    assert Page(html(fill(rows, delay=1))).source == ""
 
 
 def test_html_rows_stand_beside_the_grid() -> None:
-    drawn = html(FIGURE_2, delay=1, texts=["abc", "de"])
+    drawn = html(fill(FIGURE_2, delay=1), texts=["abc", "de"])
     assert Page(drawn).items == ["abc", "de"]
     picture = drawn[drawn.index("<svg") : drawn.index("</svg>") + len("</svg>")]
     rows = [number(g.find(f"{SVG}rect"), "y") for g in cells_of(picture)]

@@ -9,8 +9,7 @@ import pytest
 
 from pipejax.config import Config, DataConfig, TrainConfig
 from pipejax.data.batches import longest
-from pipejax.data.padding import round_up
-from pipejax.data.shapes import FIRST, Shapes, choose, deal, levels
+from pipejax.data.shapes import FIRST, Shapes, choose, deal, levels, round_up
 from pipejax.grid import flatten
 
 LIMIT = (2048, 1536)

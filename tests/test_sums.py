@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from pipejax import metrics
-from pipejax.metrics import keyphrases, spans
-from pipejax.metrics.sums import bootstrap, total
+from pipejax.metrics import bootstrap, keyphrases, spans, total
 
 
 def mean(sums, count):

@@ -16,8 +16,7 @@ from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, abstract_batch, choose_shapes, collate, fixed_batches, pack_size
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
-from pipejax.data.padding import bucket
-from pipejax.data.shapes import deal
+from pipejax.data.shapes import bucket, deal
 from pipejax.methods import losses
 from pipejax.model import lora, sharding, t5
 from pipejax.system import cli

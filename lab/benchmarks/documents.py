@@ -42,7 +42,7 @@ from lab.benchmarks.systems import (
 )
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import read_objects, text_of
-from pipejax.data.padding import bucket, pad
+from pipejax.data.shapes import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.grid import sequential_steps

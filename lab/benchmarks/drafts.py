@@ -32,7 +32,7 @@ from lab.benchmarks.systems import SIZES, machine, names_of, random_params, save
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.encoding import cut_source
-from pipejax.data.padding import bucket, pad
+from pipejax.data.shapes import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafted, Pipelined, Sequential, SourceIds, Step, Strategy, drafters
 from pipejax.grid import start

@@ -142,10 +142,6 @@ def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
@@ -161,7 +157,7 @@ def _is_metadata(value: object) -> bool:
     known: dict[str, Callable[[object], bool]] = {
         "data": lambda data: isinstance(data, str),
         "shapes": _is_shapes,
-        "score": lambda score: isinstance(score, list) and score != [] and all(map(_is_number, score)),
+        "score": lambda score: isinstance(score, list) and score != [] and all(type(x) in (int, float) for x in score),
         "tokenizer": _is_texts,
     }
     return isinstance(value, dict) and all(fits(value[key]) for key, fits in known.items() if key in value)

@@ -67,12 +67,7 @@ class Store:
     """The steps in one directory. In a run of several processes all must make the same calls."""
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        keep: int | None = None,
-        keep_every: int = 0,
-        writable: bool = False,
+        self, directory: Path, *, keep: int | None = None, keep_every: int = 0, writable: bool = False
     ) -> None:
         """Opens the directory; a writable store makes it, and removes the files that killed saves left.
 

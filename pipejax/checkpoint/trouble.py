@@ -59,7 +59,8 @@ def _raise_unless_damage(error: Exception, path: Path, damage: tuple[type[Except
     if not any(isinstance(cause, damage) for cause in _chain(error)):  # Orbax wraps some errors in a bare Exception
         raise UserError(said) from error
     for cause in _chain(error):
-        if PASSING.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or _other_os_error(cause):
+        other_os_error = isinstance(cause, OSError) and not isinstance(cause, MISSING)
+        if PASSING.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or other_os_error:
             raise UserError(said) from error
     try:  # the disk may have failed in a way that TensorStore's message does not show
         for file in path.rglob("*"):
@@ -79,10 +80,6 @@ def metadata_digests(item: Path) -> dict[str, str]:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _other_os_error(error: BaseException) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, MISSING)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

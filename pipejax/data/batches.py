@@ -17,8 +17,7 @@ from pipejax import grid, methods
 from pipejax.config import Config, TrainConfig
 from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
-from pipejax.data.padding import pad, round_up
-from pipejax.data.shapes import Pair, Shapes, choose, deal
+from pipejax.data.shapes import Pair, Shapes, choose, deal, pad, round_up
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.interface import Backbone
 from pipejax.system.extras import extra
@@ -63,11 +62,11 @@ def abstract_batch(config: TrainConfig, shape: Pair, choices: int = 0) -> dict[s
     return {"source": (size, shape[0]), "source_length": (size,), "slots": (rows,), **slots}
 
 
-def _round(need: Pair) -> Pair:
-    return round_up(need[0]), round_up(need[1])
-
-
-def collate(examples: Sequence[Encoded], pack: int = 1, fit: Callable[[Pair], Pair] = _round) -> Batch:
+def collate(
+    examples: Sequence[Encoded],
+    pack: int = 1,
+    fit: Callable[[Pair], Pair] = lambda need: (round_up(need[0]), round_up(need[1])),
+) -> Batch:
     """Pads examples to one batch, with `pack` of them in each row of slots; packing reorders the examples.
 
     `fit` gets the longest source and the longest row of slots, and returns the lengths (L, N) to pad to.

@@ -35,7 +35,7 @@ _VERSION = tfds.core.Version("1.0.0")
 
 
 class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[misc, call-arg]
-    """The base of our builders; each adds its data set, and the instructions under the name that TFDS reads."""
+    """The base of our builders; `_builder` adds the data set, and the instructions under the name that TFDS reads."""
 
     published: ClassVar[Published]
 
@@ -52,43 +52,14 @@ class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type:
         raise NotImplementedError("the generators are made with the splits")
 
 
-class Msqa(Builder):
-    """MultiSpanQA."""
-
-    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, msqa.TASK.files, msqa.TASK
-
-
-class Kp20k(Builder):
-    """KP20k."""
-
-    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, kp20k.TASK.files, kp20k.TASK
-
-
-class Kptimes(Builder):
-    """KPTimes."""
-
-    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, kptimes.TASK.files, kptimes.TASK
-
-
-class Wikihowqa(Builder):
-    """WikiHowQA."""
-
-    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, wikihowqa.TASK.files, wikihowqa.TASK
-
-
-class Sumpubmed(Builder):
-    """SumPubMed."""
-
-    VERSION, MANUAL_DOWNLOAD_INSTRUCTIONS, published = _VERSION, sumpubmed.TASK.files, sumpubmed.TASK
+def _builder(task: Published) -> type[Builder]:
+    facts = {"VERSION": _VERSION, "MANUAL_DOWNLOAD_INSTRUCTIONS": task.files, "published": task}
+    return type(task.name.capitalize(), (Builder,), {"__module__": __name__, **facts})
 
 
 # By the data set's name in TFDS. The last three builders are TFDS's own.
 BUILDERS = {
-    "msqa": Msqa,
-    "kp20k": Kp20k,
-    "kptimes": Kptimes,
-    "wikihowqa": Wikihowqa,
-    "sumpubmed": Sumpubmed,
+    **{module.TASK.name: _builder(module.TASK) for module in (msqa, kp20k, kptimes, wikihowqa, sumpubmed)},
     "cnn_dailymail": CnnDailymail,
     "scientific_papers": scientific_papers.Builder,
     "wikihow": Wikihow,

@@ -161,13 +161,9 @@ def _example(split: str, *, index: int, seed: int, long: bool) -> Example:
         else:
             targets = _things(chance)
             source = _note(chance, targets, least_words=_LEAST_WORDS)
-        if _hash(source) in share:
+        # A hash of the note's text; Python's own `hash` differs from process to process.
+        if hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8 in share:
             return Example(id=f"{split}-{index}", source=source, targets=targets)
-
-
-def _hash(source: str) -> int:
-    """A hash of the note's text, 0 to 7; Python's own `hash` differs from process to process."""
-    return hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8
 
 
 def _note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -> str:

@@ -181,11 +181,7 @@ def _misspelt(field: str, keys: frozenset[str]) -> str:
 
 
 def _cell(value: Object, field: str, place: str, known: Collection[str]) -> object:
-    """The value of a record's field; None if that is absent, null or blank.
-
-    Raises:
-      UserError: it is absent, and a key that is not known is spelt almost like it.
-    """
+    """The value of a record's field; None if that is absent, null or blank."""
     if field not in value and (guess := _misspelt(field, frozenset(value.keys() - known))):
         raise UserError(f'{place}: found no "{field}"; expected one, or null (did you mean "{guess}"?)')
     found = value.get(field)

@@ -1,4 +1,7 @@
-"""Chooses a few padded shapes for training batches from the lengths of the examples.
+"""Padded lengths, and the choice of a few padded shapes for training batches from the lengths of the examples.
+
+Every length costs a compilation, and every padding token costs time. Training, encoding and decoding weigh these costs
+differently, so each has a function of its own.
 
 A run has few shapes because each one is compiled. A shape is a pair of lengths: source tokens, and slots of a row.
 Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch has
@@ -17,13 +20,39 @@ from typing import Any
 
 import numpy as np
 
-from pipejax.data.padding import round_up
-
 Pair = tuple[int, int]  # source tokens, slots of a row
 TRIED, EXAMPLES = 640, 2**17  # batches that `choose` draws, and examples in them, at the most
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
 SOURCE = 2.0  # weight of source padding against slot padding: sources have ten times the tokens
 LONGEST = 2**31 - 1  # no length is larger: arrays count in 32 bits
+
+
+def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """[B, length, ...], rows with zeros at the end. Lengths and weights tell what is padding, never an id of 0."""
+    padded = np.zeros((len(rows), length, *rows[0].shape[1:]), rows[0].dtype)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
+
+
+def round_up(length: int) -> int:
+    """The padded length in training: a multiple of 8; above 128, one of 16 steps from one power of two to the next.
+
+    `choose` takes a few of these lengths.
+    """
+    step = max(8, 1 << max(math.ceil(math.log2(max(length, 1))) - 5, 0))
+    return max(math.ceil(length / step), 1) * step
+
+
+def bucket(length: int) -> int:
+    """The padded length of a source in inference: 16, 24, 32, 48, 64, 96, ..., for few compiled encoders."""
+    power = 1 << max(math.ceil(math.log2(max(length, 1))), 4)
+    return power * 3 // 4 if 16 < length <= power * 3 // 4 else power
+
+
+def memory_length(length: int) -> int:
+    """The padded length of an encoded source: a power of two from 64 on, for fewer compiled decoders than encoders."""
+    return max(1 << (length - 1).bit_length(), 64)
 
 
 @dataclasses.dataclass(frozen=True)

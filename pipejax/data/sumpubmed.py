@@ -24,13 +24,9 @@ def _read(manual: Manual) -> Mapping[str, Records]:
         number = name.removeprefix("abst_").removesuffix(".txt")
         if f"text_{number}.txt" not in articles:
             raise UserError(f"{summaries[name]}: found no line_text/text_{number}.txt; expected its article")
-        numbers[_split(number)].append(number)
+        share = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest()) % _SHARES
+        numbers[{0: "dev", 1: "test"}.get(share, "train")].append(number)
     return {split: _records(split, part, articles, summaries) for split, part in numbers.items()}
-
-
-def _split(number: str) -> str:
-    share = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest()) % _SHARES
-    return {0: "dev", 1: "test"}.get(share, "train")
 
 
 def _records(split: str, numbers: list[str], articles: Mapping[str, File], summaries: Mapping[str, File]) -> Records:

@@ -100,13 +100,7 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
 
 
 def begin(
-    strategy: Stepper,
-    model: Model[Cache],
-    state: Tree,
-    sizes: Sizes,
-    *,
-    wishes: Wishes = GREEDILY,
-    apart: bool = False,
+    strategy: Stepper, model: Model[Cache], state: Tree, sizes: Sizes, *, wishes: Wishes = GREEDILY, apart: bool = False
 ) -> Carry:
     """The carry that the first step needs, with no slot yet; traced.
 

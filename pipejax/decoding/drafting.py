@@ -175,9 +175,7 @@ class Drafted:
         is_open = (rows < begun[:, None]) & ~state.ended & (newest < times)
         begins = (rows >= state.started[:, None]) & (rows < most[:, None])
         drafter, draft = self.drafter.propose(
-            state.drafter,
-            Written(state.tokens, state.length, state.guesses, state.guessed),
-            self.width - 1,
+            state.drafter, Written(state.tokens, state.length, state.guesses, state.guessed), self.width - 1
         )
         before_eos = _before(draft.tokens == self.grid.eos, axis=2)
         count = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)

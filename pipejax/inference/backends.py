@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pipejax.data.padding import memory_length
+from pipejax.data.shapes import memory_length
 from pipejax.decoding import Model, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.inference import kernel_decoder, kernels

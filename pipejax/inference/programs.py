@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipejax import decoding
-from pipejax.data.padding import bucket, pad
+from pipejax.data.shapes import bucket, pad
 from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.data.padding import bucket, memory_length, pad
+from pipejax.data.shapes import bucket, memory_length, pad
 from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Refillable, Sampling, Stretch, Wishes
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.weights import Weights

@@ -51,13 +51,7 @@ class Parser(argparse.ArgumentParser):
     def add_overrides(self, text: str) -> None:
         """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help."""
         self.add_argument(
-            "--set",
-            action="append",
-            type=_assignment,
-            default=[],
-            metavar="KEY=VALUE",
-            dest="overrides",
-            help=text,
+            "--set", action="append", type=_assignment, default=[], metavar="KEY=VALUE", dest="overrides", help=text
         )
 
     def parse_args(  # type: ignore[override]

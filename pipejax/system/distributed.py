@@ -121,11 +121,7 @@ def join(
 
 
 def _await(coordinator: str, patience: float) -> None:
-    """Waits until the coordinator listens, because JAX aborts the process without an exception if it never does.
-
-    Raises:
-      UserError: nothing listens at HOST:PORT within `patience` seconds.
-    """
+    """Waits until the coordinator listens, because JAX aborts the process without an exception if it never does."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + patience
     while True:

@@ -155,9 +155,11 @@ class Run:
         with self.clock("data"):
             if start.step == 0:
                 warn_of_examples(examples.train, start.tokenizer, config)
-            self.shapes = start.shapes or _same_shapes(
-                choose_shapes(examples.train, start.tokenizer, config, config.model)
-            )
+            if (shapes := start.shapes) is None:
+                # Process 0's: the choice compares sums of floats, which another kind of CPU rounds otherwise.
+                chosen = choose_shapes(examples.train, start.tokenizer, config, config.model)
+                shapes = Shapes.from_json(distributed.same(chosen.to_json()))
+            self.shapes = shapes
         best = Best(directory.path / "best", config, examples.fingerprints) if self.evaluates else None
         self.examiner = Examiner(
             config, self.trainer.dev_loss, self.shapes, examples.dev, start.tokenizer, directory, best, self.write
@@ -329,11 +331,6 @@ class Run:
         logger.info(f"{size:.1f} M parameters{trains}, {examples} training examples, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
         logger.info(f"padded shapes of batches: {most}; each compiles once, {first} of them may come first")
-
-
-def _same_shapes(chosen: Shapes) -> Shapes:
-    """Process 0's: the choice compares sums of floats, which another kind of CPU rounds otherwise."""
-    return Shapes.from_json(distributed.same(chosen.to_json()))
 
 
 def _evaluated(step: int, config: Config) -> bool:

@@ -60,8 +60,7 @@ def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Tree], Tree]) -
         return added, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformation(
-        lambda params: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)),
-        update,
+        lambda params: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)), update
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipejax import config, methods
 from pipejax.apps.picture import record
 from pipejax.apps.picture.calls import Asked
-from pipejax.apps.picture.grid import svg
+from pipejax.apps.picture.grid import fill, svg
 from pipejax.apps.picture.page import html
 from pipejax.config import GRID, Config, GridConfig
 from pipejax.data.lines import Object
@@ -53,34 +53,25 @@ def main(argv: Sequence[str]) -> int:
             methods.trained(settings).require("draw", f"{place}: found a record of {flags.checkpoint}")
         if (Path(flags.checkpoint) / "tokenizer").is_dir():
             found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
-    grid = settings.grid if settings is not None else None
+    known = settings.grid if settings is not None else None
     rows, texts = record.tokens(found, place)
-    delay, said = _delay(found, rows, place, given=flags.delay, grid=grid)
+    delay, said = _delay(found, rows, place, given=flags.delay, grid=known)
     steps = record.steps(found, rows, delay, place)
     calls = record.calls(found, delay, place)
-    sub_max = flags.sub_max or (grid.sub_max if grid is not None else None)
+    sub_max = flags.sub_max or (known.sub_max if known is not None else None)
     empty_row, doubt = _empty_row(found, rows, calls, is_due=len(rows) * delay < steps, sub_max=sub_max)
-    if grid is not None and grid.stop == "literal":
+    if known is not None and known.stop == "literal":
         doubt.append("after a row without a token, which grid.stop = literal lets pass, rows are drawn too early")
     truncated = record.end_of(found, place)[1]
+    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
     name = str(found.get("id", place))
     if output.suffix == ".svg":
-        drawn = svg(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
+        drawn = svg(grid)
     else:
         source, unknown = _source(flags.input, name, settings) if flags.input else (found.get("source"), [])
         doubt += unknown
         source = source if isinstance(source, str) else ""
-        drawn = html(
-            rows,
-            delay=delay,
-            truncated=truncated,
-            steps=steps,
-            empty_row=empty_row,
-            calls=calls,
-            texts=texts,
-            source=source,
-            title=f"Record {name}",
-        )
+        drawn = html(grid, calls=calls, texts=texts, source=source, title=f"Record {name}")
     try:
         output.write_text(drawn, encoding="utf-8")
     except OSError as error:

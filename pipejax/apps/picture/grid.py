@@ -92,34 +92,13 @@ def fill(
     return Grid(tuple(map(tuple, rows)), delay, steps, truncated, tuple(cells), (*sequential, 0))
 
 
-def svg(
-    rows: Sequence[Sequence[str]],
-    *,
-    delay: int,
-    until: int | None = None,
-    truncated: str | None = None,
-    steps: int | None = None,
-    empty_row: bool = True,
-) -> str:
+def svg(grid: Grid, *, until: int | None = None, page: bool = False) -> str:
     """The grid as a standalone SVG that reads well on white and on dark.
 
-    Time-steps run across, rows down, and a colour is a time-step. Beneath, on one scale: the steps of the
-    pipelined decoder, and those that a sequential one takes for the same text.
-
-    Args:
-      rows: token texts of each row, without bos and eos.
-      delay: time-steps between the starts of two rows.
-      until: draw the state after this time-step; default: the last.
-      truncated: see `fill`.
-      steps: see `fill`.
-      empty_row: see `fill`.
+    Time-steps run across, rows down, and a colour is a time-step. Beneath, on one scale: the steps of the pipelined
+    decoder, and those that a sequential one takes for the same text. `until`: draws the state after this time-step, not
+    the last; `page`: for a page, without a caption.
     """
-    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
-    return draw(grid, until=until, page=False)
-
-
-def draw(grid: Grid, *, until: int | None, page: bool) -> str:
-    """The grid after the time-step `until`, None: the last; without a caption if it is for a page."""
     last = grid.steps if until is None else max(min(until, grid.steps), 0)
     columns, pitch, top, caption = grid.steps + 1, pitch_of(grid), top_of(page=page), facts(grid)
     column, size = _column_of_tokens(grid)
@@ -230,7 +209,7 @@ def _column_of_tokens(grid: Grid) -> tuple[int, float]:
 
 
 def width_of(grid: Grid, *, page: bool) -> int:
-    """Pixels of the drawing from left to right, as `draw` makes it."""
+    """Pixels of the drawing from left to right, as `svg` makes it."""
     least = 240 if page else round(text_width(facts(grid)) * 17)
     return LEFT + max((grid.steps + 1) * _column_of_tokens(grid)[0], least) + RIGHT
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pipejax.apps.picture import calls as by_call
 from pipejax.apps.picture.calls import FILL, MARKS, Asked
-from pipejax.apps.picture.grid import Grid, draw, facts, fill, pitch_of, top_of, width_of
+from pipejax.apps.picture.grid import Grid, facts, pitch_of, svg, top_of, width_of
 from pipejax.apps.picture.text import FONT, INK, escape, mark, text_width
 
 LEAST = 920  # pixels; a wider drawing shrinks to the page, but not below: it is scrolled
@@ -228,12 +228,8 @@ $drawing</div>
 
 
 def html(
-    rows: Sequence[Sequence[str]],
+    grid: Grid,
     *,
-    delay: int,
-    truncated: str | None = None,
-    steps: int | None = None,
-    empty_row: bool = True,
     source: str = "",
     texts: Sequence[str] | None = None,
     calls: Sequence[Sequence[Asked]] | None = None,
@@ -243,21 +239,16 @@ def html(
     """One page that loads nothing from elsewhere and fills the grid step by step.
 
     Args:
-      rows: token texts of each row, without bos and eos.
-      delay: time-steps between the starts of two rows.
-      truncated: see `fill`.
-      steps: see `fill`.
-      empty_row: see `fill`.
+      grid: what is drawn.
       source: the document, shown above the grid.
       texts: the text of each row, shown beside it; default: its tokens with spaces between them.
       calls: of each decoder call the rows that were asked, if it is to be shown what became of drafts.
       highlight: mark the rows that occur in the source.
       title: the page's.
     """
-    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
-    texts = [" ".join(row) for row in rows] if texts is None else texts
+    texts = [" ".join(row) for row in grid.rows] if texts is None else texts
     ends = {cell.row: cell.time for cell in grid.cells if cell.kind == "eos"}
-    finished = [ends.get(i, grid.steps) for i in range(len(rows))]
+    finished = [ends.get(i, grid.steps) for i in range(len(grid.rows))]
     items = [
         f'<li data-done="{end}" title="{escape(text)}">{escape(text)}</li>'
         for text, end in zip(texts, finished, strict=True)
@@ -274,7 +265,7 @@ def html(
         steps=grid.steps,
         items="".join(items),
         source=f'<section><h2>Source</h2><p class="source">{marked}</p></section>' if source else "",
-        drawing=draw(grid, until=None, page=True),
+        drawing=svg(grid, page=True),
         pitch=pitch_of(grid),
         top=top_of(page=True),
         least=LEAST,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from pipejax.apps.serving.asked import Asked
 from pipejax.apps.serving.counters import Counters
-from pipejax.apps.serving.refusals import Refused, mistake
+from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.written import Piece, Writing
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record
@@ -264,5 +264,7 @@ def _refusal(error: BaseException) -> BaseException:
 
 
 def told(error: BaseException) -> Refused:
-    """The refusal that tells a client of any error."""
-    return error if isinstance(error, Refused) else mistake()
+    """The refusal that tells a client of any error; what is none is the server's own fault."""
+    if isinstance(error, Refused):
+        return error
+    return Refused(500, "the server made a mistake, which its log describes", code="internal_error")

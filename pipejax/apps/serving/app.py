@@ -282,12 +282,7 @@ async def _stream(completion: Completion, scope: Scope, receive: Receive, send: 
 
 
 async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
-    """Does the work, unless the client goes away or the time is over.
-
-    Raises:
-      ClientDisconnect: it went.
-      Refused: it is over.
-    """
+    """Does the work, unless the client goes away or the time is over."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -179,7 +179,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def warm_up(engine: "Engine", length: int) -> None:
     """Has the engine compile what prompts of up to so many tokens need with the default strategy."""
-    from pipejax.data.padding import bucket
+    from pipejax.data.shapes import bucket
 
     sizes = sorted({min(bucket(n), length) for n in range(1, length + 1)})
     if sizes:
@@ -227,13 +227,7 @@ def run(service: "Service", listener: socket.socket) -> None:
         cli.note("warning: --allow-origin * and no API key: every page that a browser here shows may use this server")
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     config = uvicorn.Config(
-        make(service),
-        http=Protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
+        make(service), http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False
     )
     server = Server(config)
 

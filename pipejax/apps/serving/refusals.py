@@ -57,8 +57,3 @@ _short.maxstring = _short.maxlong = _short.maxother = 60
 
 class Shown(str):
     """Words about what was found, instead of the value itself."""
-
-
-def mistake() -> Refused:
-    """Status 500: the server's own fault, which its log describes."""
-    return Refused(500, "the server made a mistake, which its log describes", code="internal_error")
