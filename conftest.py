@@ -13,6 +13,8 @@ if "PIPEJAX_TEST_DEVICE" not in os.environ:  # else JAX has the device that is h
     # XLA's threads: by itself it takes one a device here. Seven devices that wait in a collective then leave the
     # eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
     os.environ["NPROC"] = "16"
+    # torch: else its threads wait for each other, busily, where the other worker has the core that one of them needs.
+    os.environ["OMP_NUM_THREADS"] = "1"
     # The suite compiles more than it computes: XLA's programs are the same, LLVM spends less on each.
     # In one piece each: two workers keep two cores busy, and what parts a program for more of them takes time as well.
     flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"

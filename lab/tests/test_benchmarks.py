@@ -205,7 +205,7 @@ def test_documents_are_decoded_from_text_to_text(tmp_path, tokenizer_files, caps
     file, output = tmp_path / "two.jsonl", tmp_path / "out.json"
     lines = [{"source": e.source, "targets": [*e.targets[:2], ""]} for e in demo.examples("test")[:3]]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--limit", "2"]
+    flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--limit", "2", "--threads", "1"]
     assert documents.main([*flags, "--weights", "float32,int8", "--json", str(output)]) == 0
     found = json.loads(output.read_text())["results"]
     ours = ["pipejax-pipelined", "pipejax-sequential", "pipejax-pipelined-int8", "pipejax-sequential-int8"]
@@ -249,7 +249,7 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypa
     file.write_text(json.dumps({"source": text, "targets": [text[5:25], text[45:60]]}) + "\n")
     names = "sequential,sequential+source,sequential+model,pipelined,pipelined+model,hf+lookup,hf+assistant"
     flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--small", "tiny", "--rounds", "1"]
-    flags += ["--max-source", "96", "--systems", names, "--tokens", "3"]
+    flags += ["--max-source", "96", "--systems", names, "--tokens", "3", "--threads", "1"]
     assert drafts.main([*flags, "--json", str(output)]) == 0
     calls = {result["system"]: result["calls"] for result in json.loads(output.read_text())["results"]}
     length = len(tokenizer.encode(f"{text[5:25]}; {text[45:60]}")) + 1

@@ -57,8 +57,9 @@ def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, cap
 @pytest.mark.parametrize(
     "weights", [pytest.param("float32", marks=pytest.mark.slow), pytest.param("float32,int8", marks=pytest.mark.long)]
 )
-def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_path, capsys):
+def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_path, capsys, monkeypatch):
     """Each system writes the same answers; what is said of calls is what records say."""
+    monkeypatch.setattr(trained_drafts, "use_threads", lambda count: None)  # the suite keeps its threads
     model = dataclasses.replace(TINY, num_layers=TINY.num_decoder_layers)  # transformers' lookup assumes as many
     config = Config(
         name="run", model=model, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=20)
@@ -70,7 +71,8 @@ def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_pa
     (tmp_path / "in.jsonl").write_text(lines)
     flags = ["--checkpoint", str(tmp_path / "run"), "--input", str(tmp_path / "in.jsonl"), "--rounds", "1"]
     peers = "hf,hf+lookup,hf+assistant"
-    flags += ["--drafts", "none,source,model", "--weights", weights, "--peers", peers, "--tokens", "3"]
+    flags += ["--drafts", "none,source,model", "--weights", weights, "--peers", peers]
+    flags += ["--tokens", "3", "--threads", "1"]
     with pytest.raises(UserError, match="--small: found none; expected the checkpoint"):
         trained_drafts.main(flags)
     flags += ["--small", str(tmp_path / "run")]  # a T5 that drafts for itself is right as often as it is sure
