@@ -13,7 +13,7 @@ from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 # What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "method", "model", "data.max_source", "data.separator", "data.csv_delimiter")
+DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", "data.csv_delimiter")
 
 
 def load(
@@ -32,7 +32,7 @@ def load(
         section = key.partition(".")[0]
         if key == "model" and ":" in str(value):
             config_lib.find_class(value, key)  # the run asks for its module to be imported
-        elif hasattr(Config(), section) and (not {section, key} & {*DECODING_KEYS} or section == "model"):
+        elif hasattr(Config(), section) and not {section, key} & {*DECODING_KEYS}:
             raise UserError(
                 f"{where}: {key} cannot change when a checkpoint is decoded; expected one of {', '.join(DECODING_KEYS)}"
             )
