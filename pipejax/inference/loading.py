@@ -40,6 +40,9 @@ def load(
     restored = checkpoint.open_run(path, best=best, packed=True)
     config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
     config = config_lib.override(config, overrides, where=where)
+    if config.model != restored.config.model:
+        found, expected = (config_lib.described(x.model, "model")["class"] for x in (config, restored.config))
+        raise UserError(f"{where}: model: found {found}; expected {expected}, of which the checkpoint is")
     methods.default(config)  # else the first decode would say that a class is not there
     tokenizer = checkpoint.tokenizer_of(restored)
     generator = Generator(config, restored.items["params"], tokenizer, backend=None)
