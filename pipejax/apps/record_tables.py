@@ -1,7 +1,6 @@
 """Records as a table: CSV, TSV or Parquet, made in the end of the lines of JSON that were decoded."""
 
 import csv
-import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 from pipejax.data.formats import is_parquet
 from pipejax.data.lines import Object, read_file
 from pipejax.system.errors import UserError
-from pipejax.system.extras import extra
+from pipejax.system.extras import module
 from pipejax.system.files import look, new_file
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -47,7 +46,7 @@ def check(target: str, *, resume: bool) -> None:
     if resume and found and not look(lines):
         raise UserError(f"--resume: {target}: is complete; expected {lines}, from a decode that was interrupted")
     if is_parquet(target):
-        _arrow("pyarrow", target)
+        module("pyarrow", "parquet", f"--output {target}")
 
 
 def write(lines: Path, target: str) -> None:
@@ -87,7 +86,7 @@ def _write_text(lines: Path, partial: Path, target: str) -> None:
 
 
 def _write_parquet(lines: Path, partial: Path, target: str) -> None:
-    arrow, parquet = _arrow("pyarrow", target), _arrow("pyarrow.parquet", target)
+    arrow, parquet = (module(name, "parquet", f"--output {target}") for name in ("pyarrow", "pyarrow.parquet"))
     whole = all(isinstance(record["id"], int) and abs(record["id"]) < 2**63 for record in _records(lines))
     fields = []
     for name in next(_records(lines), {}):
@@ -110,8 +109,3 @@ def _write_parquet(lines: Path, partial: Path, target: str) -> None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _arrow(module: str, target: str) -> Any:
-    with extra("parquet", f"--output {target}"):
-        return importlib.import_module(module)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pipejax.apps.unfinished import DEFAULTS, HASHED, flattened
+from pipejax.apps.unfinished import difference, flattened
 from pipejax.data.blocks import Block
 from pipejax.system.errors import UserError
 from pipejax.system.files import lock, make_directories, sweep, write_text
@@ -164,15 +164,8 @@ class Output:
             raise UserError(
                 f"{self.manifest}: found no manifest of format {FORMAT}; expected what pipejax bulk wrote"
             ) from error
-        now = _flat(work)
-        for key in dict.fromkeys([*now, *then]):
-            was, asked_for = then.get(key, DEFAULTS.get(key)), now.get(key)  # an older version had not all keys
-            if was != asked_for:
-                asked = f"{key} = {was!r}; expected {asked_for!r}, as asked for now"
-                raise UserError(
-                    f"--output {self.path}: holds other work: found {HASHED.get(key, asked)} "
-                    "(another --output begins anew)"
-                )
+        if other := difference(_flat(work), then):
+            raise UserError(f"--output {self.path}: holds other work: found {other} (another --output begins anew)")
         make_directories(self.shards.directory)
         return shards
 

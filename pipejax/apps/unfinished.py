@@ -74,12 +74,8 @@ class Unfinished:
                 "expected an output that was interrupted (without --resume it is replaced)"
             ) from error
         found = found if isinstance(found, dict) else {}
-        now, then = flattened(self.settings), flattened(found)
-        for key in dict.fromkeys([*now, *then]):
-            value, was = now.get(key), then.get(key, DEFAULTS.get(key))  # an older version had not all keys
-            if was != value:
-                asked = f"{key} = {was!r}; expected {value!r}, as asked for now"
-                raise UserError(f"--resume: {self.target}: found {HASHED.get(key, asked)}")
+        if other := difference(flattened(self.settings), flattened(found)):
+            raise UserError(f"--resume: {self.target}: found {other}")
         records = size = 0
         with output.open("rb") as lines:
             for number, line in enumerate(lines):
@@ -127,6 +123,15 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         "data.max_source": config.data.max_source,
         "data.separator": config.data.separator,
     }
+
+
+def difference(now: Settings, then: Settings) -> str:
+    """The first setting that is another one now than it was then, and the expected one; "": there is none."""
+    for key in dict.fromkeys([*now, *then]):
+        value, was = now.get(key), then.get(key, DEFAULTS.get(key))  # an older version had not all keys
+        if was != value:
+            return HASHED.get(key, f"{key} = {was!r}; expected {value!r}, as asked for now")
+    return ""
 
 
 def flattened(settings: Mapping[str, Any]) -> Settings:

@@ -1,10 +1,8 @@
 """Reads records from JSON lines, CSV, Parquet and directories of Hugging Face datasets, told apart by their names."""
 
 import contextlib
-import importlib
 import itertools
 import math
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from pipejax.data.lines import Placed, Refusal, read_file, refuse
 from pipejax.data.packed import open_file, unpacked
 from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.extras import extra
+from pipejax.system.extras import module
 from pipejax.system.fields import shown
 
 PARQUET = (".parquet", ".pq")
@@ -83,7 +81,7 @@ def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterat
 def _parquet(path: Path) -> Iterator[Any]:
     if not path.exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
-    library, arrow = _library("pyarrow.parquet", "parquet", path), _library("pyarrow", "parquet", path)
+    library, arrow = module("pyarrow.parquet", "parquet", path), module("pyarrow", "parquet", path)
     try:
         with library.ParquetFile(path) as file:
             yield file
@@ -97,7 +95,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(found.name for found in path.iterdir() if is_dataset(found)))
         raise UserError(f"{path}: found the splits {splits or 'none'}; expected one of them, such as {path}/train")
-    library, arrow = _library("datasets", "datasets", path), _library("pyarrow", "datasets", path)
+    library, arrow = module("datasets", "datasets", path), module("pyarrow", "datasets", path)
     try:
         rows = library.load_from_disk(str(path)).with_format(None)  # a saved format would give arrays instead of lists
         for number, value in enumerate(rows, start=1):
@@ -136,9 +134,3 @@ def _cell(value: object) -> object:
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
         return None
     return [_cell(x) for x in value] if isinstance(value, list | tuple) else value
-
-
-def _library(module: str, extra_name: str, path: Path) -> types.ModuleType:
-    """Imports a module of an extra; raises a UserError, which begins with `path`, if it is not installed."""
-    with extra(extra_name, path):
-        return importlib.import_module(module)

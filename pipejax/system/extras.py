@@ -1,9 +1,11 @@
 """Optional libraries, which pyproject.toml lists as extras: a missing one is a UserError that says what to install."""
 
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,13 @@ def extra(name: str, place: object) -> Iterator[None]:
         raise UserError(
             f"{place}: found no {missing}; expected what the extra pipejax[{name}] installs ({command(name)})"
         ) from error
+
+
+def module(library: str, name: str, place: object) -> types.ModuleType:
+    """A module of a library of the extra `name`; errors as of `extra`."""
+    with extra(name, place):
+        importlib.import_module(library.partition(".")[0])
+        return importlib.import_module(library)
 
 
 def command(name: str) -> str:

@@ -1,17 +1,15 @@
 """Copies of the log's numbers where people look at curves; metrics.jsonl stays the truth."""
 
 import hashlib
-import importlib
 import logging
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 
 from pipejax.config import TrainConfig
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
-from pipejax.system.extras import extra
+from pipejax.system.extras import module
 from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
@@ -65,9 +63,9 @@ class Trackers:
 
 def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]:
     """Writes events itself: the library's own writer has a thread, and who waits for that on a full disk waits long."""
-    files = _import("tensorboardX.event_file_writer", "train.tensorboard")
-    events = _import("tensorboardX.proto.event_pb2", "train.tensorboard")
-    summary = _import("tensorboardX.summary", "train.tensorboard")
+    files = module("tensorboardX.event_file_writer", "tensorboard", "train.tensorboard")
+    events = module("tensorboardX.proto.event_pb2", "tensorboard", "train.tensorboard")
+    summary = module("tensorboardX.summary", "tensorboard", "train.tensorboard")
     try:
         directory.mkdir(exist_ok=True)
         writer = files.EventsWriter(str(directory / "events"))
@@ -85,7 +83,7 @@ def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]
 
 
 def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
-    wandb = _import("wandb", "train.wandb")
+    wandb = module("wandb", "wandb", "train.wandb")
     # The same for the same directory, so that a resumed run goes on in its own curve.
     name = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
     try:
@@ -96,9 +94,3 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
     except Exception as error:  # no key, no network, ...
         raise UserError(f"train.wandb: {' '.join(str(error).split())[:200]}; expected W&B to be ready") from error
     return lambda step, values: run.log({"step": step} | values), run.finish
-
-
-def _import(module: str, key: str) -> types.ModuleType:
-    with extra(key.removeprefix("train."), key):
-        importlib.import_module(module.partition(".")[0])
-        return importlib.import_module(module)
