@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.apps.export import export
-from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.convert.__main__ import main as convert
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf
 from pipejax.inference import backends
@@ -30,8 +31,10 @@ from pipejax.inference.backends import Backend, Xla
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
-from pipejax.model import layers, t5
+from pipejax.model import attention, embedding, layers, relative_bias, stack, t5
 from pipejax.system.errors import UserError
+from pipejax.training.run_directory import resolve_model
+from pipejax.training.step import Trainer
 from support import oracle
 from support.tiny import FEW_WORDS, RUN, change, metrics
 from support.umt5 import UMT5Config
@@ -152,6 +155,14 @@ def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, monkeypa
         (layers, "logits_of"),
         (t5, "look_up"),
         (t5, "apply_layers"),
+        (t5, "MASKED"),
+        (t5.T5, "dropout"),
+        (attention, "_forward"),
+        (embedding, "_scattered"),
+        (relative_bias, "by_bucket"),
+        (stack, "_first"),
+        (nn, "relu"),
+        (nn.Embed, "setup"),
     ],
 )
 def test_any_change_of_the_stock_t5_is_seen(place, name, monkeypatch):
@@ -165,11 +176,12 @@ def test_any_change_of_the_stock_t5_is_seen(place, name, monkeypatch):
     assert isinstance(backends.fastest(FEW_WORDS, jnp.float32), Xla)
 
 
+@pytest.mark.parametrize("model", [FEW_WORDS, T5Config(**vars(TINY))], ids=["v1.0", "v1.1"])
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_layer_by_layer_is_the_stock_decoder(weights):
+def test_layer_by_layer_is_the_stock_decoder(weights, model):
     """The step of the module's own layers finds what XLA's packed step finds, in whatever weights are held."""
-    params = oracle.random_params(FEW_WORDS, np.random.default_rng(3))
-    config = Config(model=FEW_WORDS, grid=GRID, decode=DecodeConfig(max_length=20, weights=weights, scores=True))
+    params = oracle.random_params(model, np.random.default_rng(3))
+    config = Config(model=model, grid=GRID, decode=DecodeConfig(max_length=20, weights=weights, scores=True))
     own, packed = (Generator(config, params, None, backend=kind(weights)) for kind in (Backend, Xla))
     for strategy in ("pipelined", "sequential"):
         for a, b in zip(*(x.decode(sources(12), strategy=strategy) for x in (own, packed)), strict=True):
@@ -295,6 +307,88 @@ def test_a_run_imports_no_backbone_by_itself(page, tmp_path, monkeypatch, capsys
     assert type(found.config.model).__name__ == "LinearConfig" and found.decode([[5, 6, 1]])
     with pytest.raises(UserError, match="UMT5Config; expected linear:LinearConfig, of which the"):
         pipejax.load(run, overrides=["model=support.umt5:UMT5Config"])
+
+
+class FlaxFeedForward(layers.FeedForward):
+    """One made of Flax's own layers, which read neither scales nor factors."""
+
+    @nn.compact
+    def __call__(self, x, deterministic):
+        normed = layers.RMSNorm(self.config.layer_norm_epsilon, self.dtype, name="norm")(x)
+        hidden = nn.relu(nn.Dense(self.config.d_ff, use_bias=False, name="wi")(normed))
+        return x + nn.Dense(self.config.d_model, use_bias=False, name="wo")(hidden)
+
+
+def test_scales_and_factors_that_nobody_reads_are_refused(monkeypatch):
+    """Flax would ignore them: int8 weights would decode as noise, and factors would be trained for nothing."""
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(3))
+    monkeypatch.setattr(t5, "FeedForward", FlaxFeedForward)
+    config = Config(model=FEW_WORDS, grid=GRID, decode=DecodeConfig(weights="int8"))
+    with pytest.raises(UserError, match=r"wi.scale: T5 does not read it; expected the layers of"):
+        Generator(config, params, None, backend=None).decode(sources(1))
+    with pytest.raises(UserError, match=r"wi.lora_a: T5 does not read it; expected the layers of"):
+        Trainer(dataclasses.replace(change(RUN, train={"lora_rank": 2}), model=FEW_WORDS))
+
+
+class Gated(t5.DecoderLayer):
+    """With a number of its own."""
+
+    def setup(self):
+        super().setup()
+        self.gate = self.param("gate", nn.initializers.ones, ())
+
+    def __call__(self, x, *given):
+        found, cache = super().__call__(x, *given)
+        return x + self.gate * (found - x), cache
+
+
+class GatedDecoder(t5.Decoder):
+    layer = Gated
+
+
+class GatedT5(t5.T5):
+    decoder_stack = GatedDecoder
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedConfig(T5Config):
+    """It names its new parameters, or not yet."""
+
+    named: bool = True
+    sharding = (*T5Config.sharding, (r".*/gate", ()))
+
+    def module(self, **options):
+        return GatedT5(self, **options)
+
+    def tensors(self):
+        own = {f"decoder/layers_{i}/gate": (f"gate.{i}", "") for i in range(self.num_decoder_layers)}
+        return super().tensors() | (own if self.named else {})
+
+
+def test_parameters_of_its_own_are_asked_for_before_the_first_step(tmp_path, monkeypatch):
+    """A number has no axes."""
+    model = GatedConfig(**vars(RUN.model))
+    checkpoint.save_params(
+        tmp_path / "run", dataclasses.replace(RUN, model=model), model.init_params(jax.random.key(0))
+    )
+    assert checkpoint.open_run(tmp_path / "run").items["params"]["decoder"]["layers_0"]["gate"].shape == ()
+    with pytest.raises(UserError, match=r"model: decoder/layers_0/gate: found one too many; expected the .* `tensors`"):
+        Trainer(dataclasses.replace(RUN, model=dataclasses.replace(model, named=False)))
+    monkeypatch.setattr(GatedConfig, "sharding", T5Config.sharding)
+    with pytest.raises(UserError, match=r"decoder/layers_0/gate: found no rule; expected one in GatedConfig\.sharding"):
+        Trainer(dataclasses.replace(RUN, model=model))
+
+
+def test_classes_of_a_file_that_is_run_are_refused(monkeypatch):
+    """Nobody could open the run again."""
+    monkeypatch.setattr(UMT5Config, "__module__", "<run_path>")
+    with pytest.raises(UserError, match="model: found UMT5Config, a class of the file that is run; expected one of a"):
+        config_lib.to_json(Config(model=TINY))
+
+
+def test_another_class_than_the_checkpoints_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"found .support\.umt5:UMT5Config.; expected "):
+        resolve_model(Config(model=TINY), Config(model=T5Config(**vars(TINY))))
 
 
 def test_what_a_backbone_does_not_say_is_one_line():

@@ -82,7 +82,9 @@ def export(
       UserError: the checkpoint or a setting is of no use, or `out` is not empty.
     """
     for assignment in overrides:
-        if assignment.partition("=")[0].strip().partition(".")[0] not in KEYS:
+        if assignment.partition("=")[0].strip() == "model" and ":" in assignment:
+            config_lib.find_class(assignment.partition("=")[2].strip(), "model")
+        elif assignment.partition("=")[0].strip().partition(".")[0] not in KEYS:
             raise UserError(f"--set {assignment}: cannot change in an export; expected a key of {' or '.join(KEYS)}")
     out = Path(out).absolute()
     checkpoint.require_free(out)

@@ -142,6 +142,11 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
     if isinstance(value, dict):  # as a run has it
         return value
     kind = type(value)
+    if kind.__module__ in ("__main__", "<run_path>"):
+        raise UserError(
+            f"{key}: found {kind.__qualname__}, a class of the file that is run; expected one of a module, from which "
+            "the run can be opened again"
+        )
     try:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
     except (TypeError, ValueError) as error:
@@ -253,6 +258,9 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
+    if full == "model" and old is None and ":" in str(value):  # that of `train.init_from`, whose module is imported
+        find_class(value, full)
+        return node
     if full == "method" or (full == "model" and ":" in str(value)):
         if value and isinstance(value, str):
             value = _of_class(value, {"class": "", **(described(old, full) if old is not None else {})}, full)

@@ -68,6 +68,7 @@ def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
     for path, (name, _) in table.items():
         array = tensors.pop(name).read()  # popped, so that no tensor is in memory twice
         flat[path] = np.array(array.T if path.endswith("kernel") else array, dtype=np.float32, order="C")
+    model = model.without_copies(flat)
     return model, unflatten_dict(flat, sep="/")
 
 

@@ -50,6 +50,13 @@ class Pipelined(Plain):
     eos: int = 1
     unique: bool = False
 
+    def __init_subclass__(cls) -> None:
+        """Raises a TypeError if a subclass has other starts, which its steps would not follow."""
+        if "start" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}.start: rows start as `delay` says; other starts need a strategy of their own"
+            )
+
     @property
     def rows(self) -> int:
         """Those that start before time runs out."""

@@ -28,6 +28,7 @@ from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, joined, lay_out, lay_out_layer, narrowed
 from pipejax.model import lora, quantization
 from pipejax.model.interface import Backbone, Module
+from pipejax.model.parameters import check_read
 from pipejax.model.t5 import Memory, is_stock
 from pipejax.model.t5_config import T5Config
 from pipejax.system import Tree
@@ -71,6 +72,8 @@ class Backend:
           compute: computes a function of a tree and of static options, one layer at a time where a backend can.
         """
         held = compute(_laid, params, model=model, backend=self, part="_held")
+        if self.weights == "int8":
+            check_read("decode.weights: found int8", model, held, f"/{quantization.SCALE}")
         return Ready(held, held)
 
     def _held(self, model: Module, params: Tree) -> Tree:

@@ -266,7 +266,10 @@ class Programs:
         if across not in self._placed:
             for device in self.devices[:across]:
                 if device not in self._copies:
-                    self._copies[device] = jax.tree.map(partial(_whole_on, device=device), self._ready)
+                    # What encoder and decoder share is copied once.
+                    leaves = {id(x): x for x in jax.tree.leaves(self._ready)}
+                    own = {key: _whole_on(x, device=device) for key, x in leaves.items()}
+                    self._copies[device] = jax.tree.map(lambda x, own=own: own[id(x)], self._ready)
             copies = [self._copies[device] for device in self.devices[:across]]
             place = NamedSharding(self._mesh(across), P())
             self._placed[across] = jax.tree.map(partial(_assembled, place=place), *copies)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.model import dropout
+from pipejax.model.stock import picture
 
 Array = jax.Array
 
@@ -71,3 +72,6 @@ def _backward(rate: float, kept: tuple[Any, ...], gradient: Array) -> tuple[Arra
 
 
 attend.defvjp(_forward, _backward)
+
+
+STOCK = picture(globals())  # see `t5.is_stock`

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pipejax.model.stock import picture
+
 Array = jax.Array
 Tokens = tuple[Array, ...]
 BLOCK = 128  # tokens that one product adds up
@@ -87,3 +89,6 @@ def summed_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array
 
 
 look_up.defvjp(_forward, _backward)
+
+
+STOCK = picture(globals())  # see `t5.is_stock`

@@ -94,9 +94,13 @@ class Backbone:
         """The backbone as the tensors of a file show it to be; may take tensors away that it does not use.
 
         Args:
-          tensors: by name; each has a `shape`, and `read()` gives its numbers.
+          tensors: by name; each has a `shape` and a `file`, and `read()` gives its numbers.
           weights: their file, for messages.
         """
+        return self
+
+    def without_copies(self, params: MutableMapping[str, Any]) -> Self:
+        """The backbone as its parameters, by path, show it to be; may take those away that are copies of others."""
         return self
 
     def check_names(self, names: "frozenset[str]", where: Path, weights: Path) -> None:

@@ -13,6 +13,7 @@ from pipejax.model import lora
 from pipejax.model.attention import attend
 from pipejax.model.dropout import drop, make_seed
 from pipejax.model.relative_bias import along_diagonals, by_bucket
+from pipejax.model.stock import picture
 from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
@@ -80,7 +81,11 @@ class Head(nn.Module):
     def __call__(self, hidden: Array) -> Array:
         """[..., features] from [..., D]."""
         kernel = self.param("kernel", nn.initializers.normal(1.0), (hidden.shape[-1], self.features))
-        return logits_of(hidden, kernel.T, self.dtype)
+        found = logits_of(hidden, kernel.T, self.dtype)
+        if not self.has_variable("params", "scale"):
+            return found
+        scale: Array = self.get_variable("params", "scale")  # of int8
+        return found * scale
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -219,3 +224,6 @@ class FeedForward(nn.Module):
         hidden = drop(hidden, deterministic=deterministic)
         hidden = dense(c.d_model, kernel_init=nn.initializers.normal(c.d_ff**-0.5), name="wo")(hidden)
         return x + drop(hidden, deterministic=deterministic)
+
+
+STOCK = picture(globals())  # see `t5.is_stock`

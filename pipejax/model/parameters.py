@@ -2,8 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
+
 from pipejax.model import lora, quantization
-from pipejax.model.interface import Backbone
+from pipejax.model.interface import VECTORS, Backbone, Module
+from pipejax.model.sharding import path_of
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 
@@ -18,7 +23,9 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
     factors = {path for path in shapes if lora.is_factor(path)}
     # One of each output: of a table's rows, of a kernel's columns.
     scales = {
-        quantization.scale_path(path): axes[0 if "embedding" in path else -1] for path, (_, axes) in table.items()
+        quantization.scale_path(path): axes[0 if "embedding" in path else -1]
+        for path, (_, axes) in table.items()
+        if axes
     }
     for path in sorted(table.keys() - shapes.keys()):
         raise UserError(f"{where}: {path}: missing; expected {len(table)} parameters, as the config implies")
@@ -34,7 +41,9 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
         elif path in scales:
             check_shape(f"{where}: {path}", tuple(shape), scales[path], model)
         elif path not in table:
-            raise UserError(f"{where}: {path}: found one too many; expected the {len(table)} that the config implies")
+            raise UserError(
+                f"{where}: {path}: found one too many; expected the {len(table)} that the config implies, by `tensors`"
+            )
         else:
             check_shape(f"{where}: {path}", tuple(shape), table[path][1], model)
 
@@ -53,3 +62,32 @@ def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) 
     if list(shape) != expected:
         named = ", ".join(f"{key} {size}" for key, size in sizes.items())
         raise UserError(f"{where}: found shape {list(shape)}; expected {expected}, as the config has {named}")
+
+
+def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, ...]) -> None:
+    """Flax ignores what a module does not ask for: scales and factors that nobody reads would change nothing.
+
+    Args:
+      where: begins the message.
+      model: the module.
+      params: its parameters, or their shapes and dtypes.
+      kind: how the paths end that must be read.
+
+    Raises:
+      UserError: a teacher-forced pass does not read one.
+    """
+    token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+
+    def run(arrays: Sequence[jax.Array]) -> Tree:
+        variables = {"params": jax.tree.unflatten(structure, arrays)}
+        return model.apply(variables, token, seen, token, seen[:, None], token)
+
+    found = jax.make_jaxpr(run)([jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]).jaxpr
+    read = {id(x) for step in found.eqns for x in step.invars}
+    for (keys, _), variable in zip(leaves, found.invars, strict=True):
+        path = path_of(keys)
+        if path.endswith(kind) and not path.endswith(VECTORS) and id(variable) not in read:
+            raise UserError(
+                f"{where}: {path}: {type(model).__name__} does not read it; expected the layers of pipejax.model.layers"
+            )

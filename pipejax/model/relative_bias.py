@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipejax.model.stock import picture
+
 Array = jax.Array
 ELEMENTS = 2**24  # of the products' one-hot factor, at the most at once: 64 MiB
 
@@ -64,3 +66,6 @@ def _multiplied(table: Array, bucket: Array, gradient: Array) -> Array:
 
 
 by_bucket.defvjp(_forward, _backward)
+
+
+STOCK = picture(globals())  # see `t5.is_stock`

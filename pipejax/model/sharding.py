@@ -67,6 +67,9 @@ def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -
       path: of the parameter.
       shape: of the parameter.
       mesh: where it is to lie.
+
+    Raises:
+      UserError: no rule matches.
     """
     for pattern, spec in backbone.sharding:
         if re.fullmatch(pattern, path):
@@ -76,7 +79,7 @@ def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -
                     for size, axis in zip(shape, spec + (None,) * len(shape), strict=False)
                 )
             )
-    raise ValueError(f"no sharding rule for parameter {path}; expected one in {type(backbone).__name__}.sharding")
+    raise UserError(f"{path}: found no rule; expected one in {type(backbone).__name__}.sharding")
 
 
 def param_shardings(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:

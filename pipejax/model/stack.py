@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.model.precision import cast_params
+from pipejax.model.stock import picture
 
 Array = jax.Array
 
@@ -58,3 +59,6 @@ def apply_layers(
 
 def _first(found: Any) -> Array:
     return found[0] if isinstance(found, tuple) else found
+
+
+STOCK = picture(globals())  # see `t5.is_stock`

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pipejax.model import attention, embedding, relative_bias, stack, stock
 from pipejax.model import layers as parts
 from pipejax.model.embedding import look_up
-from pipejax.model.layers import Attention, Dropout, FeedForward, Head, Linear, RelativeBias, RMSNorm, logits_of
+from pipejax.model.layers import Attention, Dropout, FeedForward, Head, RelativeBias, RMSNorm, logits_of
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 
@@ -338,21 +339,18 @@ class T5(nn.Module):
         return ((zeros, zeros),) * c.num_decoder_layers
 
 
-def _functions() -> dict[tuple[str, str], Any]:
-    """The functions that the stock T5 is computed by, by class or module and name, as they are now."""
-    classes = (T5, Encoder, Decoder, EncoderLayer, DecoderLayer, Attention, FeedForward, RelativeBias)
-    spaces = {cls.__name__: vars(cls) for cls in (*classes, LayerCache, Linear, RMSNorm, Head, Dropout)}
-    return {
-        (space, name): value
-        for space, values in (*spaces.items(), (__name__, globals()), (parts.__name__, vars(parts)))
-        for name, value in values.items()
-        if callable(value)
-    }
+def _flax() -> stock.Picture:
+    """What is used of Flax."""
+    space = vars(nn.Embed) | {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu}
+    return stock.picture({name.strip("_"): value for name, value in space.items()})
 
 
 def is_stock(model: Any) -> bool:
-    """Whether a module computes what this file says: neither a subclass nor a function of it was put in its place."""
-    return type(model) is T5 and type(model.config) is T5Config and _functions() == STOCK
+    """Whether a module computes what is written in this room: no subclass, no function of it replaced from outside."""
+    rooms = parts, attention, embedding, relative_bias, stack
+    mine = all(stock.picture(vars(room)) == room.STOCK for room in rooms) and stock.picture(globals()) == STOCK
+    return type(model) is T5 and type(model.config) is T5Config and mine and _flax() == FLAX
 
 
-STOCK = _functions()  # before anyone can change them
+FLAX = _flax()
+STOCK = stock.picture(globals())  # before anyone can change it; the other modules have theirs

@@ -133,7 +133,7 @@ class T5Config(Backbone):
         for key in ("tie_word_embeddings", "scale_decoder_outputs"):
             if not isinstance(facts.get(key, True), bool):
                 raise UserError(f"{key}: found {facts[key]!r}; expected true or false")
-        values = {key: facts[key] for key in cls.__dataclass_fields__ if key in facts}
+        values = {key: facts[key] for key in (field.name for field in dataclasses.fields(cls)) if key in facts}
         # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the
         # head of v1.1 is untied. mT5 never scales, whatever its config.json says.
         is_t5 = facts["model_type"] == "t5"
@@ -173,16 +173,23 @@ class T5Config(Backbone):
             note(f"{weights}: dropped {UNUSED}, which T5 does not use")
         present = [name for name in SHARED if name in tensors]
         for name in present[1:]:
-            if not np.array_equal(tensors.pop(name).read(), tensors[present[0]].read()):
-                raise UserError(f"{weights}: {name}: differs from {present[0]}; expected one table")
+            alias = tensors.pop(name)
+            if not np.array_equal(alias.read(), tensors[present[0]].read()):
+                raise UserError(f"{alias.file}: {name}: differs from {present[0]}; expected one table")
         if present:
             tensors[SHARED[0]] = tensors.pop(present[0])
         if HEAD not in tensors and not self.scale_head:
             note(f"{weights}: no {HEAD}; the head is the shared table, unscaled, as in transformers")
-        table, head = tensors.get(SHARED[0]), tensors.get(HEAD)
-        if table and head and table.shape == head.shape and np.array_equal(table.read(), head.read()):
-            del tensors[HEAD]  # a copy of the table, so it counts as tied, as in transformers
         return dataclasses.replace(self, tied_head=HEAD not in tensors)
+
+    def without_copies(self, params: MutableMapping[str, Any]) -> Self:
+        """See `Backbone`. A head that is a copy of the table counts as tied, as in transformers."""
+        import numpy as np
+
+        if self.tied_head or not np.array_equal(params["lm_head/kernel"].T, params["shared/embedding"]):
+            return self
+        del params["lm_head/kernel"]
+        return dataclasses.replace(self, tied_head=True)
 
     def check_names(self, names: frozenset[str], where: Path, weights: Path) -> None:
         """See `Backbone`."""

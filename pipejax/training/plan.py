@@ -262,8 +262,11 @@ def _resolve(config: Config, name: str | None) -> Config:
         path = Path(config.train.init_from) / "config.json"
         if look(path, "train.init_from:") == "file":
             found = config_lib.from_json(path.read_text(encoding="utf-8"), where=str(path))
-            return dataclasses.replace(config, model=found.model)
-        raise UserError(f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint")
+            config = dataclasses.replace(config, model=found.model)
+        else:
+            raise UserError(
+                f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint"
+            )
     if config.model is None:
         raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
     if not isinstance(config.model, T5Config):

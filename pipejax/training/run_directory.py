@@ -321,10 +321,10 @@ def resolve_model(config: Config, other: Config) -> Config:
       UserError: the config sets another one itself, or something else that does not go with it.
     """
     if config.model is not None and config.model != other.model:
-        a, b = config_lib.flat(config.model), config_lib.flat(other.model) if other.model else {}
-        key = next(key for key in a if a[key] != b.get(key))
+        a, b = (config_lib.flat(Config(model=model)) for model in (config.model, other.model))
+        key = next(key for key in a if key.startswith("model") and a[key] != b.get(key))
         raise UserError(
-            f"model.{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
+            f"{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
             "(leave `model` out to take its architecture)"
         )
     config = dataclasses.replace(config, model=other.model)

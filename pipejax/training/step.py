@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding
 
 from pipejax import grid, methods
@@ -22,6 +23,7 @@ from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
 from pipejax.model.interface import Module
+from pipejax.model.parameters import check_paths, check_read
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
@@ -204,6 +206,11 @@ class Trainer:
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
         self.abstract = jax.eval_shape(self._birth, self.key)
+        check_paths(
+            "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
+        )
+        if train.lora_rank:
+            check_read("train.lora_rank", self.model, self.abstract.params, (f"/{lora.A}", f"/{lora.B}"))
         self.shardings = self._shardings()
         replicated, place = (
             sharding.replicated(self.mesh),
