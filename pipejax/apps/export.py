@@ -30,6 +30,7 @@ from pipejax.config import Config
 from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready, call_costs, portable
+from pipejax.inference.loading import override
 from pipejax.inference.sources import Source, template_of
 from pipejax.inference.wishes import forced_of, rows_of
 from pipejax.methods import Ids
@@ -82,16 +83,15 @@ def export(
       UserError: the checkpoint or a setting is of no use, or `out` is not empty.
     """
     for assignment in overrides:
-        if assignment.partition("=")[0].strip() == "model" and ":" in assignment:
-            config_lib.find_class(assignment.partition("=")[2].strip(), "model")
-        elif assignment.partition("=")[0].strip().partition(".")[0] not in KEYS:
+        key, _, value = map(str.strip, assignment.partition("="))
+        if key.partition(".")[0] not in KEYS and not config_lib.brings_backbone(key, value):
             raise UserError(f"--set {assignment}: cannot change in an export; expected a key of {' or '.join(KEYS)}")
     out = Path(out).absolute()
     checkpoint.require_free(out)
     with extra("export", "export"):
         import flatbuffers  # noqa: F401  JAX writes its programs with it
     restored = checkpoint.open_run(directory, best=best)
-    config = config_lib.override(restored.config, overrides)
+    config = override(restored.config, overrides, where="--set")
     if config.decode.draft == "model":
         raise UserError("decode.draft: found model; expected another drafter: an export holds one T5")
     for field in dataclasses.fields(config.decode):

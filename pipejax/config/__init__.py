@@ -3,6 +3,7 @@
 from pipejax.config.files import (
     Overrides,
     assignments,
+    brings_backbone,
     described,
     find_class,
     flat,
@@ -61,6 +62,7 @@ __all__ = [
     "T5Config",
     "TrainConfig",
     "assignments",
+    "brings_backbone",
     "check",
     "described",
     "find_class",

@@ -204,6 +204,11 @@ def find_class(name: str, key: str = "method") -> Any:
     return found
 
 
+def brings_backbone(key: str, value: object) -> bool:
+    """Whether a setting names a backbone's class, model=MODULE:CLASS; if so, its module is imported."""
+    return key == "model" and isinstance(value, str) and ":" in value and bool(find_class(value, key))
+
+
 def _with_method(config: Config) -> Config:
     """The config whose method, if it is only named or described, is made."""
     method = {"class": config.method} if isinstance(config.method, str) else config.method
@@ -258,10 +263,10 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
-    if full == "model" and old is None and ":" in str(value):  # that of `train.init_from`, whose module is imported
-        find_class(value, full)
+    named = brings_backbone(full, value)
+    if named and old is None:  # that of `train.init_from`
         return node
-    if full == "method" or (full == "model" and ":" in str(value)):
+    if full == "method" or named:
         if value and isinstance(value, str):
             value = _of_class(value, {"class": "", **(described(old, full) if old is not None else {})}, full)
         return dataclasses.replace(node, **{full: value or None})

@@ -30,19 +30,15 @@ def load(
     """
     for key, value, _ in config_lib.assignments(overrides, where):
         section = key.partition(".")[0]
-        if key == "model" and ":" in str(value):
-            config_lib.find_class(value, key)  # the run asks for its module to be imported
-        elif hasattr(Config(), section) and not {section, key} & {*DECODING_KEYS}:
+        is_free = {section, key} & {*DECODING_KEYS} or not hasattr(Config(), section)
+        if not is_free and not config_lib.brings_backbone(key, value):
             raise UserError(
                 f"{where}: {key} cannot change when a checkpoint is decoded; expected one of {', '.join(DECODING_KEYS)}"
             )
     compile_cache.use()
     restored = checkpoint.open_run(path, best=best, packed=True)
     config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
-    config = config_lib.override(config, overrides, where=where)
-    if config.model != restored.config.model:
-        found, expected = (config_lib.described(x.model, "model")["class"] for x in (config, restored.config))
-        raise UserError(f"{where}: model: found {found}; expected {expected}, of which the checkpoint is")
+    config = override(config, overrides, where=where)
     methods.default(config)  # else the first decode would say that a class is not there
     tokenizer = checkpoint.tokenizer_of(restored)
     generator = Generator(config, restored.items["params"], tokenizer, backend=None)
@@ -50,3 +46,12 @@ def load(
     generator.trained = restored.config
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     return generator
+
+
+def override(saved: Config, overrides: Overrides, *, where: str) -> Config:
+    """The config of a checkpoint with overrides; raises a UserError also if they make another backbone of it."""
+    config = config_lib.override(saved, overrides, where=where)
+    if config.model != saved.model:
+        found, expected = (config_lib.described(x.model, "model")["class"] for x in (config, saved))
+        raise UserError(f"{where}: model: found {found}; expected {expected}, of which the checkpoint is")
+    return config

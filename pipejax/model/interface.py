@@ -114,7 +114,12 @@ class Backbone:
 
     def init_params(self, rng: "Array") -> Tree:
         """Fresh float32 parameters; jit-able."""
-        import jax.numpy as jnp
+        return self.module().init(rng, *smallest_batch())["params"]
 
-        token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
-        return self.module().init(rng, token, seen, token, seen[:, None], token)["params"]
+
+def smallest_batch() -> "tuple[Array, ...]":
+    """The arguments of a teacher-forced call with one token on both sides."""
+    import jax.numpy as jnp
+
+    token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    return token, seen, token, seen[:, None], token

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 
 from pipejax.model import lora, quantization
-from pipejax.model.interface import VECTORS, Backbone, Module
+from pipejax.model.interface import VECTORS, Backbone, Module, smallest_batch
 from pipejax.model.sharding import path_of
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
@@ -76,12 +75,10 @@ def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, .
     Raises:
       UserError: a teacher-forced pass does not read one.
     """
-    token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
 
     def run(arrays: Sequence[jax.Array]) -> Tree:
-        variables = {"params": jax.tree.unflatten(structure, arrays)}
-        return model.apply(variables, token, seen, token, seen[:, None], token)
+        return model.apply({"params": jax.tree.unflatten(structure, arrays)}, *smallest_batch())
 
     found = jax.make_jaxpr(run)([jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]).jaxpr
     read = {id(x) for step in found.eqns for x in step.invars}

@@ -340,7 +340,7 @@ class T5(nn.Module):
 
 
 def _flax() -> stock.Picture:
-    """What is used of Flax."""
+    """The parts of Flax that are used."""
     space = vars(nn.Embed) | {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu}
     return stock.picture({name.strip("_"): value for name, value in space.items()})
 

@@ -9,6 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from pipejax.config import TrainConfig
 from pipejax.model import lora
 from pipejax.model.interface import VECTORS
+from pipejax.model.sharding import path_of
 from pipejax.system import Tree
 from pipejax.system.extras import extra
 
@@ -35,9 +36,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW or Adafactor, for gradients clipped already; norms and relative biases do not decay."""
 
     def decays(params: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, _: not jax.tree_util.keystr(keys, simple=True, separator="/").endswith(VECTORS), params
-        )
+        return jax.tree_util.tree_map_with_path(lambda keys, _: not path_of(keys).endswith(VECTORS), params)
 
     rate, decay = learning_rate(config), config.weight_decay
     if config.optimizer == "adafactor":

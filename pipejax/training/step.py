@@ -25,6 +25,7 @@ from pipejax.model import lora, sharding
 from pipejax.model.interface import Module
 from pipejax.model.parameters import check_paths, check_read
 from pipejax.model.precision import compute_dtype, precision
+from pipejax.model.t5 import is_stock
 from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
@@ -209,7 +210,7 @@ class Trainer:
         check_paths(
             "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
         )
-        if train.lora_rank:
+        if train.lora_rank and not is_stock(self.model):  # whose layers read them
             check_read("train.lora_rank", self.model, self.abstract.params, (f"/{lora.A}", f"/{lora.B}"))
         self.shardings = self._shardings()
         replicated, place = (
