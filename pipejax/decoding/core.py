@@ -25,7 +25,7 @@ import numpy as np
 
 from pipejax.decoding import choice
 from pipejax.decoding.choice import GREEDILY, Wishes
-from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, taken, without
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, count_slots, gather, hide
 from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, Stepper
 from pipejax.system import Tree
 
@@ -110,7 +110,7 @@ def begin(
       state: `strategy.init(batch)`.
       sizes: that the decode goes through.
       wishes: as in `decode`.
-      apart: each example takes slots on its own, so that others can take its place (`refilled`). A step then writes
+      apart: each example takes slots on its own, so that others can take its place (`refill`). A step then writes
         each example's keys to another place, which not every device does as fast.
     """
     batch = strategy.done(state).shape[0]
@@ -155,16 +155,16 @@ def decode(
     # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
     widths = [min(n, strategy.rows) for n in sizes.queries]
     limits = jnp.asarray([slots - w for w in widths], jnp.int32)
-    carry = dataclasses.replace(with_slots(model, carry, slots), left=most)
+    carry = dataclasses.replace(grow(model, carry, slots), left=most)
 
-    def going(carry: Carry) -> Array:
-        fits = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
+    def goes_on(carry: Carry) -> Array:
+        goes = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
         if watched is not None:
-            fits &= ~(strategy.done(carry.state) & watched).any()
-        return fits if carry.left is None else fits & (carry.left > 0)
+            goes &= ~(strategy.done(carry.state) & watched).any()
+        return goes if carry.left is None else goes & (carry.left > 0)
 
     def fits(size: int, carry: Carry) -> Array:
-        return going(carry) & (carry.size == size)
+        return goes_on(carry) & (carry.size == size)
 
     def step(size: int, carry: Carry) -> Carry:
         queries = sizes.queries[size]
@@ -173,18 +173,18 @@ def decode(
             chosen, cache = model.greedy(asked, carry.cache)
         else:
             logits, cache = model(asked, carry.cache)
-            chosen = choice.chosen(strategy.choose or choice.first_argmax, logits, asked, wishes)
-        chosen = choice.imposed(chosen, asked, wishes)
+            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes)
+        chosen = choice.force_tokens(chosen, asked, wishes)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
-        more = live.sum(axis=1) if kept is None else taken(live, kept)
+        more = live.sum(axis=1) if kept is None else count_slots(live, kept)
         if kept is not None:
-            filled = without(live & ~kept, live, filled, carry.used)
+            filled = hide(live & ~kept, live, filled, carry.used)
         if wishes.scores:
             assert log_probs is not None, "as `begin` was told"
-            found = choice.log_probs_of(logits, chosen, wishes)[number_of]
-            log_probs = choice.noted(log_probs, found, carry.query, live if kept is None else live & kept)
+            found = choice.score(logits, chosen, wishes)[number_of]
+            log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
         return Carry(
             state=state,
@@ -203,20 +203,20 @@ def decode(
                 carry = jax.lax.while_loop(partial(fits, i), partial(step, i), carry)
         return carry
 
-    carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)
+    carry = jax.lax.while_loop(goes_on, sweep if len(widths) > 1 else partial(step, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
     return Stretch(strategy.done(carry.state).all(), decoded, dataclasses.replace(carry, left=None), carry.left)
 
 
-def with_slots(model: Model[Cache], carry: Carry, slots: int) -> Carry:
-    """The carry with so many slots, at least as many as it has."""
+def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
+    """Grows the cache of a carry to so many slots, at least as many as it has."""
     more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
     filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
     return dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
 
 
-def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes) -> Carry:
-    """The carry, of a batch whose examples take slots apart, with other examples in it.
+def refill(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes) -> Carry:
+    """Puts other examples into a batch whose examples take slots apart; gives the carry back.
 
     Args:
       strategy: of the batch.
@@ -227,10 +227,10 @@ def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, 
     """
     fresh = strategy.query(strategy.init(len(begins)))
 
-    def chosen(new: Array, old: Array) -> Array:
+    def put(new: Array, old: Array) -> Array:
         return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
-    state, query = jax.tree.map(chosen, fresh, (strategy.stopped(carry.state, ends), carry.query))
+    state, query = jax.tree.map(put, fresh, (strategy.stop(carry.state, ends), carry.query))
     query = dataclasses.replace(query, live=query.live & ~(ends & ~begins)[:, None])
     changes = begins | ends
     filled = dataclasses.replace(carry.filled, row=jnp.where(changes[:, None], NOWHERE, carry.filled.row))

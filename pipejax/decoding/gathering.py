@@ -53,13 +53,13 @@ class Step:
     filled: Filled  # theirs included
 
 
-def taken(live: Array, kept: Array) -> Array:
-    """i32 [B], slots of a step up to the last that is kept; those after it are free for the next step."""
+def count_slots(live: Array, kept: Array) -> Array:
+    """Counts, i32 [B], the slots of a step up to the last that is kept; the next step takes those after it."""
     return jnp.where(live & kept, jnp.cumsum(live, axis=1), 0).max(axis=1)
 
 
-def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates, where nobody sees the rejected queries.
+def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
+    """Hides rejected queries: nobody sees them by the coordinates that come back.
 
     Args:
       rejected: bool [B, S].
@@ -83,7 +83,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
       width: Q.
 
     Returns:
-      what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
+      the question to the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
     """
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))

@@ -115,9 +115,9 @@ class Strategy(Stepper, Protocol):
 
     @property
     def borrows(self) -> bool:
-        """Whether it asks a small model of its own, which `lent` gives it."""
+        """Whether it asks a small model of its own, which `lend` gives it."""
 
-    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
+    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
         """The strategy as it is the fastest there.
 
         Args:
@@ -126,7 +126,7 @@ class Strategy(Stepper, Protocol):
           skips_fillers: whether a step costs the queries that are asked, and not those that it has room for.
         """
 
-    def lent(self, model: Model[Tree], batch: int) -> "Strategy":
+    def lend(self, model: Model[Tree], batch: int) -> "Strategy":
         """The strategy with the small model's decoder of a batch, if it `borrows` one; traced."""
 
     def calls(self, decoded: Decoded) -> np.ndarray:
@@ -147,11 +147,11 @@ class Plain:
         """None: nothing can be wished of its answers."""
         return 0, 0
 
-    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
+    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
         """See `Strategy`."""
         return self
 
-    def lent(self, model: Model[Tree], batch: int) -> Self:
+    def lend(self, model: Model[Tree], batch: int) -> Self:
         """See `Strategy`."""
         return self
 
@@ -167,5 +167,5 @@ class Plain:
 class Refillable(Strategy, Protocol):
     """A strategy each of whose examples has a state of its own: all arrays of its state have a first axis of B."""
 
-    def stopped(self, state: Tree, which: Array) -> Tree:
+    def stop(self, state: Tree, which: Array) -> Tree:
         """The state with the examples bool [B] done."""

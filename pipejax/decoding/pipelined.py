@@ -138,7 +138,7 @@ class Pipelined(Plain):
         tokens = jnp.where(fresh, next_tokens[:, :, None], state.tokens)
         if self.unique and not self.literal:
             length = end - grid.start(rows, self.delay)
-            complete |= self.circle(self._moved(tokens), length, end != NEVER, ends) < NEVER
+            complete |= self.circle(self._align(tokens), length, end != NEVER, ends) < NEVER
         over = (~exists | (end != NEVER)).all(axis=1)
         if not self.literal:
             over &= complete | (state.started == self.sub_max)
@@ -161,7 +161,7 @@ class Pipelined(Plain):
         """bool [B, S], True at rows that have started and not ended, of examples that are not done."""
         return (jnp.arange(self.rows) < started[:, None]) & (end == NEVER) & ~done[:, None]
 
-    def stopped(self, state: State, which: Array) -> State:
+    def stop(self, state: State, which: Array) -> State:
         """See `Refillable`."""
         return dataclasses.replace(state, done=state.done | which)
 
@@ -173,14 +173,14 @@ class Pipelined(Plain):
         """The rows, each moved to start at its first token (line 14)."""
         rows = jnp.arange(self.rows)
         exists = rows < state.started[:, None]
-        first, tokens = grid.start(rows, self.delay) + 1, self._moved(state.tokens)
+        first, tokens = grid.start(rows, self.delay) + 1, self._align(state.tokens)
         stop = jnp.minimum(state.end, state.steps[:, None] + 1)  # the eos, or just beyond the last token
         lengths = jnp.where(exists, jnp.maximum(stop - first, 0), 0)
         cut = (exists & (state.end == NEVER)).any(axis=1)
         truncated = self.cut(cut, state.complete, state.started)
         return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated)
 
-    def _moved(self, tokens: Array) -> Array:
+    def _align(self, tokens: Array) -> Array:
         """Of tokens [B, S, T + 1] by absolute time those [B, S, T] from each row's first on."""
         first = grid.start(jnp.arange(self.rows), self.delay) + 1
         places = jnp.minimum(first[:, None] + jnp.arange(self.time_max), self.time_max)

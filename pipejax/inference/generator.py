@@ -165,9 +165,9 @@ class Generator:
                 raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
         if source.prefixes or source.max_rows is not None:
             raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
-        return self._streamed(source, method, self.make_strategy(strategy))
+        return self._stream(source, method, self.make_strategy(strategy))
 
-    def _streamed(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
+    def _stream(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
         config, batches = self.config.decode, self._streams.setdefault((made, method), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
@@ -354,7 +354,7 @@ class Generator:
                 logger.warning(line)
         made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         small.check(self._opened.small, made, method)
-        return self.programs.suited(made) if made.reads_source else made  # else nothing is laid out before it must be
+        return self.programs.suit(made) if made.reads_source else made  # else nothing is laid out before it must be
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
