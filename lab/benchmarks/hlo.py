@@ -122,6 +122,8 @@ class Program:
         return total
 
     def _read(self, one: Instruction, inside: list[Instruction], sizes: dict[str, int]) -> int:
+        if one.kind in PREFETCHES:
+            return _fetched(one)[0]
         if one.kind != "fusion":
             whole = [sizes.get(name, 0) for name in one.operands]
             return sum(whole[1:] if one.kind == "dynamic-update-slice" else whole)
@@ -132,8 +134,8 @@ class Program:
         return total
 
     def _written(self, one: Instruction, inside: list[Instruction]) -> int:
-        if one.kind in PREFETCHES:  # its result is a tuple: the new buffer, the old one, and a context
-            return next(iter(_parts(one.shape)), 0)
+        if one.kind in PREFETCHES:
+            return _fetched(one)[1]
         written, inner = size(one.shape), {x.name: size(x.shape) for x in inside}
         for update in (x for x in inside if x.kind == "dynamic-update-slice" and size(x.shape) in _parts(one.shape)):
             written -= size(update.shape) - (inner.get(update.operands[1], 0) if one.kind == "fusion" else 0)
@@ -147,14 +149,13 @@ class Program:
 
     def largest_copy(self, computation: str) -> int:
         """Elements of the largest array that a computation only copies; 0 without one."""
-        return max(
-            (elements(one.shape) for one in self.computations.get(computation, ()) if self._copies(one)), default=0
-        )
+        copies = (one for one in self.computations.get(computation, ()) if self._copies(one))
+        return max((elements(array[0]) for one in copies for array in _SHAPE.finditer(one.shape)), default=0)
 
     def _copies(self, one: Instruction) -> bool:
         if one.kind == "fusion":
             return {x.kind for x in self.computations.get(one.calls[0], ())} - FREE == {"copy"}
-        return one.kind == "copy" or (one.kind == "copy-start" and bool(next(iter(_parts(one.shape)), 0)))
+        return one.kind == "copy" or (one.kind == "copy-start" and _fetched(one)[1] > 0)
 
     def host_transfers(self) -> int:
         """Instructions that make a device wait for its host, or the other way round."""
@@ -189,12 +190,24 @@ def size(shape: str) -> int:
 
 
 def _parts(shape: str) -> list[int]:
-    parts = []
+    return [bits // 8 * (not on_chip) for bits, on_chip in _arrays(shape)]
+
+
+def _arrays(shape: str) -> list[tuple[int, bool]]:
+    """Bits of each array of a shape, and whether it lies on the chip."""
+    found = []
     for dtype, dims, layout in _SHAPE.findall(shape):
         bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype.partition("e")[0]) or 8)
         count = math.prod(int(n) for n in dims.split(",") if n)
-        parts.append(0 if _ON_CHIP.search(layout) else count * bits // 8)
-    return parts
+        found.append((count * bits, bool(_ON_CHIP.search(layout))))
+    return found
+
+
+def _fetched(one: Instruction) -> tuple[int, int]:
+    """Bytes of main memory that a prefetch reads and writes: its result holds the new buffer and the whole old one."""
+    first, second, *_ = _arrays(one.shape)
+    (bits, to_chip), (_, from_chip) = (first, second) if one.kind == "copy-start" else (second, first)
+    return bits // 8 * (not from_chip), bits // 8 * (not to_chip)
 
 
 def _instruction(found: re.Match[str], line: str) -> Instruction:
