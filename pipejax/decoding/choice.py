@@ -83,7 +83,7 @@ def choose_tokens(greedy: Callable[[Array], Array], logits: Array, asked: Step, 
     """
     if wishes.allowed is None and wishes.sampling is None:
         return greedy(logits)
-    example, row, time = _whose(asked)
+    example, row, time = _query_coordinates(asked)
     if wishes.allowed is not None:
         logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
     tokens = greedy(logits)
@@ -99,7 +99,7 @@ def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
     """Puts tokens of `Wishes.forced` in the place of those i32 [N] that answer the queries."""
     if wishes.forced is None:
         return tokens
-    forced = jnp.asarray(wishes.forced).at[_whose(asked)].get(mode="fill", fill_value=-1)
+    forced = jnp.asarray(wishes.forced).at[_query_coordinates(asked)].get(mode="fill", fill_value=-1)
     return jnp.where(forced < 0, tokens, forced)
 
 
@@ -129,8 +129,8 @@ def record_scores(log_probs: Array, found: Array, query: Query, counts: Array) -
     return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")
 
 
-def _whose(asked: Step) -> tuple[Array, Array, Array]:
-    """Example, row and time i32 [N] of the queries; those of fillers are none."""
+def _query_coordinates(asked: Step) -> tuple[Array, Array, Array]:
+    """Example, row and time i32 [N] of the queries. A filler has the last example and coordinates beyond the grid."""
     batch, width = asked.row.shape
     place = jnp.arange(batch * width) if asked.place_of_query is None else asked.place_of_query
     row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (asked.row, asked.time))

@@ -5,10 +5,10 @@ places of the grid they stand, and what it takes from the logits; the loop gathe
 coordinates of all that was fed, asks the model, and hands the answers back. Nothing here knows the T5.
 
 The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
-see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Sizes`). A
-program holds one `while_loop` a number of queries, each running as long as the decode fits it: a `switch` inside one
-loop would copy the cache. When a step does not fit into the cache the program ends, and the next one goes on with a
-larger cache.
+see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Sizes`). For
+each cache size there is a program, and in it for each number of queries a `while_loop`, which runs as long as the steps
+need that number: a `switch` inside a single loop would copy the cache. When a step does not fit into the cache, the
+program ends, and the program of the next cache size goes on.
 
 Shapes: B batch, S rows of the grid, T its time-steps, N queries of a step over the whole batch, Q queries of one
 example, C cache slots in reach, V vocabulary.
@@ -68,7 +68,7 @@ class Carry:
     filled: Filled
     cache: Tree
     log_probs: Array | None = None  # as in `Decoded`
-    left: Array | None = None  # i32 scalar, steps until it pauses, below zero if at once; None: it does not
+    steps_left: Array | None = None  # i32 scalar, until it pauses; below zero: at once; None: it does not pause
 
 
 @flax.struct.dataclass
@@ -78,7 +78,7 @@ class Stretch:
     over: Array  # bool scalar, every example is done; else a larger cache is needed
     decoded: Decoded  # the rows so far; the result, if it is over
     carry: Carry
-    left: Array | None = None  # as in `Carry`
+    steps_left: Array | None = None  # as in `Carry`
 
 
 def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:
@@ -87,7 +87,7 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
     Each cache size is a program of its own: a decode that stays short never compiles what a longer one would need.
 
     Args:
-      decode_stretch: `decode`, compiled: takes the number of slots and what the stretch before it left.
+      decode_stretch: `decode`, compiled: takes the number of slots and the carry of the stretch before it.
       sizes: of the caches, in turn; results do not depend on them.
     """
     carry: Carry | None = None
@@ -135,8 +135,8 @@ def decode(
     sizes: Sizes,
     slots: int,
     wishes: Wishes = GREEDILY,
-    most: Array | None = None,
-    left: Callable[[Array], Array] = lambda count: count,
+    pause_after: Array | None = None,
+    listen: Callable[[Array], Array] = lambda count: count,
     watched: Array | None = None,
 ) -> Stretch:
     """Goes on until every example is done, or the next step does not fit into a cache of that many slots; traced.
@@ -148,20 +148,21 @@ def decode(
       sizes: that the decode goes through.
       slots: of the cache, at least as many as before.
       wishes: how answers are chosen. Without `scores`, log-probabilities that the carry holds stay as they are.
-      most: i32 scalar, steps after which it pauses; None: it does not.
-      left: with `most`, asked after each step: gives the steps left back, or below zero to pause.
+      pause_after: i32 scalar, steps after which it pauses; None: it does not.
+      listen: with `pause_after`, called after each step with the steps that are left; gives them back, or a number
+        below zero to pause at once.
       watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
     """
     # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
     widths = [min(n, strategy.rows) for n in sizes.queries]
     limits = jnp.asarray([slots - w for w in widths], jnp.int32)
-    carry = dataclasses.replace(grow(model, carry, slots), left=most)
+    carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
 
     def goes_on(carry: Carry) -> Array:
         goes = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
         if watched is not None:
             goes &= ~(strategy.done(carry.state) & watched).any()
-        return goes if carry.left is None else goes & (carry.left > 0)
+        return goes if carry.steps_left is None else goes & (carry.steps_left > 0)
 
     def fits(size: int, carry: Carry) -> Array:
         return goes_on(carry) & (carry.size == size)
@@ -194,7 +195,7 @@ def decode(
             filled=filled,
             cache=cache,
             log_probs=log_probs,
-            left=None if carry.left is None else left(carry.left - 1),
+            steps_left=None if carry.steps_left is None else listen(carry.steps_left - 1),
         )
 
     def sweep(carry: Carry) -> Carry:
@@ -205,7 +206,8 @@ def decode(
 
     carry = jax.lax.while_loop(goes_on, sweep if len(widths) > 1 else partial(step, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
-    return Stretch(strategy.done(carry.state).all(), decoded, dataclasses.replace(carry, left=None), carry.left)
+    over, left = strategy.done(carry.state).all(), carry.steps_left
+    return Stretch(over, decoded, dataclasses.replace(carry, steps_left=None), left)
 
 
 def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:

@@ -25,7 +25,7 @@ from pipejax.decoding.draft_lengths import Record, choose_lengths
 from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
 from pipejax.decoding.gathering import Query, count_slots
 from pipejax.decoding.interface import Array, Decoded, Model, SourceIds
-from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, below
+from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, over_earlier_rows
 from pipejax.grid import Numbers, start
 from pipejax.system import Tree
 
@@ -191,7 +191,7 @@ class Drafted:
             # An ended row holds nobody up; none that starts later follows an empty one.
             closes = (state.length + before_eos == 0) & (self.grid.delay > 0)
             far = jnp.where(before_eos < drafted, jnp.where(closes, -1, NEVER), newest + drafted)
-            limit = below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
+            limit = over_earlier_rows(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
             asks = is_open | (begins & (limit >= newest))
             return asks, jnp.where(asks, jnp.clip(limit - newest, 0, drafted), 0)
 
@@ -289,7 +289,7 @@ class Drafted:
         # How far a row's tokens are fed and right. An ended row whose eos is among them holds nobody up.
         far = jnp.where((right & (drafts == eos)).any(axis=1), NEVER, newest + run)
         far = jnp.where(asks, far, jnp.where(started, NEVER, -1))
-        limit = below(jax.lax.cummin, far, NEVER) - newest
+        limit = over_earlier_rows(jax.lax.cummin, far, NEVER) - newest
         gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit) + 1, 0), 0)
         ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
         return Verdict(asks, run, limit, jnp.minimum(gain, _before(ends_here, axis=1) + 1), ends_here.any(axis=1))

@@ -1,7 +1,8 @@
 """The queries of a step: the live ones of a batch, gathered, and the coordinates of all that was fed before.
 
 Shapes as in `core`: B batch, S queries that an example may ask, N queries of a step over the whole batch, Q queries of
-one example, C cache slots in reach, T time-steps.
+one example, C cache slots in reach, T time-steps. A query has a place among the Q of its example, and a number among
+the N of the step.
 """
 
 import flax.struct

@@ -33,7 +33,11 @@ class SourceIds:
 
 @flax.struct.dataclass
 class Decoded:
-    """The result of a strategy: rows of tokens without bos and eos."""
+    """The result of a strategy: rows of tokens without bos and eos.
+
+    Of one example in two batches, the last digits of `log_probs` may differ and, with drafts, `calls` and `trace`;
+    tokens only where two are equally likely but for rounding.
+    """
 
     tokens: Array  # i32 [B, R, W], R rows, W their longest; meaningless beyond `lengths`
     lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
@@ -90,7 +94,7 @@ class Stepper(Protocol):
         """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
 
     def kept(self, state: Tree) -> Array | None:
-        """bool [B, S], True at queries of the last step that later ones may see; None: at all."""
+        """bool [B, S], of the queries of the last step those that later queries may see; None: all of them."""
 
     def done(self, state: Tree) -> Array:
         """bool [B], True at finished examples."""

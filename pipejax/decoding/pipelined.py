@@ -24,9 +24,9 @@ class State:
     tokens: Array  # i32 [B, S, T + 1], generated ones by row and absolute time
     last: Array  # i32 [B, S], the newest token of each row
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
-    end: Array  # i32 [B, S], time at which a row's eos was generated, else NEVER
-    retired: Array  # bool [B, S], that eos was fed
-    complete: Array  # bool [B], some row ended at once, or the answer runs in circles
+    end: Array  # i32 [B, S], the time at which the eos of each row was generated, else NEVER
+    retired: Array  # bool [B, S], True where that eos was fed as well
+    complete: Array  # bool [B], True: no further row starts, as one was empty or the answer runs in circles
     done: Array  # bool [B]
     steps: Array  # i32 [B], time-steps taken
 
@@ -60,7 +60,7 @@ class Pipelined(Plain):
     @property
     def rows(self) -> int:
         """Those that start before time runs out."""
-        return grid.beginning(self.delay, self.time_max, self.sub_max)
+        return grid.count_rows(self.delay, self.time_max, self.sub_max)
 
     @property
     def slots(self) -> int:
@@ -113,11 +113,11 @@ class Pipelined(Plain):
         due = grid.is_start(state.time, self.delay) & (state.started < self.rows) & ~state.done
         if not self.literal:
             due &= ~state.complete
-        started = state.started + due * grid.starting(self.delay, self.rows)
+        started = state.started + due * grid.count_starts(self.delay, self.rows)
         born = (rows >= state.started[:, None]) & (rows < started[:, None])
         is_open = self._open(started, state.end, state.done)
-        highest = jnp.where(is_open, rows, -1).max(axis=1)
-        ended = (state.end != NEVER) & ~state.retired & (rows < highest[:, None])
+        last_open = jnp.where(is_open, rows, -1).max(axis=1)
+        ended = (state.end != NEVER) & ~state.retired & (rows < last_open[:, None])
         fed = jnp.where(born, self.bos, jnp.where(ended, self.eos, state.last))
         time = jnp.where(ended, state.end, state.time[:, None])
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
@@ -244,14 +244,14 @@ class Pipelined(Plain):
             return jnp.ones_like(ended)
         first = grid.start(jnp.arange(self.rows), self.delay)
         if not self.literal:
-            none_empty = ~below(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
+            none_empty = ~over_earlier_rows(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
             return none_empty if circle is None else none_empty & (first < circle[:, None])
         # It stops when all rows have ended: some row before it must be open when it starts.
-        latest = below(jax.lax.cummax, jnp.where(ended, first + length, NEVER), NEVER)
+        latest = over_earlier_rows(jax.lax.cummax, jnp.where(ended, first + length, NEVER), NEVER)
         return jax.lax.cummin((latest > first).astype(jnp.int32), axis=1).astype(bool)
 
 
-def below(scan: Callable[..., Array], x: Array, first: int) -> Array:
+def over_earlier_rows(scan: Callable[..., Array], x: Array, first: int) -> Array:
     """The running extreme [B, R] of all rows before each one; `first` at the first row."""
     return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 

@@ -120,7 +120,7 @@ class Backend:
         """Whether a program that runs can be told to pause."""
         return False
 
-    def left(self, count: Array, switch: Array) -> Array:
+    def listen(self, count: Array, switch: Array) -> Array:
         """The count i32 of steps left, below zero if the program is told to pause.
 
         `switch`: u32 [2], the address of an i32 of the host's that is not 0 then, low half first.
@@ -283,9 +283,9 @@ class OwnKernel(Xla):
         """See `Backend`."""
         return True
 
-    def left(self, count: Array, switch: Array) -> Array:
+    def listen(self, count: Array, switch: Array) -> Array:
         """See `Backend`."""
-        return kernel_decoder.left(count, switch, level=self.level)
+        return kernel_decoder.listen(count, switch, level=self.level)
 
 
 XLA = Xla()

@@ -116,7 +116,7 @@ class Generator:
 
         Args:
           given: the sources: a list, a data frame or another table whose rows are records.
-          strategy: None: `default_strategy`.
+          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           batch_size: on each device; None: `decode.batch_size`.
           drafter: one of your own instead of `decode.draft` (docs/drafting.md).
           settings: values of this call alone for keys of the sections decode and grid, such as temperature=0.7. The
@@ -147,7 +147,7 @@ class Generator:
 
         Args:
           given: the source.
-          strategy: None: `default_strategy`.
+          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           settings: as of `decode`.
 
         Raises:
@@ -205,7 +205,7 @@ class Generator:
         Args:
           lengths: of sources, in tokens.
           batch_sizes: of lists.
-          strategy: None: `default_strategy`.
+          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           settings: as of `decode`.
 
         Returns:

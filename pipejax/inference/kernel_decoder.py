@@ -195,7 +195,7 @@ def encode(
     return Memory(tuple(found[::2]), tuple(found[1::2]), jnp.arange(slots) < length[:, None])
 
 
-def left(count: Array, switch: Array, *, level: kernels.Level) -> Array:
+def listen(count: Array, switch: Array, *, level: kernels.Level) -> Array:
     """The count i32 of steps left, below zero once the host has thrown the switch, an i32 at the address u32 [2].
 
     It is looked at when the program comes here, not when it begins: the count is another one in each step, so nothing

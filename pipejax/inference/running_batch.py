@@ -227,11 +227,11 @@ class RunningBatch:
             sizes=sizes,
             slots=slots,
             wishes=wishes,
-            most=most,
-            left=lambda count: self._backend.left(count, switch),
+            pause_after=most,
+            listen=lambda count: self._backend.listen(count, switch),
             watched=watched,
         )
-        return found.decoded, strategy.done(found.carry.state), found.left, found.carry
+        return found.decoded, strategy.done(found.carry.state), found.steps_left, found.carry
 
 
 def _placed(memory: Memory, new: Memory, place: Array) -> Memory:

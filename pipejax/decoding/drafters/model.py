@@ -19,7 +19,7 @@ from pipejax.decoding.core import Sizes, begin, decode, grow
 from pipejax.decoding.drafters.interface import Draft, Written
 from pipejax.decoding.gathering import NOWHERE, Filled, Query
 from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds
-from pipejax.decoding.pipelined import NEVER, Pipelined, below
+from pipejax.decoding.pipelined import NEVER, Pipelined, over_earlier_rows
 from pipejax.grid import start
 from pipejax.system import Tree
 
@@ -94,7 +94,7 @@ class Looking(Plain):
         drafts &= state.ended | (state.length - state.known < self.most)
         drafts &= (state.length > 0) | self.grid.may_begin(state.ended, state.length)
         far = jnp.where(written | drafts, newest, first + state.fed - 1)
-        limit = below(jax.lax.cummin, jnp.where(state.ended, NEVER, far), NEVER)
+        limit = over_earlier_rows(jax.lax.cummin, jnp.where(state.ended, NEVER, far), NEVER)
         live = unfed & (written | (drafts & (limit >= newest)))[:, None]
         at = jnp.clip(cell - 1, 0, times - 1).swapaxes(1, 2)
         fed = jnp.take_along_axis(state.tokens, at, axis=2).swapaxes(1, 2)
