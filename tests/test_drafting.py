@@ -53,7 +53,7 @@ class Table:
         return table, Draft(tokens, count, jnp.zeros_like(count))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_of_drafts_compile_with_the_flags_of_users():
     """The suite's flags for XLA hide what LLVM makes of a program: on AVX-512 one like this ended the process."""
     program = """
@@ -225,7 +225,7 @@ def assert_equal(found, expected, batch):
 
 DRAFTERS = (FromSource(), Jacobi(), FromModel(least=0.2))
 QUICK = [(SETTINGS[0], FromSource())]
-SLOW = [(SETTINGS[3], FromModel(least=0.2)), (SETTINGS[9], Jacobi())]
+SLOW = [(SETTINGS[9], Jacobi())]
 
 
 def marks(setting, drafter):

@@ -326,7 +326,7 @@ class Drafted:
         return np.asarray(decoded.calls)
 
     def choose_lengths(self, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
-        """`choose_lengths` at the price of its calls."""
+        """Lengths of drafts at the price of its calls; arguments as of `draft_lengths.choose_lengths`."""
         most = len(count) * self.rows
         sizes = (*(n for n in self.queries if n < most), most) if self.rounded else None
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=self.width - 1, sizes=sizes)
