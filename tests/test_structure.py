@@ -77,7 +77,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": ("apps.serving.command",),
     "prometheus_client": ("apps.serving.*",),
     "tensorflow": (),
-    "torch": (),
+    "torch": ("convert.rows_in_torch",),  # which nothing here imports: it is written for transformers
     "ray": ("apps.ray_pool",),
 }
 

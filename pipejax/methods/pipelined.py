@@ -48,6 +48,16 @@ class Pipelined(Method):
         """The first row."""
         return "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
 
+    @property
+    def in_torch(self) -> dict[str, Any] | None:
+        """Algorithm 1, unless a subclass decodes or reads answers in another way."""
+        ours = Pipelined.strategy, Pipelined.order, Pipelined.read
+        if (type(self).strategy, type(self).order, type(self).read) != ours:
+            return None
+        grid, literal = self.grid, self.grid.stop == "literal"
+        settings = {"delay": grid.delay, "time_max": grid.time_max, "sub_max": grid.sub_max, "literal": literal}
+        return settings | {"unique": self.unique, "row_names": list(grid.row_names)}
+
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5).
 
