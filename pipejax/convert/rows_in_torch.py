@@ -25,18 +25,20 @@ UNIQUE = False  # a row that repeats an earlier one is left out; two such in tur
 ROW_NAMES: list[list[int]] = []  # token ids with which each row begins, in turn; none: rows are free
 SEPARATOR: list[int] = []  # token ids between two rows in `sequences`
 
-GREEDY = ("do_sample", "num_beams", "assistant_model", "logits_processor", "stopping_criteria", "streamer")
-GREEDY += ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "prefix_allowed_tokens_fn", "inputs_embeds")
+GREEDY = (  # arguments of `generate` that ask for something else
+    *("do_sample", "num_beams", "assistant_model", "logits_processor", "stopping_criteria", "streamer"),
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "prefix_allowed_tokens_fn", "inputs_embeds"),
+)
 
 
 @dataclass
-class PipelinedOutput(ModelOutput):
+class PipelinedOutput(ModelOutput):  # type: ignore[misc]
     """The answers of a batch."""
 
-    sequences: torch.Tensor = None  # i64 [B, N]: the start token, the rows joined by the separator, eos, padding
-    rows: list[list[list[int]]] = None  # token ids of each row of each answer
-    steps: list[int] = None  # time-steps of Algorithm 1
-    truncated: list[str | None] = None  # the bound that cut an answer: "time_max" or "sub_max"
+    sequences: Any = None  # i64 [B, N]: the start token, the rows joined by the separator, eos, padding
+    rows: Any = None  # token ids of each row of each answer
+    steps: Any = None  # time-steps of Algorithm 1
+    truncated: Any = None  # the bound that cut an answer: "time_max" or "sub_max"
 
 
 class Answer:
@@ -124,7 +126,7 @@ class Decoder:
         self.model, self.blocks = model, model.get_decoder().block
         self.memory_bias = torch.where(memory_mask.bool(), 0.0, -math.inf)[:, None, None]
         crosses = [block.layer[1].EncDecAttention for block in self.blocks]
-        self.memories = [(self.heads(x.k(memory), x), self.heads(x.v(memory), x)) for x in crosses]
+        self.memories = [(self._heads(x.k(memory), x), self._heads(x.v(memory), x)) for x in crosses]
         self.caches: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self.blocks)
         none = torch.zeros(len(memory), 0, dtype=torch.long, device=memory.device)
         self.row, self.time = none, none  # of each slot
@@ -142,15 +144,15 @@ class Decoder:
         for i, block in enumerate(self.blocks):
             attention, norm = block.layer[0].SelfAttention, block.layer[0].layer_norm
             if hasattr(attention, "relative_attention_bias"):  # of T5 the first layer alone, of UMT5 each one
-                bias = self.bias(attention, distance).masked_fill(~visible[:, None], -math.inf)
+                bias = self._bias(attention, distance).masked_fill(~visible[:, None], -math.inf)
             y = norm(x)
-            new = self.heads(attention.k(y), attention), self.heads(attention.v(y), attention)
+            new = self._heads(attention.k(y), attention), self._heads(attention.v(y), attention)
             if (old := self.caches[i]) is not None:
                 new = torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
             self.caches[i] = new
-            x = clamp(x + self.attend(attention, y, *new, bias))
+            x = clamp(x + self._attend(attention, y, *new, bias))
             cross = block.layer[1].EncDecAttention
-            x = clamp(x + self.attend(cross, block.layer[1].layer_norm(x), *self.memories[i], self.memory_bias))
+            x = clamp(x + self._attend(cross, block.layer[1].layer_norm(x), *self.memories[i], self.memory_bias))
             x = clamp(block.layer[2](x))
         x = self.model.get_decoder().final_layer_norm(x)
         config = self.model.config
@@ -159,17 +161,17 @@ class Decoder:
         return self.model.lm_head(x).argmax(-1)
 
     @staticmethod
-    def heads(x: torch.Tensor, attention: Any) -> torch.Tensor:
+    def _heads(x: torch.Tensor, attention: Any) -> torch.Tensor:
         """[B, N, H * K] -> [B, H, N, K]."""
         return x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2)
 
-    def attend(self, attention: Any, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Any) -> Any:
+    def _attend(self, attention: Any, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Any) -> Any:
         """Attention of the states x [B, Q, D] over keys and values [B, H, C, K]."""
-        scores = self.heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias  # T5 divides by no root
+        scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias  # T5 divides by no root
         weights = scores.float().softmax(-1).to(values.dtype)
         return attention.o((weights @ values).transpose(1, 2).flatten(2))
 
-    def bias(self, attention: Any, distance: torch.Tensor) -> torch.Tensor:
+    def _bias(self, attention: Any, distance: torch.Tensor) -> torch.Tensor:
         """[B, H, Q, C]: the bias that T5 learned for each distance back; far ones share a bucket."""
         buckets = attention.relative_attention_num_buckets
         exact, most = buckets // 2, attention.relative_attention_max_distance
@@ -185,7 +187,7 @@ def clamp(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-most, most) if x.dtype == torch.float16 else x
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def generate(model: Any, inputs: torch.Tensor | None = None, **given: Any) -> Any:
     """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
     config = given.get("generation_config") or model.generation_config
