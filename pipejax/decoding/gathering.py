@@ -4,11 +4,14 @@ Shapes as in `core`: B batch, S queries that an example may ask, N queries of a 
 one example, C cache slots in reach, T time-steps.
 """
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from pipejax import grid
+from pipejax.grid import Numbers
 
 Array = jax.Array
 
@@ -72,7 +75,14 @@ def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Fille
     return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
 
 
-def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
+def gather(
+    query: Query,
+    filled: Filled,
+    start: Array,
+    queries: int,
+    width: int,
+    position: Callable[[Numbers, Numbers], Numbers] = grid.position,
+) -> tuple[Step, Array, Filled]:
     """Gathers the live queries of a batch.
 
     Args:
@@ -81,6 +91,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
       start: i32 [B|1], the slot of each example's first query.
       queries: N.
       width: Q.
+      position: of a slot, from row and time.
 
     Returns:
       what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
@@ -101,7 +112,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     if query.lineage is None:
         # Fillers stand at NOWHERE as well, and would see the empty slots.
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
-        positions = grid.position(row, time), grid.position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
+        positions = position(row, time), position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
     else:  # whatever rows it runs through, a line is as long as it took
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
