@@ -1,7 +1,8 @@
 """The queries of a step: the live ones of a batch, gathered, and the coordinates of all that was fed before.
 
 Shapes as in `core`: B batch, S queries that an example may ask, N queries of a step over the whole batch, Q queries of
-one example, C cache slots in reach, T time-steps.
+one example, C cache slots in reach, T time-steps. A query has a place among the Q of its example, and a number among
+the N of the step.
 """
 
 from collections.abc import Callable
@@ -56,13 +57,13 @@ class Step:
     filled: Filled  # theirs included
 
 
-def taken(live: Array, kept: Array) -> Array:
-    """i32 [B], slots of a step up to the last that is kept; those after it are free for the next step."""
+def count_slots(live: Array, kept: Array) -> Array:
+    """Counts, i32 [B], the slots of a step up to the last that is kept; the next step takes those after it."""
     return jnp.where(live & kept, jnp.cumsum(live, axis=1), 0).max(axis=1)
 
 
-def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates, where nobody sees the rejected queries.
+def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
+    """Hides rejected queries: nobody sees them by the coordinates that come back.
 
     Args:
       rejected: bool [B, S].
@@ -94,7 +95,7 @@ def gather(
       position: of a slot, from row and time.
 
     Returns:
-      what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
+      the question to the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
     """
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))

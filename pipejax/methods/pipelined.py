@@ -87,7 +87,7 @@ class Pipelined(Method):
 
     def given(self, given: Given) -> Given:
         """As the source says, if so many rows begin in time."""
-        fit = grid.beginning(self.grid.delay, self.grid.time_max, self.grid.sub_max)
+        fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
             raise UserError(
                 f"{given.where}: found {len(given.prefixes)} rows with prefixes; expected at most {fit}, the rows that "
@@ -112,7 +112,7 @@ class NamedRows(Pipelined):
                 "grid.delay: found 0 without grid.row_names; expected the names of the rows, since nothing else tells "
                 "rows apart that start at once"
             )
-        fit = grid.beginning(delay, self.grid.time_max, self.grid.sub_max)
+        fit = grid.count_rows(delay, self.grid.time_max, self.grid.sub_max)
         if names > fit:
             raise UserError(
                 f"grid.row_names: found {names}; expected at most {fit}, the rows that begin under grid.sub_max = "

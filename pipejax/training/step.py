@@ -133,9 +133,9 @@ def train_step(
     by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
     finite, the state stays as it was, to the bit.
 
-    Where the state stays as it was, the update is a branch that is not taken, or with `branch` False, a choice of each
-    array. On a CPU, XLA works in the donated buffers inside a branch only; on a GPU a branch waits for the host, and
-    the choice is made where the update is computed.
+    The program decides on the update by a branch or, with `branch` False, by a choice between old and new in each
+    array. On a CPU, XLA works in the donated buffers inside a branch only. On a GPU a branch waits for the host; a
+    choice is computed together with the update.
 
     Args:
       model: the module of a backbone.
@@ -150,7 +150,7 @@ def train_step(
       is_trained: whether the parameter of a path is trained.
       place: moves parameters to where they lie when they are used.
       rate: only told in the metrics.
-      branch: whether the update is a branch, and not a choice.
+      branch: whether the update is a branch.
     """
     trained, fixed = split(state.params, is_trained)
 
@@ -297,7 +297,7 @@ class Trainer:
         """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
         key = _key(batch)
         known = self._programs.get(key)
-        # What waits behind another one is quicker compiled here; what failed beside the work may do alone.
+        # A program that waits behind another one is compiled sooner here; one that failed there may succeed now.
         if known is None or known.cancel() or known.exception():
             known = self._programs[key] = Future()
             known.set_result(self._compile(batch))
