@@ -169,7 +169,9 @@ def decode(
 
     def step(size: int, carry: Carry) -> Carry:
         queries = sizes.queries[size]
-        asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
+        asked, number_of, filled = gather(
+            carry.query, carry.filled, carry.used, queries, widths[size], strategy.position
+        )
         if strategy.choose is None and not wishes.need_logits:
             chosen, cache = model.greedy(asked, carry.cache)
         else:

@@ -100,6 +100,10 @@ class Drafted:
         """As the inner strategy."""
         return self.inner.start(row)
 
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """As the inner strategy."""
+        return self.grid.position(row, time)
+
     @property
     def reads_source(self) -> bool:
         """The drafter does."""

@@ -5,11 +5,14 @@ one example, C cache slots in reach, T time-steps. A query has a place among the
 the N of the step.
 """
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from pipejax import grid
+from pipejax.grid import Numbers
 
 Array = jax.Array
 
@@ -73,7 +76,14 @@ def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
     return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
 
 
-def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
+def gather(
+    query: Query,
+    filled: Filled,
+    start: Array,
+    queries: int,
+    width: int,
+    position: Callable[[Numbers, Numbers], Numbers] = grid.position,
+) -> tuple[Step, Array, Filled]:
     """Gathers the live queries of a batch.
 
     Args:
@@ -82,6 +92,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
       start: i32 [B|1], the slot of each example's first query.
       queries: N.
       width: Q.
+      position: of a slot, from row and time.
 
     Returns:
       the question to the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
@@ -102,7 +113,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     if query.lineage is None:
         # Fillers stand at NOWHERE as well, and would see the empty slots.
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
-        positions = grid.position(row, time), grid.position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
+        positions = position(row, time), position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
     else:  # whatever rows it runs through, a line is as long as it took
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")

@@ -11,6 +11,7 @@ import flax.struct
 import jax
 import numpy as np
 
+from pipejax import grid
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.trace import Trace
 from pipejax.grid import Numbers
@@ -79,6 +80,9 @@ class Stepper(Protocol):
     @property
     def slots(self) -> int:
         """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
+
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """The position of a slot, in training too: less that of a slot that it sees, it is how far that lies back."""
 
     def init(self, batch: int, source: SourceIds | None = None) -> Tree:
         """The state before the first step; `source`: for strategies that read it."""
@@ -150,6 +154,10 @@ class Plain:
     def places(self) -> tuple[int, int]:
         """None: nothing can be wished of its answers."""
         return 0, 0
+
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """The paper's."""
+        return grid.position(row, time)
 
     def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
         """See `Strategy`."""

@@ -20,7 +20,7 @@ from pipejax.decoding.drafters.interface import Draft, Written
 from pipejax.decoding.gathering import NOWHERE, Filled, Query
 from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds
 from pipejax.decoding.pipelined import NEVER, Pipelined, over_earlier_rows
-from pipejax.grid import start
+from pipejax.grid import Numbers, start
 from pipejax.system import Tree
 
 MARKS = (0.6, 0.9)  # mean probability of a draft's tokens at which its degree of trust rises
@@ -60,6 +60,10 @@ class Looking(Plain):
     def slots(self) -> int:
         """All that is written, and one draft."""
         return self.grid.slots + self.grid.rows * (self.most + 1)
+
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """As on the large one's grid."""
+        return self.grid.position(row, time)
 
     def init(self, batch: int, source: SourceIds | None = None) -> Ahead:
         """Nothing is written."""
