@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_xlas() -> None:
     "strategy, batch, feed_forward, tied",
     [
         pytest.param(Sequential(max_length=40), 1, "relu", True, marks=pytest.mark.long),
-        pytest.param(Pipelined(delay=1, time_max=23, sub_max=6), 3, "gated-gelu", False, marks=pytest.mark.slow),
+        pytest.param(Pipelined(delay=1, time_max=23, sub_max=6), 3, "gated-gelu", False, marks=pytest.mark.long),
         pytest.param(Beam(20, 3), 2, "relu", True, marks=pytest.mark.long),
     ],
     ids=str,

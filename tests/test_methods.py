@@ -640,7 +640,7 @@ def test_the_method_of_the_page_writes_rows_turned_round(page: Config) -> None:
     assert max(len(record["row_ids"]) for record in found) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_method_of_the_page_is_trained(page: Config, tmp_path: Path) -> None:
     run = pipejax.fit(page, tmp_path / "run")
     assert pipejax.load(run, overrides={"method.rows": 2}).decode(["the baker smiled ."], draft="source")

@@ -41,7 +41,7 @@ def shallow(config):
         (512, {"data": 1}, {"remat": "layers", "accumulate": 4, "dropout": 0.0}),
         pytest.param(512, {"data": 1}, {"remat": "dots", "dropout": 0.0}, marks=pytest.mark.long),
         pytest.param(512, {"data": 1}, {"remat": "dots", "lora_rank": 4}, marks=pytest.mark.long),
-        (256, {"data": 1, "fsdp": 2}, {"remat": "layers"}),
+        pytest.param(256, {"data": 1, "fsdp": 2}, {"remat": "layers"}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -186,7 +186,7 @@ def test_two_processes_equal_one_and_end_together(config, tmp_path):
     assert results[workdir] == pytest.approx(results[alone], rel=1e-6, abs=1e-6)  # sums of float32 in another order
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_killed_ends_the_other(config, tmp_path):
     workdir = tmp_path / "run"
     started = start(config, workdir, 2, "train.steps=100000", "train.evaluate_every=100000")

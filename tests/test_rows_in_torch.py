@@ -62,7 +62,7 @@ def transformers_writes(directory: Path, cases: list[dict[str, Any]]) -> list[An
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("models", [pytest.param(3, marks=pytest.mark.slow), pytest.param(43, marks=pytest.mark.long)])
+@pytest.mark.parametrize("models", [pytest.param(1, marks=pytest.mark.slow), pytest.param(43, marks=pytest.mark.long)])
 def test_rows_are_those_of_algorithm_1(models: int, tmp_path: Path) -> None:
     """In batches, without pipejax and JAX: rows, steps, bounds, and the sequence of tokens that joins them."""
     rng, cases, expected = np.random.default_rng(0), [], []

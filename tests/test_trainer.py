@@ -95,7 +95,7 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "remat, dropout", [("dots", 0.0), pytest.param("layers", 0.0, marks=pytest.mark.long), ("layers", 0.3)]
+    "remat, dropout", [("dots", 0.0), *(pytest.param("layers", x, marks=pytest.mark.long) for x in (0.0, 0.3))]
 )
 def test_rematerialisation_changes_no_gradient(batches, remat, dropout):
     params = oracle.random_params(DEEP, np.random.default_rng(3))

@@ -274,9 +274,8 @@ def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, draf
     assert in_circles > 3 or literal
 
 
-@pytest.mark.parametrize(
-    "temperature", [pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.0, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.3, 0.0])
 def test_streams_and_running_batches_give_the_records_of_decode(temperature):
     """With places that are used again, and answers of so many tokens: the same rows stay, whoever is beside them."""
     made = generator(model=MORE_WORDS, temperature=temperature)
