@@ -279,9 +279,9 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(_FILES)}")
     try:
         return tokenizer_file.read(directory)
-    except tokenizer_file.Unsuited as reason:
+    except tokenizer_file.Unsuited as unsuited:
         if "transformers" not in sys.modules:  # else nobody waits
-            logger.info(f"{named}: importing transformers to read the tokenizer takes seconds ({reason})")
+            logger.info(f"{named}: importing transformers to read the tokenizer takes seconds ({unsuited})")
     except Exception:  # of a damaged file: below it is told
         pass
     transformers = import_transformers()

@@ -4,6 +4,7 @@ transformers decides by tokenizer_config.json, and by other files, which pieces 
 directory is read here only if everything that may decide on ids is known to decide the same.
 """
 
+import base64
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,8 +28,6 @@ KNOWN = {
     *("local_files_only", "processor_class", "chat_template", "model_input_names", "model_max_length", "max_length"),
     *("padding_side", "truncation_side", "stride", "truncation_strategy", "unk_id"),
 }
-_METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-_WORDS = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, _METASPACE]}
 
 
 class Unsuited(Exception):
@@ -63,7 +62,8 @@ class TokenizerFile:
 
     def convert_tokens_to_ids(self, piece: str) -> int:
         """The id of a special token."""
-        found: int = self.backend_tokenizer.token_to_id(piece)
+        found = self.backend_tokenizer.token_to_id(piece)
+        assert found is not None, "`read` saw to it"
         return found
 
     def save_pretrained(self, directory: str) -> None:
@@ -101,8 +101,9 @@ def read(directory: Path) -> TokenizerFile:
         defaults = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         named |= {key: piece for key, piece in defaults.items() if key not in settings}
     _check_added(content, settings, {*named.values(), *_further(settings, kind)})
-    text = json.dumps(_as_t5(content, named["eos_token"])) if kind in T5 else files[MAIN].decode()
-    backend = tokenizers.Tokenizer.from_str(text)
+    backend = tokenizers.Tokenizer.from_buffer(files[MAIN])
+    if kind in T5:
+        _as_t5(backend, content, named["eos_token"])
     for token in content["added_tokens"]:
         if backend.token_to_id(token["content"]) != token["id"]:
             raise Unsuited(f"{MAIN}: {token['content']!r} is not {token['id']} in its vocabulary")
@@ -139,25 +140,20 @@ def _check_added(content: Mapping[str, Any], settings: Mapping[str, Any], specia
         raise Unsuited(f"{MAIN}: padding")  # it names a token
 
 
-def _as_t5(content: Mapping[str, Any], eos: str) -> dict[str, Any]:
-    """A tokenizer.json of which transformers takes vocabulary and characters alone, and has the rest by itself."""
+def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str) -> None:
+    """Leaves of a tokenizer.json its vocabulary and its normalisation of characters; the rest is T5's."""
+    from tokenizers import decoders, normalizers, pre_tokenizers, processors
+
     model, given = content["model"], content.get("normalizer") or {}
-    if model["type"] != "Unigram" or not content.get("post_processor"):
-        raise Unsuited(f"{MAIN}: not as T5's")
+    if model["type"] != "Unigram" or model["unk_id"] != 2 or model.get("byte_fallback"):
+        raise Unsuited(f"{MAIN}: model")
+    if any(token["normalized"] for token in content["added_tokens"]):
+        raise Unsuited(f"{MAIN}: an added token that is normalized")
     steps = given["normalizers"] if given.get("type") == "Sequence" else [given]
-    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
-    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    return {
-        **content,
-        "model": {"type": "Unigram", "unk_id": 2, "vocab": model["vocab"], "byte_fallback": False},
-        "normalizer": next((step for step in steps if step.get("type") == "Precompiled"), None),
-        "pre_tokenizer": _WORDS,
-        "decoder": _METASPACE,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [first, end],
-            "pair": [first, end, second, end],
-            "special_tokens": {"</s>": {"id": "</s>", "ids": [ids[eos]], "tokens": ["</s>"]}},
-        },
-    }
+    characters = next((step["precompiled_charsmap"] for step in steps if step.get("type") == "Precompiled"), None)
+    pieces: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always", "split": True}
+    backend.normalizer = normalizers.Precompiled(base64.b64decode(characters)) if characters else None
+    words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**pieces)]
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(words), decoders.Metaspace(**pieces)
+    ends = [("</s>", backend.token_to_id(eos))]
+    backend.post_processor = processors.TemplateProcessing(single=["$A", "</s>"], special_tokens=ends)
