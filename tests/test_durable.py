@@ -149,7 +149,7 @@ def test_other_places_serve(tmp_path, name):
 
 
 def test_the_first_save_is_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "finalize", lambda self, place: None)
+    monkeypatch.setattr(orbax.checkpoint.PyTreeCheckpointHandler, "finalize", lambda self, place: None)
     store = Store(tmp_path / "checkpoints", writable=True)
     with pytest.raises(UserError, match="4: was saved, but cannot be read back"):
         store.save(4, tree(1.0), config=CONFIG, wait=True)
@@ -177,10 +177,10 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
 def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, capsys, error):
     save(tmp_path / "checkpoints", 4, 8)
 
-    def restore(self, *args, **kwargs):
+    def read(place, template):
         raise error
 
-    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", restore)
+    monkeypatch.setattr(arrays_lib, "_read", read)
     store = Store(tmp_path / "checkpoints", writable=True)
     with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
         store.newest(None, set_aside=True)
@@ -226,12 +226,12 @@ def test_restore_and_verify_agree(tmp_path, name, good, how):
 
 
 def test_a_step_without_digests_opens(tmp_path, monkeypatch):
-    """As older versions saved them."""
+    """As older versions saved them. Nothing is read by Orbax's own files, so that those need not be right."""
     monkeypatch.setattr("pipejax.checkpoint.store.metadata_digests", lambda item: {})
     save(tmp_path, 4)
     assert Store(tmp_path).restore(4).items["params"]["a"][0, 0] == 4
     (tmp_path / "4/params/_METADATA").write_text('{"tree_metadata": {"x": {}}}')
-    assert Store(tmp_path).newest(None) is None
+    assert Store(tmp_path).restore(4).items["params"]["a"][0, 0] == 4
 
 
 # A run that goes on under its readers.

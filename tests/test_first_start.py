@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +124,21 @@ def test_a_setting_or_a_file(here: Path, command: str, line: str) -> None:
     with pytest.raises(UserError, match=line) as refused:
         main(command.split())
     assert "source 1" not in str(refused.value) and (here / "out.jsonl").read_text() == '{"id": "of other work"}\n'
+
+
+UNNEEDED = {"transformers", "torch", "orbax", "optax", "grain", "tensorflow", "pandas", "pyarrow", "nltk"}
+
+
+def test_decoding_imports_no_more_than_it_needs(here: Path) -> None:
+    """Nobody waits for libraries that train, save or read other tokenizers."""
+    write(here / "in.jsonl", GOOD)
+    code = f"import sys; from pipejax.__main__ import main; main(sys.argv[1:]); print({UNNEEDED} & set(sys.modules))"
+    environment = {**os.environ, kernels.VARIABLE: "off", "PYTHONPATH": str(Path(pipejax.__file__).parents[1])}
+    command = [sys.executable, "-c", code, *DECODE.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert len((here / "out.jsonl").read_text().splitlines()) == 9
 
 
 def test_a_worker_reads_its_block_first(here: Path) -> None:

@@ -26,6 +26,7 @@ from support import oracle, quantised
 from support.kernel_models import HERE, SHAPES, WEIGHTS, laid_out, made
 from support.one_program import compiled
 from support.tiny import IN_BLOCKS
+from support.trees import same_bits
 
 
 @pytest.fixture(scope="module")
@@ -328,10 +329,9 @@ def test_a_field_that_is_missing_or_unknown_is_named():
 def test_a_matrix_in_panels(weights):
     """Outputs are filled up to whole panels."""
     rows = np.random.default_rng(0).standard_normal((50, 24)).astype(np.float32)
-    held, plain = (
-        kernel_decoder.matrix(jnp.asarray(rows), weights=weights),
-        narrow(jnp.asarray(rows), weights, "float32"),
-    )
+    table = {"embedding": jnp.asarray(rows)}
+    held, plain = kernel_decoder.matrix(table, weights=weights), narrow(table, weights, "float32")
+    same_bits(held, kernel_decoder.matrix({"kernel": jnp.asarray(rows.T)}, weights=weights))
     assert held.rows.shape[0] == 4
     np.testing.assert_array_equal(in_rows(held.rows)[:50], plain.rows.astype(jnp.float32))
     assert not in_rows(held.rows)[50:].any()

@@ -200,9 +200,12 @@ def test_scales_that_do_not_fit_are_refused(spoil, says, smaller, tmp_path):
 
 def test_a_changed_bit_is_found(smaller, tmp_path):
     shutil.copytree(smaller["int8"], tmp_path / "run")
-    file = max((tmp_path / "run/checkpoints/0/params").rglob("*"), key=lambda path: path.stat().st_size)
+    params = checkpoint.open_run(tmp_path / "run", packed=True).items["params"]
+    stored = np.asarray(params["shared"]["embedding"]).tobytes()
+    files = [path for path in (tmp_path / "run/checkpoints/0/params").rglob("*") if path.is_file()]
+    (file,) = [path for path in files if stored in path.read_bytes()]
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[content.index(stored) + len(stored) // 2] ^= 1
     file.write_bytes(content)
     (report,) = verify(tmp_path / "run/checkpoints")
     assert report["damaged"]

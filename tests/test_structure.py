@@ -67,7 +67,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "flax.nnx": (),
     "orbax": ("checkpoint.arrays",),
     "transformers": ("convert.*", "data.tokenizer", "data.demo"),
-    "tokenizers": ("convert.*", "data.tokenizer", "data.demo"),
+    "tokenizers": ("convert.*", "data.tokenizer_file", "data.demo"),
     "huggingface_hub": ("convert.*", "data.tokenizer", "data.demo"),
     "tensorflow_datasets": ("data.*",),
     "grain": ("data.*", "training.command"),

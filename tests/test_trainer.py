@@ -18,7 +18,7 @@ from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.data.shapes import bucket, deal
 from pipejax.methods import losses
-from pipejax.model import lora, sharding, t5
+from pipejax.model import lora, parameters, sharding, t5
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training import optimizer
@@ -328,6 +328,24 @@ def test_schedules(schedule):
     assert [round(float(rate(step - 1)), 6) for step in (1, 5, 10)] == [0.2, 1.0, 2.0]
     halfway, late = {"constant": (2, 2), "linear": (1, 0.5), "cosine": (1, 1 + math.cos(0.75 * math.pi))}[schedule]
     np.testing.assert_allclose([rate(60), rate(85)], [halfway, late], rtol=1e-5)
+
+
+# Initial weights.
+
+
+@pytest.mark.parametrize("mesh", [MESHES[0], MESHES[3]])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 65}]
+)
+def test_weights_are_drawn_one_by_one_as_all_at_once(mesh, sizes):
+    model, key = dataclasses.replace(DEEP, **sizes), jax.random.key(3)
+    trainer = shared_trainer(change(CONFIG, mesh=mesh))
+    places = sharding.param_shardings(model, jax.eval_shape(model.init_params, key), trainer.mesh)
+    expected = jax.jit(model.init_params, out_shardings=places)(key)
+    found = parameters.initial(model, key, trainer.mesh)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    same_bits(found, expected)
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, found, expected))
 
 
 # Many devices.

@@ -313,7 +313,7 @@ def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatc
     def too_many(*args, **kwargs):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointHandler, "restore", too_many)
+    monkeypatch.setattr("pipejax.checkpoint.arrays._read", too_many)
     with pytest.raises(UserError, match=r"checkpoints/6/params: cannot be read now \(OSError: .*Too many open files\)"):
         fit(change(CONFIG, train={"steps": 9}), finished)
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == before
@@ -340,7 +340,7 @@ def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tm
             lost.append(values["step"] - max(committed, default=0))
         write(directory, values)
 
-    handler = orbax.checkpoint.StandardCheckpointHandler
+    handler = orbax.checkpoint.PyTreeCheckpointHandler
     finish = handler.finalize
 
     def late(self, *args):

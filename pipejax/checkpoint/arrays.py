@@ -1,8 +1,8 @@
-"""Writes and reads trees of arrays in Orbax's format. No other module uses Orbax.
+"""Writes and reads trees of arrays in Orbax's format. No other module uses Orbax or TensorStore.
 
-Orbax's handlers write and read the files of an item (one tree, such as "params"); `store.py` commits whole steps.
-Orbax's CheckpointManager is not used: it syncs neither metadata nor directories, and after a failure its threads wait
-minutes for each other.
+Orbax's handlers write the files of an item (one tree, such as "params"); `store.py` commits whole steps. Orbax's
+CheckpointManager is not used: it syncs neither metadata nor directories, and after a failure its threads wait minutes
+for each other. TensorStore, by which Orbax keeps the arrays, reads them: whoever only decodes never imports Orbax.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from typing import Protocol
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+import tensorstore as ts
 
-from pipejax.checkpoint.manifest import on_host
+from pipejax.checkpoint.manifest import Damaged
 from pipejax.checkpoint.trouble import reading
 from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
@@ -26,6 +26,10 @@ from pipejax.system.files import UTF_8, is_misread
 
 # Orbax and TensorStore read these parts of a path as patterns, as "/", or as the scheme of a URL.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
+# Of TensorStore: only the nodes by which arrays are found are kept, and nothing that is read changes meanwhile.
+_LIMITS = {"cache_pool#nodes": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
+_ONCE = {"recheck_cached_data": False, "recheck_cached_metadata": False, "fill_missing_data_reads": False}
+_ALIGNED = 64  # bytes
 
 
 class Writes(Protocol):
@@ -66,14 +70,20 @@ def begin(place: Path, tree: Tree) -> Sequence[Writes]:
 
     By then Orbax has copied each array to the host, or holds a reference, so that a donating step has to copy it.
     """
-    saving = ocp.StandardCheckpointHandler().async_save(ocp.utils.epath.Path(place), args=ocp.args.StandardSave(tree))
+    import orbax.checkpoint as ocp
+
+    # Weights hardly become smaller, and to unpack them takes most of the time of opening a checkpoint.
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    saving = handler.async_save(ocp.utils.epath.Path(place), args=ocp.args.PyTreeSave(tree))
     with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop already
         return pool.submit(asyncio.run, saving).result() or []
 
 
 def finish(place: Path) -> None:
     """Merges the parts of all processes after all are written. One process calls this."""
-    handler = ocp.StandardCheckpointHandler()
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler()
     handler.finalize(ocp.utils.epath.Path(place))
 
 
@@ -86,33 +96,66 @@ def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
       files: digests of the item's small files, as for `reading`.
 
     Raises:
-      Damaged, UserError: as `reading`.
+      Damaged, UserError: as `reading`; Damaged also if an array has another shape or dtype, or is none of the template.
     """
     with reading(place, files):
-        os.stat(place / "_METADATA")  # raises if it is missing; Orbax does not always
-        return ocp.StandardCheckpointHandler().restore(place, args=ocp.args.StandardRestore(template))
+        return _read(place, template)
 
 
-class _Shapes(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
-    """Reads shapes without the mesh on which an array was saved, which does not matter here."""
-
-    def typestr(self) -> str:
-        return "jax.Array"
-
-
-def shapes(place: Path, files: Mapping[str, str]) -> Tree:
-    """The tree of an item as it was saved: jax.ShapeDtypeStruct on the host, as one device may lack the memory.
-
-    Raises:
-      Damaged, UserError: as `reading`.
-    """
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, _Shapes()), (np.ndarray, ocp.type_handlers.NumpyHandler())
-    )
-    sharding = on_host()
+def check(place: Path, template: Tree, files: Mapping[str, str]) -> None:
+    """Checks that an item has the arrays of a template, without reading them; arguments and errors as of `read`."""
     with reading(place, files):
-        saved = ocp.PyTreeCheckpointHandler(type_handler_registry=registry).metadata(place).tree
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
+        _open(place, template)
+
+
+def _read(place: Path, template: Tree) -> Tree:
+    def begin(wanted: jax.ShapeDtypeStruct, store: ts.TensorStore) -> Callable[[], jax.Array]:
+        """Begins to read the parts that this process's devices have; those that several have only once."""
+        places = wanted.sharding.addressable_devices_indices_map(wanted.shape)
+        names = {device: tuple((part.start, part.stop) for part in index) for device, index in places.items()}
+        begun = {names[device]: _part(store[index]) for device, index in places.items()}
+
+        def end() -> jax.Array:
+            for _, writing in begun.values():
+                writing.result()
+            held = [jax.device_put(begun[name][0], device) for device, name in names.items()]
+            return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, held)
+
+        return end
+
+    leaves, structure = jax.tree.flatten(template)
+    ends = [begin(*pair) for pair in zip(leaves, _open(place, template), strict=True)]
+    return jax.tree.unflatten(structure, [ends.pop(0)() for _ in leaves])
+
+
+def _part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
+    """An array that is being filled with what is stored; it lies where JAX takes it on a CPU without a copy."""
+    dtype = store.dtype.numpy_dtype
+    memory = np.empty(store.size * dtype.itemsize + _ALIGNED, np.uint8)
+    memory = memory[-memory.ctypes.data % _ALIGNED :][: store.size * dtype.itemsize]
+    array = memory.view(dtype).reshape(store.shape)
+    return array, ts.array(array)[ts.d[:].translate_to[store.origin]].write(store)
+
+
+def _open(place: Path, template: Tree) -> list[ts.TensorStore]:
+    """The arrays of an item in the order of the template's, as they lie on disk."""
+    os.stat(place / "_METADATA")  # Orbax's; it is not needed, but a step that lacks it is not whole
+    base = {"driver": "file", "path": f"{place.absolute()}/"}
+    kept, context = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#nodes"}, ts.Context(_LIMITS)
+    wanted = {
+        jax.tree_util.keystr(keys, simple=True, separator="."): leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(template)[0]
+    }
+    listed = ts.KvStore.open(kept, context=context).result().list().result()
+    for name in sorted({key.decode().rpartition("/")[0] for key in listed} ^ wanted.keys()):
+        raise Damaged(f"{place.name}: array {name} is {'missing' if name in wanted else 'none of its tree'}")
+    specs = [{"driver": "zarr", "kvstore": {**kept, "path": f"{name}/"}, **_ONCE} for name in wanted]
+    stores = [opened.result() for opened in [ts.open(spec, read=True, context=context) for spec in specs]]
+    for (name, leaf), store in zip(wanted.items(), stores, strict=True):
+        if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:
+            found, expected = (f"{x.dtype.name} {list(x.shape)}" for x in (store, leaf))
+            raise Damaged(f"{place.name}: array {name}: found {found}; expected {expected}")
+    return stores
 
 
 class Saving(threading.Thread):

@@ -16,7 +16,7 @@ from typing import TypeVar
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.arrays import Saving, Writes, wait_for
-from pipejax.checkpoint.fingerprint import Fingerprints, difference, fingerprints, shapes_of
+from pipejax.checkpoint.fingerprint import Fingerprints, difference, fingerprints
 from pipejax.checkpoint.manifest import Damaged, Manifest, Metadata
 from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
@@ -220,7 +220,7 @@ class Store:
         manifest = self._manifest(step)
         arrays = manifest["arrays"]
         for name, expected in arrays.items():
-            found = self._read(manifest, name, self._shapes(manifest, name))
+            found = self._read(manifest, name, manifest_lib.template(expected))
             if problem := difference(fingerprints(found), expected):
                 raise Damaged(f"{name}: {problem}")
         return {name: len(expected) for name, expected in arrays.items()}
@@ -328,13 +328,6 @@ class Store:
     def _read(self, manifest: Manifest, name: str, template: Tree) -> Tree:
         return arrays_lib.read(self.place(manifest["step"]) / name, template, _files(manifest, name))
 
-    def _shapes(self, manifest: Manifest, name: str) -> Tree:
-        """The tree of an item's shapes as saved; raises Damaged if they differ from the manifest."""
-        found = arrays_lib.shapes(self.place(manifest["step"]) / name, _files(manifest, name))
-        if problem := difference(shapes_of(found), {path: x[:2] for path, x in manifest["arrays"][name].items()}):
-            raise Damaged(f"{name}: {problem}")
-        return found
-
     def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
         staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
@@ -353,8 +346,9 @@ class Store:
             if distributed.first():
                 try:
                     manifest = self._manifest(step)
-                    for name in manifest["arrays"]:
-                        self._shapes(manifest, name)
+                    for name, arrays in manifest["arrays"].items():
+                        place = self.place(step) / name
+                        arrays_lib.check(place, manifest_lib.template(arrays), _files(manifest, name))
                 except Damaged as damage:
                     raise UserError(
                         f"{self.directory / str(step)}: was saved, but cannot be read back ({damage}); expected a "

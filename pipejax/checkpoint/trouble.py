@@ -40,7 +40,6 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
       Damaged: files are missing, incomplete or changed.
       UserError: memory, file handles or permission are lacking, or the disk or a program failed.
     """
-    hush_stragglers()
     try:
         for name, word in files.items():
             if _digest(path / name) != word:

@@ -1,4 +1,4 @@
-"""Converts between text and token ids with the tokenizers of the library transformers."""
+"""Converts between text and token ids, as the tokenizers of the library transformers do."""
 
 import fnmatch
 import hashlib
@@ -7,12 +7,15 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pipejax.data import tokenizer_file
+from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look, stand_in
@@ -45,9 +48,9 @@ class Tokenizer:
     unknown: int | None  # the id of what it lacks; None: it lacks nothing
     eos: int | None  # the id that ends a text; None: its files do not say
 
-    def __init__(self, inner: "PreTrainedTokenizerBase") -> None:
-        """Wraps a tokenizer object of transformers; `load` makes one from files."""
-        self._inner = inner
+    def __init__(self, inner: "PreTrainedTokenizerBase | TokenizerFile") -> None:
+        """Wraps a tokenizer object of transformers, or one that is like it; `load` makes one from files."""
+        self._inner: Any = inner
         self._backend = inner.backend_tokenizer if inner.is_fast else None
         if self._backend is not None:
             # Set once: transformers would set these at each call, which fails while another thread encodes.
@@ -129,12 +132,15 @@ class Tokenizer:
         """The vocabulary's entry for an id: "▁" stands for a space in most; "" outside the vocabulary."""
         if not 0 <= number < self.size:
             return ""
+        if self._backend is not None:
+            return self._backend.id_to_token(int(number)) or ""
         with self._lock:
-            found: str | None = self._inner.convert_ids_to_tokens(int(number))
-        return found or ""
+            return self._inner.convert_ids_to_tokens(int(number)) or ""
 
     def added(self) -> list[int]:
         """The ids that transformers adds to a text by itself: an eos for T5."""
+        if self._backend is not None:
+            return list(self._backend.encode("", add_special_tokens=True).ids)
         return list(self._inner("", verbose=False)["input_ids"])
 
     def is_word(self, number: int) -> bool:
@@ -267,10 +273,17 @@ def _is_read(name: str) -> bool:
     return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ)
 
 
-def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase":
+def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
     """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
     if not any(look(directory / name) == "file" for name in _FILES):
         raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(_FILES)}")
+    try:
+        return tokenizer_file.read(directory)
+    except tokenizer_file.Unsuited as unsuited:
+        if "transformers" not in sys.modules:  # else nobody waits
+            logger.info(f"{named}: importing transformers to read the tokenizer takes seconds ({unsuited})")
+    except Exception:  # of a damaged file: below it is told
+        pass
     transformers = import_transformers()
     try:
         _check_sentencepiece(directory)

@@ -53,8 +53,12 @@ def _call(function: Compute, *arguments: Tree, **options: object) -> Tree:
 
 
 def _laid(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
-    """The backend's method `part` of merged float32 parameters: a function of the module, which `jit` knows again."""
-    return getattr(backend, part)(model, lora.merge_factors(quantization.whole(params)))
+    """The backend's method `part` of merged parameters: a function of the module, which `jit` knows again.
+
+    They are float32, but for int8 ones that are to stay so, which would be rounded to the same numbers again.
+    """
+    stay = backend.weights == "int8" and quantization.is_int8(params)
+    return getattr(backend, part)(model, lora.merge_factors(params if stay else quantization.whole(params)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,14 +239,14 @@ class OwnKernel(Xla):
 
     def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
         matrix = partial(kernel_decoder.matrix, weights=self.weights)
-        memory = join(layer["cross_attention"]["key"], layer["cross_attention"]["value"])
-        return matrix(memory), lay_out_layer(layer, matrix)
+        memory = join(*(matrix(layer["cross_attention"][name]) for name in ("key", "value")))
+        return memory, lay_out_layer(layer, matrix)
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
         laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
         own = params["encoder"]
         encoder = kernel_decoder.Encoder(
-            embedding=narrow(params["shared"]["embedding"], self.weights, jnp.float32),
+            embedding=narrow(params["shared"], self.weights, jnp.float32),
             bias=own["relative_bias"]["embedding"],
             norm=own["norm"]["scale"],
             layers=(),

@@ -33,10 +33,10 @@ def fits(config: T5Config) -> bool:
     return not any(size % kernels.PANEL for size in sizes)
 
 
-def matrix(rows: Array, *, weights: str) -> Matrix:
-    """A matrix [O, I] in panels, held in what `weights` says; outputs are filled up to whole panels with zeros."""
-    held = narrow(rows, weights, jnp.float32)
-    more = -rows.shape[0] % kernels.PANEL
+def matrix(part: Any, *, weights: str) -> Matrix:
+    """A projection or a table in panels, held in what `weights` says; zeros fill the outputs up to whole panels."""
+    held = narrow(part, weights, jnp.float32)
+    more = -held.rows.shape[0] % kernels.PANEL
     scale = jnp.pad(held.scale, (0, more)) if held.scale.size else held.scale
     return Matrix(kernels.panels(jnp.pad(held.rows, ((0, more), (0, 0)))), scale)
 
@@ -142,11 +142,11 @@ def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
     held = functools.partial(matrix, weights=weights)
     return EncoderLayer(
         norm=own["norm"]["scale"],
-        inwards=held(join(own["query"], own["key"], own["value"])),
-        outwards=held(join(own["output"])),
+        inwards=join(*(held(own[name]) for name in ("query", "key", "value"))),
+        outwards=held(own["output"]),
         feed_norm=feed["norm"]["scale"],
-        feed_inwards=held(join(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
-        feed_outwards=held(join(feed["wo"])),
+        feed_inwards=join(*(held(feed[name]) for name in ("wi", "wi_0", "wi_1") if name in feed)),
+        feed_outwards=held(feed["wo"]),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipejax.config import T5Config
 from pipejax.model.layers import buckets
-from pipejax.model.quantization import quantize
+from pipejax.model.quantization import SCALE, quantize
 from pipejax.system import Tree
 
 Array = jax.Array
@@ -54,44 +54,46 @@ class Weights:
     bias: Array  # f32 [H, distances], the last for all that is farther
 
 
-def narrow(rows: Array, weights: str, dtype: Any) -> Matrix:
-    """A matrix [O, I] held in what `weights` says; "auto": in that dtype."""
+def narrow(part: Tree, weights: str, dtype: Any) -> Matrix:
+    """A projection or a table as a matrix [O, I] held in what `weights` says; "auto": in that dtype."""
+    rows = part["kernel"].T if "kernel" in part else part["embedding"]
+    if SCALE in part:
+        return Matrix(rows, part[SCALE])
     if weights == "int8":
         return Matrix(*quantize(rows, axis=1))
     return Matrix(rows.astype(jnp.bfloat16 if weights == "bfloat16" else dtype), jnp.zeros(0))
 
 
-def lay_out(config: T5Config, params: Tree, matrix: Callable[[Array], Matrix]) -> Weights:
-    """The decoder's weights from a T5's parameters, but for its layers; `matrix` holds one [O, I]."""
-    embedding = params["shared"]["embedding"]
+def join(*matrices: Matrix) -> Matrix:
+    """Matrices with the same inputs as one, each laid out before: XLA transposes what is joined element by element."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *matrices)
+
+
+def lay_out(config: T5Config, params: Tree, matrix: Callable[[Tree], Matrix]) -> Weights:
+    """The decoder's weights from a T5's parameters, but for its layers; `matrix` holds a projection or a table."""
     longest = config.relative_attention_max_distance
     of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
     decoder = params["decoder"]
     return Weights(
-        embedding=None if config.tied_head else matrix(embedding),
+        embedding=None if config.tied_head else matrix(params["shared"]),
         layers=(),
         norm=decoder["norm"]["scale"],
-        head=matrix(embedding if config.tied_head else params["lm_head"]["kernel"].T),
+        head=matrix(params["shared"] if config.tied_head else params["lm_head"]),
         bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
     )
 
 
-def lay_out_layer(layer: Tree, matrix: Callable[[Array], Matrix]) -> Layer:
+def lay_out_layer(layer: Tree, matrix: Callable[[Tree], Matrix]) -> Layer:
     """A layer of the decoder from its parameters."""
     own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
     return Layer(
         self_norm=own["norm"]["scale"],
-        self_inwards=matrix(join(own["query"], own["key"], own["value"])),
-        self_outwards=matrix(join(own["output"])),
+        self_inwards=join(*(matrix(own[name]) for name in ("query", "key", "value"))),
+        self_outwards=matrix(own["output"]),
         cross_norm=cross["norm"]["scale"],
-        cross_query=matrix(join(cross["query"])),
-        cross_outwards=matrix(join(cross["output"])),
+        cross_query=matrix(cross["query"]),
+        cross_outwards=matrix(cross["output"]),
         feed_norm=feed["norm"]["scale"],
-        feed_inwards=matrix(join(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
-        feed_outwards=matrix(join(feed["wo"])),
+        feed_inwards=join(*(matrix(feed[name]) for name in ("wi", "wi_0", "wi_1") if name in feed)),
+        feed_outwards=matrix(feed["wo"]),
     )
-
-
-def join(*projections: Any) -> Array:
-    """The projections of an input as one matrix [O, I]."""
-    return jnp.concatenate([x["kernel"].T for x in projections])

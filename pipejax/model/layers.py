@@ -19,6 +19,20 @@ from pipejax.model.t5_config import T5Config
 Array = jax.Array
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _drawn(key: Array, shape: tuple[int, ...], dtype: DTypeLike, scale: float) -> Array:
+    return nn.initializers.normal(scale)(key, shape, dtype)
+
+
+def normal(scale: float) -> nn.initializers.Initializer:
+    """Draws from a normal distribution, by one program for each shape: see `pipejax.model.parameters.initial`."""
+
+    def draw(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+        return _drawn(key, tuple(shape), dtype, scale)
+
+    return draw
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm without mean or bias, in float32."""
 
@@ -80,7 +94,7 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
         """[..., features] from [..., D]."""
-        kernel = self.param("kernel", nn.initializers.normal(1.0), (hidden.shape[-1], self.features))
+        kernel = self.param("kernel", normal(1.0), (hidden.shape[-1], self.features))
         found = logits_of(hidden, kernel.T, self.dtype)
         if not self.has_variable("params", "scale"):
             return found
@@ -131,7 +145,7 @@ class RelativeBias(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.embedding = self.param(
-            "embedding", nn.initializers.normal(c.d_model**-0.5), (c.relative_attention_num_buckets, c.num_heads)
+            "embedding", normal(c.d_model**-0.5), (c.relative_attention_num_buckets, c.num_heads)
         )
 
     def _buckets(self) -> np.ndarray:
@@ -174,10 +188,10 @@ class Attention(nn.Module):
         inner = c.num_heads * c.d_kv
         dense = partial(Linear, dtype=self.dtype)
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
-        self.query = dense(inner, kernel_init=nn.initializers.normal((c.d_model * c.d_kv) ** -0.5))
-        self.key = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
-        self.value = dense(inner, kernel_init=nn.initializers.normal(c.d_model**-0.5))
-        self.output = dense(c.d_model, kernel_init=nn.initializers.normal(inner**-0.5))
+        self.query = dense(inner, kernel_init=normal((c.d_model * c.d_kv) ** -0.5))
+        self.key = dense(inner, kernel_init=normal(c.d_model**-0.5))
+        self.value = dense(inner, kernel_init=normal(c.d_model**-0.5))
+        self.output = dense(c.d_model, kernel_init=normal(inner**-0.5))
         self.drop = Dropout(self.dropout)
 
     def heads(self, x: Array) -> Array:
@@ -213,7 +227,7 @@ class FeedForward(nn.Module):
     def __call__(self, x: Array, deterministic: bool) -> Array:
         c = self.config
         dense = partial(Linear, dtype=self.dtype)
-        inwards = partial(dense, c.d_ff, kernel_init=nn.initializers.normal(c.d_model**-0.5))
+        inwards = partial(dense, c.d_ff, kernel_init=normal(c.d_model**-0.5))
         drop = Dropout(self.dropout)
         hidden = RMSNorm(c.layer_norm_epsilon, self.dtype, name="norm")(x)
         if c.feed_forward == "relu":
@@ -222,7 +236,7 @@ class FeedForward(nn.Module):
             activation = nn.silu if c.feed_forward == "gated-silu" else partial(nn.gelu, approximate=True)
             hidden = activation(inwards(name="wi_0")(hidden)) * inwards(name="wi_1")(hidden)
         hidden = drop(hidden, deterministic=deterministic)
-        hidden = dense(c.d_model, kernel_init=nn.initializers.normal(c.d_ff**-0.5), name="wo")(hidden)
+        hidden = dense(c.d_model, kernel_init=normal(c.d_ff**-0.5), name="wo")(hidden)
         return x + drop(hidden, deterministic=deterministic)
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 import jax
+from jax.core import eval_jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import Mesh
 
 from pipejax.model import lora, quantization
 from pipejax.model.interface import VECTORS, Backbone, Module, smallest_batch
-from pipejax.model.sharding import path_of
+from pipejax.model.sharding import param_shardings, path_of, put_tree
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
@@ -61,6 +64,27 @@ def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) 
     if list(shape) != expected:
         named = ", ".join(f"{key} {size}" for key, size in sizes.items())
         raise UserError(f"{where}: found shape {list(shape)}; expected {expected}, as the config has {named}")
+
+
+def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
+    """Fresh parameters, as `backbone.init_params` under jit gives them, laid out over a mesh.
+
+    They are drawn one after the other, by a program for each shape and scale: one for all takes XLA a minute.
+
+    Args:
+      backbone: has the parameters.
+      key: that they are drawn with.
+      mesh: where they are to lie.
+    """
+    whole, shapes = jax.make_jaxpr(backbone.init_params, return_shape=True)(key)
+    places, structure = jax.tree.flatten(param_shardings(backbone, shapes, mesh))
+    drawn, _ = dce_jaxpr(whole.jaxpr, [True] * len(places), instantiate=True)  # without the layers' computations
+    found = []
+    for i, place in enumerate(places):  # one at a time has to find room on the first device
+        own, _ = dce_jaxpr(drawn, [i == j for j in range(len(places))], instantiate=True)
+        (value,) = eval_jaxpr(own, whole.consts, key)
+        found.append(put_tree(value, place))
+    return jax.tree.unflatten(structure, found)
 
 
 def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, ...]) -> None:

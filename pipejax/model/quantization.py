@@ -57,7 +57,7 @@ def hold(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
         return cast_params(params, dtype)
     flat = flatten_dict(params, sep="/")
     for path in list(flat):
-        if scale := scale_path(path):
+        if (scale := scale_path(path)) and scale not in flat:
             flat[path], flat[scale] = quantize(flat[path], _inputs(path))
     return unflatten_dict(flat, sep="/")
 
@@ -69,6 +69,12 @@ def whole(params: Tree) -> Tree:
     for path, scale in scales.items():
         flat[path] = flat[path].astype(jnp.float32) * jnp.expand_dims(flat.pop(scale), _inputs(path))
     return jax.tree.map(lambda x: x.astype(jnp.float32), unflatten_dict(flat, sep="/"))
+
+
+def is_int8(params: Tree) -> bool:
+    """Whether all weight matrices of a T5 or a part of it are int8."""
+    flat = flatten_dict(params, sep="/")
+    return all(scale is None or scale in flat for scale in map(scale_path, flat))
 
 
 def check_scales(where: str, dtypes: Mapping[str, str]) -> None:

@@ -236,7 +236,7 @@ class T5(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=nn.initializers.normal(1.0))
+        self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=parts.normal(1.0))
         self.encoder = self.encoder_stack(c, self.dtype, self.dropout, self.remat, self.pin)
         self.decoder = self.decoder_stack(c, self.dtype, self.dropout, self.remat, self.pin)
         if not c.tied_head:

@@ -61,5 +61,5 @@ def use() -> Path | None:
     if path is not None:
         jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_compilation_cache_max_size", SIZE)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     return path

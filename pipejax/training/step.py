@@ -23,7 +23,7 @@ from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
 from pipejax.model.interface import Module
-from pipejax.model.parameters import check_paths, check_read
+from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.t5 import is_stock
 from pipejax.system import Tree, cli
@@ -277,9 +277,11 @@ class Trainer:
 
     def fresh(self, params: Tree | None = None) -> TrainState:
         """A state from the seed, or from given parameters."""
+        config = self.model.config
         if params is None:
-            return jax.jit(self._birth, out_shardings=self.shardings)(self.key)
-        params = sharding.put_tree(params, sharding.param_shardings(self.model.config, params, self.mesh))
+            params = initial(config, jax.random.fold_in(self.key, 0), self.mesh)
+        else:
+            params = sharding.put_tree(params, sharding.param_shardings(config, params, self.mesh))
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Failing:
 
 def fail_with(number: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
     """The next items that are saved run into that error while their arrays are written."""
-    handler = orbax.checkpoint.StandardCheckpointHandler
+    handler = orbax.checkpoint.PyTreeCheckpointHandler
     original, left = handler.async_save, [times]
 
     async def async_save(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,159 @@
+"""Reads tokenizer.json with the library tokenizers alone: transformers takes seconds to import.
+
+transformers decides by tokenizer_config.json, and by other files, which pieces are added and how text is parted. So a
+directory is read here only if everything that may decide on ids is known to decide the same.
+"""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipejax.system.files import look
+
+if TYPE_CHECKING:
+    import tokenizers
+
+MAIN, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+OTHERS = ("config.json", "added_tokens.json")  # may name another class, and other pieces
+AS_IT_IS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that take tokenizer.json as it is
+T5 = ("T5Tokenizer", "T5TokenizerFast")  # take its vocabulary, its normalisation of characters, and no more
+# Settings that decide on no id, or for which `read` has an eye; so has it for the names of special tokens.
+KNOWN = {
+    *("tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "extra_ids"),
+    *("add_bos_token", "add_eos_token", "split_special_tokens", "clean_up_tokenization_spaces", "legacy"),
+    *("sp_model_kwargs", "add_prefix_space", "special_tokens_map_file", "name_or_path", "backend", "is_local"),
+    *("local_files_only", "processor_class", "chat_template", "model_input_names", "model_max_length", "max_length"),
+    *("padding_side", "truncation_side", "stride", "truncation_strategy", "unk_id"),
+}
+
+
+class Unsuited(Exception):
+    """The directory has to be read by transformers; the message says why."""
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer with those attributes of transformers' ones that `pipejax.data.tokenizer.Tokenizer` asks for."""
+
+    backend_tokenizer: "tokenizers.Tokenizer"
+    special_tokens_map: dict[str, str]  # such as "eos_token" -> "</s>"
+    split_special_tokens: bool
+    files: dict[str, bytes]  # by name, as they were read
+    is_fast: bool = True
+
+    @property
+    def added_tokens_decoder(self) -> "dict[int, tokenizers.AddedToken]":
+        """The added pieces by id."""
+        found: dict[int, tokenizers.AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
+        return found
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of the named special tokens."""
+        return [self.convert_tokens_to_ids(piece) for piece in self.special_tokens_map.values()]
+
+    def get_vocab(self) -> dict[str, int]:
+        """The ids of all pieces, of the added ones as well."""
+        found: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return found
+
+    def convert_tokens_to_ids(self, piece: str) -> int:
+        """The id of a special token."""
+        found = self.backend_tokenizer.token_to_id(piece)
+        assert found is not None, "`read` saw to it"
+        return found
+
+    def save_pretrained(self, directory: str) -> None:
+        """Writes the files as they were read, so that transformers finds in them what it would have found."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (Path(directory) / name).write_bytes(content)
+
+
+def read(directory: Path) -> TokenizerFile:
+    """Reads the tokenizer in a directory as transformers would.
+
+    Raises:
+      Unsuited: it has no tokenizer.json, or transformers may make something else of it.
+      Exception: of any kind, if the files are damaged.
+    """
+    import tokenizers
+
+    if other := next((name for name in OTHERS if look(directory / name)), None):
+        raise Unsuited(f"{other} lies beside it")
+    names = [name for name in (MAIN, SETTINGS, SPECIAL) if look(directory / name) == "file"]
+    if lacking := next((name for name in (MAIN, SETTINGS) if name not in names), None):
+        raise Unsuited(f"there is no {lacking}")
+    files = {name: (directory / name).read_bytes() for name in names}
+    content, settings, special = (json.loads(files.get(name, b"{}")) for name in (MAIN, SETTINGS, SPECIAL))
+    if "added_tokens_decoder" not in settings:  # else transformers leaves the map unread
+        settings |= special
+    named = {key: text for key, value in settings.items() if (text := _special(key, value))}
+    kind = settings.get("tokenizer_class")
+    if kind not in (*AS_IT_IS, *T5):
+        raise Unsuited(f"{SETTINGS}: tokenizer_class is {kind!r}")
+    if unknown := next((key for key in settings if key not in KNOWN and not key.endswith("_token")), None):
+        raise Unsuited(f"{SETTINGS}: {unknown}")
+    if kind in T5:
+        defaults = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+        named |= {key: piece for key, piece in defaults.items() if key not in settings}
+    _check_added(content, settings, {*named.values(), *_further(settings, kind)})
+    backend = tokenizers.Tokenizer.from_buffer(files[MAIN])
+    if kind in T5:
+        _as_t5(backend, content, named["eos_token"])
+    for token in content["added_tokens"]:
+        if backend.token_to_id(token["content"]) != token["id"]:
+            raise Unsuited(f"{MAIN}: {token['content']!r} is not {token['id']} in its vocabulary")
+    return TokenizerFile(backend, named, bool(settings.get("split_special_tokens")), files)
+
+
+def _special(key: str, value: Any) -> str:
+    """The special token that a setting names; "" if it names none."""
+    if not key.endswith("_token"):
+        return ""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _further(settings: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """The special tokens that have no name, such as the sentinels by default."""
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        given = settings.get(key) or []
+        if not isinstance(given, list) or not all(isinstance(piece, str) for piece in given):
+            raise Unsuited(f"{SETTINGS}: {key}")
+        yield from given
+    if kind in T5:
+        yield from (f"<extra_id_{i}>" for i in range(settings.get("extra_ids", 100)))
+
+
+def _check_added(content: Mapping[str, Any], settings: Mapping[str, Any], special: set[str]) -> None:
+    """Raises Unsuited unless both files have the same added pieces, and each special token is one of them."""
+    added = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in content["added_tokens"]}
+    if settings.get("added_tokens_decoder", added) != added:
+        raise Unsuited(f"{SETTINGS}: other added tokens than in {MAIN}")
+    if lacking := special - {token["content"] for token in added.values() if token["special"]}:
+        raise Unsuited(f"{MAIN}: {min(lacking)!r} is no special token")
+    if content.get("padding"):
+        raise Unsuited(f"{MAIN}: padding")  # it names a token
+
+
+def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str) -> None:
+    """Leaves of a tokenizer.json its vocabulary and its normalisation of characters; the rest is T5's."""
+    from tokenizers import decoders, normalizers, pre_tokenizers, processors
+
+    model, given = content["model"], content.get("normalizer") or {}
+    if model["type"] != "Unigram" or model["unk_id"] != 2 or model.get("byte_fallback"):
+        raise Unsuited(f"{MAIN}: model")
+    if any(token["normalized"] for token in content["added_tokens"]):
+        raise Unsuited(f"{MAIN}: an added token that is normalized")
+    steps = given["normalizers"] if given.get("type") == "Sequence" else [given]
+    characters = next((step["precompiled_charsmap"] for step in steps if step.get("type") == "Precompiled"), None)
+    pieces: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always", "split": True}
+    backend.normalizer = normalizers.Precompiled(base64.b64decode(characters)) if characters else None
+    words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**pieces)]
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(words), decoders.Metaspace(**pieces)
+    ends = [("</s>", backend.token_to_id(eos))]
+    backend.post_processor = processors.TemplateProcessing(single=["$A", "</s>"], special_tokens=ends)
