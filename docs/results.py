@@ -26,7 +26,6 @@ def page(name: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
     left_out = [f"- {name_of(f)} is left out{told(f)}: {f['error']}." for f in found.get("failures", [])]
-    left_out = [f"- {name_of(f)} is left out{told(f)}: {f['error']}." for f in found.get("failures", [])]
     below = ["", *left_out, *[""] * bool(left_out), f"{where}, Python {machine['python']}, {versions}.", ""]
     below += ["```text", found["command"], "```"]
     return "\n".join([*build(found["results"]), *below])

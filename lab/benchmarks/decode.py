@@ -15,9 +15,7 @@ import math
 import re
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +34,7 @@ from lab.benchmarks.systems import (
     build_each,
     interleaved,
     machine,
+    models,
     names_of,
     paired,
     random_params,
@@ -84,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sub-max", default="20", metavar="S,...", help="rows of the grid; the first is the headline")
     parser.add_argument("--time-max", default="64", metavar="T,...", help="its time-steps, one for all or each (64)")
     parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
+    parser.add_argument("--keep", metavar="DIR", help="the peers' models stay there, and are taken from there")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
@@ -112,10 +112,10 @@ def main(argv: Sequence[str]) -> int:
     ours = build_each(config, params, flags.dtype, strategies=strategies, weights=weights, kernels=kernels)
     systems: list[System] = [*ours]
     failures: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch, contextlib.ExitStack() as stack:
+    with models(flags.keep, flags.model) as scratch, contextlib.ExitStack() as stack:
         versions = dict[str, str]()
         if peers:
-            directory = write(config, params, Path(scratch))
+            directory = write(config, params, scratch)
             for name in peers:
                 cli.note(f"loading {name}")
                 try:

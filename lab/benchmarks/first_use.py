@@ -26,7 +26,7 @@ import numpy as np
 from lab.benchmarks.peers.process import ROOT, peer, python_of
 from lab.benchmarks.peers.vocabulary import words_of
 from lab.benchmarks.peers.worker import error_line
-from lab.benchmarks.systems import SIZES, machine, random_params, save, use_threads, write
+from lab.benchmarks.systems import SIZES, machine, models, random_params, save, use_threads, write
 from pipejax.system import cli, compile_cache
 from pipejax.system.progress import Progress
 
@@ -62,6 +62,7 @@ found = translator.translate_batch([words], **options)[0].hypotheses[0]
 tokenizer.decode([tokenizer.token_to_id(word) for word in found])
 """,
     "openvino": """
+sys.modules["torchvision"] = None  # see peers/openvino.py
 from optimum.intel import OVModelForSeq2SeqLM
 from transformers import AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained(where), OVModelForSeq2SeqLM.from_pretrained(where)
@@ -113,16 +114,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=cli.whole(1), default=7, metavar="N")
     parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--no-peers", action="store_true", help="only pipejax")
+    parser.add_argument("--keep", metavar="DIR", help="the models stay there, and are taken from there")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
     use_threads(flags.threads)
     config, held = SIZES[flags.model], flags.weights
     failures: list[dict[str, str]] = []
-    with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as name:
+    with (
+        models(flags.keep, flags.model) as directory,
+        tempfile.TemporaryDirectory(prefix="pipejax-bench-") as name,
+    ):
         scratch = Path(name)
         (scratch / "cache").mkdir(mode=0o700)
-        model, run = write(config, random_params(config), scratch), scratch / "run"
+        model, run = write(config, random_params(config), directory), scratch / "run"
         source = " ".join(words_of(np.random.default_rng(1).integers(3, config.vocab_size, flags.source).tolist()))
         (scratch / "source.txt").write_text(source)
         (scratch / "source.jsonl").write_text(json.dumps({"source": source}) + "\n")
@@ -141,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 with peer(name, model, threads=flags.threads):  # it converts what it lacks
                     pass
-                starts.append(Start(name, program(kind, scratch / at, *asked, peer=name, held=held)))
+                starts.append(Start(name, program(kind, directory / at, *asked, peer=name, held=held)))
             except Exception as error:  # of whatever kind: the others are measured all the same
                 failures.append(failure(name, error))
         found = measure(starts, scratch, flags.rounds, failures)

@@ -3,13 +3,15 @@
 All raise an error if what they decoded has not the lengths asked for, and use the same number of threads.
 """
 
+import contextlib
 import itertools
 import json
 import math
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -102,11 +104,13 @@ def random_params(config: T5Config, seed: int = 0) -> Any:
 
 
 def write(config: T5Config, params: Any, directory: Path) -> Path:
-    """Writes DIR/hf with a vocabulary of made-up words between spaces: id i is "t<i>", but for `SPECIAL`."""
+    """Writes DIR/hf, unless it is there: its words, made up, between spaces; id i is "t<i>", but for `SPECIAL`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     target = directory / "hf"
+    if (target / "tokenizer.json").exists():  # written last, by a run before
+        return target
     write_hf(config, params, target, None)
     words = {word: i for i, word in enumerate(words_of(range(config.vocab_size)))}
     inner = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[2]))
@@ -114,6 +118,17 @@ def write(config: T5Config, params: Any, directory: Path) -> Path:
     special = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(target)
     return target
+
+
+@contextlib.contextmanager
+def models(keep: str | None, size: str) -> Iterator[Path]:
+    """Where all systems' models of a size lie: KEEP/size, for a later run, or a directory that ends with the block."""
+    if keep:
+        (directory := Path(keep).resolve() / size).mkdir(parents=True, exist_ok=True)
+        yield directory
+    else:
+        with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as name:
+            yield Path(name)
 
 
 class Pipejax:

@@ -27,9 +27,12 @@ class CTranslate2:
         import ctranslate2
 
         kind = KINDS[name]
-        target = directory.parent / f"ct2-{kind}"
-        if not target.is_dir():
-            ctranslate2.converters.TransformersConverter(str(directory)).convert(str(target), quantization=kind)
+        target = worker.converted(
+            directory.parent / f"ct2-{kind}",
+            lambda part: ctranslate2.converters.TransformersConverter(str(directory)).convert(
+                str(part), quantization=kind
+            ),
+        )
         options = {"compute_type": kind, "inter_threads": 1, "intra_threads": threads}
         self.translator = ctranslate2.Translator(str(target), device="cpu", **options)
 

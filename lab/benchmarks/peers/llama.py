@@ -101,9 +101,10 @@ class LlamaCpp:
         import xllamacpp
         from llama_cpp_py_sync import _cffi_bindings as bindings
 
-        file = directory.parent / f"{name}.gguf"
-        if not file.exists():
-            convert(directory, file, quantized=name == "llama-int8")
+        file = worker.converted(
+            directory.parent / f"{name}.gguf",
+            lambda part: convert(directory, part, quantized=name == "llama-int8"),
+        )
         self.ffi, self.threads = bindings.get_ffi(), threads
         (library,) = Path(xllamacpp.__file__).parent.glob("*.abi3.so")
         ctypes.PyDLL(str(library))

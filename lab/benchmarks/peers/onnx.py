@@ -14,15 +14,22 @@ def load(name: str, directory: Path, *, threads: int) -> Generating:
     from optimum.onnxruntime.configuration import AutoQuantizationConfig
 
     torch.set_num_threads(threads)
-    plain, target = directory.parent / "onnx-fp32", directory.parent / name
-    if not plain.is_dir():
-        ORTModelForSeq2SeqLM.from_pretrained(directory, export=True, use_merged=False).save_pretrained(plain)
-    if not target.is_dir():
+
+    def quantize(part: Path) -> None:
         config = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=True)
-        for file in sorted(plain.glob("*.onnx")):
-            ORTQuantizer.from_pretrained(plain, file_name=file.name).quantize(
-                save_dir=target, quantization_config=config, file_suffix=""
+        for file in sorted(target.glob("*.onnx")):
+            ORTQuantizer.from_pretrained(target, file_name=file.name).quantize(
+                save_dir=part, quantization_config=config, file_suffix=""
             )
+
+    target = worker.converted(
+        directory.parent / "onnx-fp32",
+        lambda part: ORTModelForSeq2SeqLM.from_pretrained(directory, export=True, use_merged=False).save_pretrained(
+            part
+        ),
+    )
+    if name == "onnx-int8":
+        target = worker.converted(directory.parent / name, quantize)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     return Generating(ORTModelForSeq2SeqLM.from_pretrained(target, session_options=options, use_merged=False))

@@ -1,5 +1,6 @@
 """OpenVINO by optimum-intel: weights in float32, or in int8 with whatever arithmetic OpenVINO chooses for them."""
 
+import sys
 from pathlib import Path
 
 from lab.benchmarks.peers import worker
@@ -8,16 +9,18 @@ from lab.benchmarks.peers.hugging_face import Generating
 
 def load(name: str, directory: Path, *, threads: int) -> Generating:
     """Exports the model, once, and compiles it."""
+    # A torchvision for another kind of device than this PyTorch's breaks the import of transformers; a T5 needs none.
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
     import torch
     from optimum.intel import OVModelForSeq2SeqLM
 
     torch.set_num_threads(threads)
-    target = directory.parent / name
-    if not target.is_dir():
-        exported = OVModelForSeq2SeqLM.from_pretrained(
+    target = worker.converted(
+        directory.parent / name,
+        lambda part: OVModelForSeq2SeqLM.from_pretrained(
             directory, export=True, load_in_8bit=name == "openvino-int8", compile=False
-        )
-        exported.save_pretrained(target)
+        ).save_pretrained(part),
+    )
     options = {"INFERENCE_NUM_THREADS": str(threads), "PERFORMANCE_HINT": "LATENCY"}
     if name == "openvino-fp32":  # where there is AMX it would else compute in bfloat16
         options["INFERENCE_PRECISION_HINT"] = "f32"

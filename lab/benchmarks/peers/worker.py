@@ -10,6 +10,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -63,6 +64,16 @@ def serve(load: Callable[[argparse.Namespace], Model], *libraries: str) -> None:
                 say(out, model.run(asked["source"], asked["lengths"])._asdict())
             except Exception as error:  # likewise
                 say(out, {"error": error_line(error)})
+
+
+def converted(target: Path, convert: Callable[[Path], object]) -> Path:
+    """`target`, which `convert` has written unless it was there already; one that was cut off does not count."""
+    if not target.exists():
+        part = target.with_name(target.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        convert(part)
+        part.rename(target)
+    return target
 
 
 def say(out: TextIO, value: object) -> None:
