@@ -142,7 +142,8 @@ def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
             says = f"{seconds(r):.2f} s" + (", bar cut" if seconds(r) > longest else "")
             times = f", {seconds(r) / seconds(mine[0]):.1f}x" if r is not mine[0] else ""
             panel.text(end, place, f" {says}{times}", va="center", fontsize=8)
-        panel.set_yticks(places, [NAMES.get(r["system"], r["system"]) for r in mine], fontsize=9)
+        names = ["pipejax, " * r["system"].startswith("pipejax") + NAMES.get(r["system"], r["system"]) for r in mine]
+        panel.set_yticks(places, names, fontsize=9)
         for label, r in zip(panel.get_yticklabels(), mine, strict=True):
             if r["system"].startswith("pipejax"):
                 label.set(color=OURS[1], fontweight="bold")
@@ -152,7 +153,7 @@ def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
         panel.tick_params(axis="y", length=0)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    says = "seconds of an answer: encoder light, decoding dark; ours green; each with the weights that make it fastest"
+    says = "seconds: encoder light, decoding dark; ours green; each system with the weights that make it fastest"
     figure.suptitle(f"{heading}\n{says}", fontsize=9)
     write(figure, path)
 
