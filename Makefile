@@ -55,7 +55,7 @@ gpu-wheels: venv-run  ## what lab/benchmarks/gpu.sh brings to a machine without 
 
 ladder: venv venv-peers  ## T5-Base beside all other systems, into lab/benchmarks/results/ladder_base.json: half an hour
 	@$(RUN) -m lab.benchmarks.decode --model base --patterns 8x14,5x4,7x40 --batch 1,8 --weights int8,float32 \
-		--peers hf,hf-compiled,ct2-fp32,ct2-int8,ct2-int8-packed,openvino-fp32,openvino-int8,onnx-int8,llama-int8 \
+		--peers hf,hf-compiled,ct2-fp32,ct2-int8,openvino-fp32,openvino-int8,onnx-int8,llama-int8 \
 		--rounds 7 --enough 4 --keep build/ladder --json lab/benchmarks/results/ladder_base.json $(ARGS)
 
 venv: venv-run  ## only .venv, with what the tests need
