@@ -233,6 +233,7 @@ def test_a_picture_of_some_answers(tmp_path):
     assert plot.chosen(found, "5x4,8x14", 1) == [found[1], found[0]]
     with pytest.raises(UserError, match="found no such results"):
         plot.chosen(found, "7x40", 0)
-    systems.save(str(tmp_path / "a.json"), {"results": [*found, result("llama-int8", decode=99.0)]})
+    found += [result("ct2-int8"), result("llama-int8", decode=99.0)]
+    systems.save(str(tmp_path / "a.json"), {"results": found})
     assert plot.main([str(tmp_path / "a.json"), "--output", str(tmp_path / "a.svg")]) == 0
     assert os.path.getsize(tmp_path / "a.svg") and "bar cut" in (tmp_path / "a.svg").read_text()
