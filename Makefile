@@ -13,8 +13,8 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo job test test-all test-long check docs docs-run package gpu-wheels venv venv-bench venv-docs venv-programs \
-	venv-run clean
+.PHONY: help demo job test test-all test-long check docs docs-run package gpu-wheels ladder venv venv-bench venv-docs \
+	venv-peers venv-programs venv-run clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
@@ -53,11 +53,20 @@ docs-run: venv-docs  ## run the shell blocks of README.md and docs/, in minutes;
 gpu-wheels: venv-run  ## what lab/benchmarks/gpu.sh brings to a machine without a network, into build/gpu-wheels
 	@$(RUN) -m lab.benchmarks.wheels build/gpu-wheels
 
+ladder: venv venv-peers  ## T5-Base beside all other systems, into lab/benchmarks/results/ladder_base.json: half an hour
+	@$(RUN) -m lab.benchmarks.decode --model base --patterns 8x14,5x4,7x40 --batch 1,8 --weights int8,float32 \
+		--peers hf,hf-compiled,ct2-fp32,ct2-int8,openvino-fp32,openvino-int8,onnx-int8,llama-int8 \
+		--rounds 7 --enough 4 --keep build/ladder --json lab/benchmarks/results/ladder_base.json $(ARGS)
+
 venv: venv-run  ## only .venv, with what the tests need
 	@tools/venv.sh requirements/test.txt "$(PYTHON)"
 
 venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTranslate2; and matplotlib
 	@tools/venv.sh requirements/bench.txt "$(PYTHON)"
+
+venv-peers:  ## what the ladder compares with, an environment each, in build/peers: CTranslate2, OpenVINO, ONNX Runtime, llama.cpp
+	@for name in ct2 openvino onnx llama; do \
+		tools/venv.sh requirements/peers/$$name.txt "$(PYTHON)" build/peers/$$name || exit; done
 
 venv-docs: venv-run  ## what builds the site, into .venv: Sphinx
 	@tools/venv.sh requirements/docs.txt "$(PYTHON)"

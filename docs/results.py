@@ -24,11 +24,13 @@ def page(name: str) -> str:
         return "\n".join(calls(found))
     keys = found["results"][0].keys()
     build = next(build for key, build in KINDS.items() if key in keys)
-    below = ["", "```text", found["command"], "```"]
+    below = [f"- {name_of(f)} is left out{told(f)}: {f['error']}." for f in found.get("failures", [])]
+    below = ["", *below] if below else []
     if machine := found.get("machine"):  # none has a part in what is counted or compiled
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
-        below = ["", f"{where}, Python {machine['python']}, {versions}.", *below]
+        below += ["", f"{where}, Python {machine['python']}, {versions}."]
+    below += ["", "```text", found["command"], "```"]
     return "\n".join([*build(found["results"]), *below])
 
 
@@ -43,16 +45,31 @@ def name_of(result: dict[str, Any]) -> str:
     return SYSTEMS.get(result["system"], result["system"])
 
 
+def told(result: dict[str, Any]) -> str:
+    """The answer of a result, and its batch if it is one of several documents, behind a comma; empty if it has none."""
+    batch = f", batch {result['batch']}" if result.get("batch", 1) > 1 else ""
+    return f", {result['pattern']}{batch}" if "pattern" in result else ""
+
+
 def decoding(results: list[dict[str, Any]]) -> list[str]:
-    """Of `lab.benchmarks.decode`; x is how many times as long as the first system of the same answers."""
-    rows, firsts = [], dict[str, dict[str, Any]]()
+    """Of `lab.benchmarks.decode`, the fastest first; x is how many times as long as the system that was named first."""
+    answers: dict[str, list[dict[str, Any]]] = {}
     for r in results:
-        first = firsts.setdefault(r["pattern"], r)
-        x = r["decode_s"] / first["decode_s"], (r["decode_s"] + r["encode_s"]) / (first["decode_s"] + first["encode_s"])
-        cells = [r["pattern"] if r is first else "", name_of(r), r["steps"]]
-        rows.append([*cells, f"{r['encode_s']:.3f}", f"{r['decode_s']:.3f}", *(f"{each:.2f}" for each in x)])
+        answers.setdefault(told(r).removeprefix(", "), []).append(r)
+    rows, alone = [], dict[str, None]()
+    for answer, mine in answers.items():
+        first = mine[0]
+        for number, r in enumerate(sorted(mine, key=plot.seconds)):
+            x = r["decode_s"] / first["decode_s"], plot.seconds(r) / plot.seconds(first)
+            cells = ["" if number else answer, name_of(r), r["steps"]]
+            rows.append([*cells, f"{r['encode_s']:.3f}", f"{r['decode_s']:.3f}", *(f"{each:.2f}" for each in x)])
+            alone |= {name_of(r): None} if r.get("one_by_one") else {}
     head = ["answer", "system", "steps", "encoder, s", "decoder, s", "x, decoding", "x, both"]
-    return [*table(head, rows, words=2), "", "Medians over the rounds; x is their quotient."]
+    rounds = [r["rounds"] for r in results if "rounds" in r]
+    some = f" ({min(rounds)} to {max(rounds)})" if rounds and min(rounds) < max(rounds) else ""
+    below = [f"Medians over the rounds{some}; x is their quotient."]
+    below += [f"{name} decodes one document after another: it is the time of one, as many times." for name in alone]
+    return [*table(head, rows, words=2), "", *below]
 
 
 def documents(results: list[dict[str, Any]]) -> list[str]:

@@ -382,7 +382,11 @@ def wanted(*extras: str) -> dict[str, Requirement]:
     return {normalised(requirement.name): requirement for requirement in map(Requirement, lines)}
 
 
-@pytest.mark.parametrize("file", REQUIREMENTS)
+# Of environments of their own, which may have other versions of a library.
+PEERS = sorted(f"requirements/peers/{path.name}" for path in ROOT.glob("requirements/peers/*.txt"))
+
+
+@pytest.mark.parametrize("file", [*REQUIREMENTS, *PEERS])
 def test_requirements_are_pinned(file: str) -> None:
     """A line is an exact version, the one file that is included, or a variant of the JAX that is pinned there."""
     others = len(lines_of(file)) - len(pins(file))

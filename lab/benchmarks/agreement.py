@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab.benchmarks.decode import whole_numbers
-from lab.benchmarks.systems import SIZES, error_line, machine, random_params, save
+from lab.benchmarks.peers.worker import error_line
+from lab.benchmarks.systems import SIZES, machine, random_params, save
 from pipejax.config import T5Config
 from pipejax.decoding import GREEDILY, Decoded, Pipelined, Sequential, Wishes
 from pipejax.inference import gpu

@@ -16,7 +16,9 @@ from typing import Any
 
 from lab.benchmarks.decode import rows_of
 from lab.benchmarks.forced import Fixed
-from lab.benchmarks.systems import CTranslate2, HuggingFace
+from lab.benchmarks.peers.ct2 import CTranslate2
+from lab.benchmarks.peers.hugging_face import HuggingFace
+from lab.benchmarks.peers.process import torch_device
 from pipejax.apps.serving import command
 from pipejax.config import GridConfig
 from pipejax.grid import sequential_steps
@@ -57,7 +59,7 @@ def force(generator: type[Generator] | Generator, rows: Sequence[int], grid: Gri
 def of_peer(name: str, directory: Path, length: int, *, threads: int) -> Answers:
     """What another library answers: so many tokens to each source."""
     if name.startswith("hf"):
-        hugging_face = HuggingFace(name, directory, threads=threads)
+        hugging_face = HuggingFace(name, directory, threads=threads, device=torch_device())
         torch = hugging_face.torch
 
         def generated(sources: list[list[int]]) -> list[list[Any]]:

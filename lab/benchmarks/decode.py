@@ -1,27 +1,29 @@
 """Decoding speed of one T5 with random weights, beside other systems that do the same work.
 
-    python -m lab.benchmarks.decode --model base --patterns 8x14,5x4,7x40 --peers hf,ct2-fp32,ct2-int8 --json OUT
+    python -m lab.benchmarks.decode --model base --patterns 8x14,5x4,7x40 --peers hf,ct2-int8,openvino-int8 --json OUT
 
 A pattern NxM is an answer of N rows of M tokens: a sequential decoder takes N (M + 1) steps for it (a separator
 between rows, an eos), the pipelined one N + M. NxMu has the same tokens in rows of unequal length, one of them 1.5
 times the mean. The systems take turns, each round in another order; times are medians, ratios the medians of each
-round's own ratio.
+round's own ratio. Each of the others is a process (`lab.benchmarks.peers`); if it cannot decode a batch, it decodes
+one example, and its time is taken that many times.
 """
 
+import contextlib
 import itertools
+import math
 import re
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lab.benchmarks.peers.process import PEERS, Process, peer
+from lab.benchmarks.peers.worker import error_line
 from lab.benchmarks.systems import (
     KERNELS,
-    PEERS,
     SIZES,
     SUFFIXES,
     Pipejax,
@@ -30,12 +32,11 @@ from lab.benchmarks.systems import (
     System,
     bandwidth,
     build_each,
-    error_line,
     interleaved,
     machine,
+    models,
     names_of,
     paired,
-    peer,
     random_params,
     save,
     step_bytes,
@@ -58,9 +59,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
     parser.add_argument("--batch", default="1", metavar="B,...", help="examples decoded together (1)")
     parser.add_argument(
-        "--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench has them"
+        "--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-peers has them"
     )
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
+    parser.add_argument(
+        "--enough",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="a system that has been measured for so many seconds has fewer rounds",
+    )
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of pipejax")
     parser.add_argument(
@@ -75,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sub-max", default="20", metavar="S,...", help="rows of the grid; the first is the headline")
     parser.add_argument("--time-max", default="64", metavar="T,...", help="its time-steps, one for all or each (64)")
     parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
+    parser.add_argument("--keep", metavar="DIR", help="the peers' models stay there, and are taken from there")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
@@ -103,25 +112,33 @@ def main(argv: Sequence[str]) -> int:
     ours = build_each(config, params, flags.dtype, strategies=strategies, weights=weights, kernels=kernels)
     systems: list[System] = [*ours]
     failures: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
+    with models(flags.keep, flags.model) as scratch, contextlib.ExitStack() as stack:
+        versions = dict[str, str]()
         if peers:
-            directory = write(config, params, Path(scratch))
+            directory = write(config, params, scratch)
             for name in peers:
                 cli.note(f"loading {name}")
                 try:
-                    systems.append(peer(name, directory, threads=flags.threads, dtype=flags.dtype))
+                    started = stack.enter_context(peer(name, directory, threads=flags.threads, dtype=flags.dtype))
                 except Exception as error:  # of whatever kind: ours are measured all the same
                     failures.append(failure(name, error_line(error)))
+                else:
+                    systems.append(started)
+                    versions |= started.versions
         del params
         total = len(batches) * len(patterns) * len(systems) * (flags.rounds + 1)
         progress, results = Progress("measuring", total, unit="run"), list[dict[str, Any]]()
         memory = bandwidth(flags.threads)
-        about = {"machine": machine(flags.threads) | {"bandwidth": memory}, "model": flags.model, "dtype": flags.dtype}
+        here = machine(flags.threads)
+        here |= {"bandwidth": memory, "versions": {"jax": here["versions"]["jax"], **versions}}
+        about = {"machine": here, "model": flags.model, "dtype": flags.dtype}
         about |= {"source": flags.source, "command": "python -m lab.benchmarks.decode " + " ".join(argv)}
         for count, (text, rows) in itertools.product(batches, patterns.items()):
             source = np.random.default_rng(1).integers(3, config.vocab_size, (count, flags.source), np.int32)
             batch, broken = [rows] * count, dict[str, str]()
-            runs = interleaved(systems, source, batch, flags.rounds, lambda: progress.add(1), broken)
+            runs = interleaved(
+                systems, source, batch, flags.rounds, lambda: progress.add(1), broken, enough=flags.enough
+            )
             failures += [failure(name, why, pattern=text, batch=count) for name, why in broken.items()]
             measured = [system for system in systems if system.name in runs]
             results += [summary(text, system, batch, runs[system.name]) for system in measured]
@@ -170,24 +187,30 @@ def whole_numbers(flag: str, text: str) -> list[int]:
 
 def summary(pattern: str, system: System, batch: Rows, runs: list[Run]) -> dict[str, Any]:
     """Medians of one system."""
-    return {
+    found: dict[str, Any] = {
         "pattern": pattern,
         "system": system.name,
         "batch": len(batch),
         "steps": system.steps(batch),
         "decode_s": statistics.median(r.decode_s for r in runs),
         "encode_s": statistics.median(r.encode_s for r in runs),
-    } | ({"kernels": system.kernels} if isinstance(system, Pipejax) else {})
+        "rounds": len(runs),
+    }
+    if isinstance(system, Pipejax):
+        found["kernels"] = system.kernels
+    if isinstance(system, Process) and not system.batches and len(batch) > 1:
+        found["one_by_one"] = True
+    return found
 
 
 def table(pattern: str, systems: Sequence[System], batch: Rows, runs: dict[str, list[Run]]) -> list[str]:
-    """Lines for people."""
+    """Lines for people, the fastest with its encoder first."""
     own = runs[systems[0].name]
     lines = [
         f"{pattern}, {len(batch)} x {len(batch[0])} rows; {systems[0].name} is so many times as fast:",
         f"{'system':<28}{'steps':>6}{'ms/step':>9}{'encode s':>10}{'decode s':>10}{'decoding':>10}{'with encoder':>14}",
     ]
-    for system in systems:
+    for system in sorted(systems, key=lambda system: statistics.median(map(sum, runs[system.name]))):
         mine, steps = runs[system.name], system.steps(batch)
         decode, encode = (statistics.median(getattr(r, x) for r in mine) for x in ("decode_s", "encode_s"))
         lines.append(

@@ -20,24 +20,21 @@ from typing import Any
 import numpy as np
 
 from lab.benchmarks.decode import OURS
+from lab.benchmarks.peers.ct2 import CTranslate2
+from lab.benchmarks.peers.hugging_face import HuggingFace
+from lab.benchmarks.peers.process import check_lengths, torch_device
+from lab.benchmarks.peers.vocabulary import ids_of, words_of
 from lab.benchmarks.systems import (
-    PEERS,
     SIZES,
-    SPECIAL,
     SUFFIXES,
-    CTranslate2,
-    HuggingFace,
     Pipejax,
     build_each,
-    check_lengths,
     machine,
     names_of,
-    peer,
     random_params,
     save,
     settle,
     use_threads,
-    words_of,
     write,
 )
 from pipejax.data.encoding import cut_source
@@ -50,6 +47,7 @@ from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
+PEERS = ("hf", "hf-bf16", "hf-int8", "hf-compiled", "ct2-fp32", "ct2-int8")
 Batch = tuple[list[str], list[list[int]]]  # sources, and the lengths of the rows of each
 
 
@@ -100,11 +98,12 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
         directory = write(config, params, Path(scratch)) if peers else Path(scratch)
         for name in peers:
-            theirs = peer(name, directory, threads=flags.threads)
-            if isinstance(theirs, HuggingFace):
-                systems[name] = partial(hugging_face, theirs, tokenizer, flags.max_source)
+            if name.startswith("hf"):
+                eager = HuggingFace(name, directory, threads=flags.threads, device=torch_device())
+                systems[name] = partial(hugging_face, eager, tokenizer, flags.max_source)
             else:
-                systems[name] = partial(ctranslate2, theirs, tokenizer, flags.max_source)
+                translator = CTranslate2(name, directory, threads=flags.threads)
+                systems[name] = partial(ctranslate2, translator, tokenizer, flags.max_source)
     del params
 
     seconds = dict.fromkeys(systems, 0.0)
@@ -182,13 +181,13 @@ def hugging_face(system: HuggingFace, tokenizer: Tokenizer, most: int, batch: Ba
 
 
 def ctranslate2(system: CTranslate2, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
-    """From a text to a text with CTranslate2, whose words stand for ids (`systems.write`)."""
+    """From a text to a text with CTranslate2, whose words stand for ids."""
     source, lengths = tokens_of(tokenizer, most, batch[0])
     words = words_of(source[0, : lengths[0]].tolist())
     steps = sequential_steps(batch[1][0])
     found = system.generate([words], steps)
     check_lengths(found, [steps])
-    tokenizer.decode([int(word[1:]) for word in found[0] if word not in SPECIAL])
+    tokenizer.decode([i for i in ids_of(found[0]) if i > 2])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""A picture of what lab.benchmarks.decode wrote: decoding time of each system by pattern, and the encoder's beside it.
+"""A picture of what lab.benchmarks.decode wrote: encoder and decoding of each system, the fastest first.
 
-    python -m lab.benchmarks.plot RESULTS.json --output speed.svg
+    python -m lab.benchmarks.plot RESULTS.json --patterns 8x14 --batch 1 --output speed.svg
     python -m lab.benchmarks.plot SEQUENTIAL.json PIPELINED.json --output quality.svg
 
 The second draws what lab.experiments.rounding wrote for trained models of one task: score against milliseconds.
 """
 
 import json
+import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,8 @@ import numpy as np
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 
-COLOURS = ("#0b6e4f", "#6bbf8f", "#4a4e69", "#c9762c", "#e8b04b", "#9a8c98")
+COLOURS = ("#0b6e4f", "#4a4e69", "#e8b04b")  # of decoders
+OURS, THEIRS = ("#8fd0b0", "#0b6e4f"), ("#d3d3de", "#6b6f8a")  # encoder and decoding
 NAMES = {
     "pipejax-pipelined": "pipelined",
     "pipejax-sequential": "sequential",
@@ -28,11 +31,20 @@ NAMES = {
     "hf": "Hugging Face",
     "hf-bf16": "Hugging Face bfloat16",
     "hf-int8": "Hugging Face int8",
+    "hf-compiled": "Hugging Face, torch.compile",
     "ct2-fp32": "CTranslate2",
     "ct2-int8": "CTranslate2 int8",
+    "ct2-int8-packed": "CTranslate2 int8, packed",
+    "openvino-fp32": "OpenVINO",
+    "openvino-int8": "OpenVINO int8",
+    "onnx-fp32": "ONNX Runtime",
+    "onnx-int8": "ONNX Runtime int8",
+    "llama-fp32": "llama.cpp",
+    "llama-int8": "llama.cpp Q8_0",
 }
 MARKERS = {"float32": ("o", 8), "bfloat16": ("s", -14), "int8": ("^", 8)}  # and how far above it its name stands
 PANELS = 2  # beside each other
+LONGEST = 4.0  # medians of a panel; longer bars are cut
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         metavar="RESULTS.json",
         help="what `lab.benchmarks.decode --json` or lab.experiments.rounding wrote",
     )
+    parser.add_argument("--patterns", default="", metavar="NxM,...", help="only these answers, in this order")
+    parser.add_argument("--batch", type=int, default=0, metavar="B", help="only those of batches of B")
     parser.add_argument("--output", required=True, metavar="FILE", help=".svg, .png or .pdf")
     flags = parser.parse_args(argv)
     cli.check_output("--output", flags.output)
@@ -53,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     elif len(found) > 1:
         raise UserError(f"{flags.results[1]}: found a second file; expected one of lab.benchmarks.decode alone")
     else:
-        draw(found[0]["results"], title(found[0]), flags.output)
+        draw(chosen(found[0]["results"], flags.patterns, flags.batch), title(found[0]), flags.output)
     return 0
 
 
@@ -71,49 +85,75 @@ def read(path: str) -> dict[str, Any]:
 
 
 def title(found: dict[str, Any]) -> str:
-    """What was measured on what."""
-    about, batch = found.get("machine", {}), found["results"][0].get("batch", 1)
-    size = found.get("model", "?").capitalize()
-    return f"T5-{size}, batch {batch}, {about.get('threads')} threads of {about.get('processor')}"
+    """The model and the machine."""
+    about, source = found.get("machine", {}), found.get("source")
+    size = found.get("model", "?").capitalize() + (f", {source} source tokens" if source else "")
+    return f"T5-{size}, {about.get('threads')} threads of {about.get('processor')}"
 
 
-def in_words(pattern: str) -> str:
+def in_words(pattern: str, batch: int) -> str:
     """A pattern of rows and tokens as a heading: "8x14u" is "8 rows of 14 tokens, one half as long again"."""
     rows, _, tokens = pattern.removesuffix("u").partition("x")
-    return f"{rows} rows of {tokens} tokens" + (", one half as long again" if pattern.endswith("u") else "")
+    more = ", one half as long again" if pattern.endswith("u") else ""
+    return f"{rows} rows of {tokens} tokens{more}" + (f", {batch} documents at a time" if batch > 1 else "")
+
+
+def chosen(results: list[dict[str, Any]], patterns: str, batch: int) -> list[dict[str, Any]]:
+    """The results of these answers, and of this batch unless it is 0; raises a UserError if there are none."""
+    wanted = [text for text in patterns.split(",") if text] or list(dict.fromkeys(r["pattern"] for r in results))
+    found = [r for text in wanted for r in results if r["pattern"] == text and batch in (0, r.get("batch", 1))]
+    if not found:
+        raise UserError(f"--patterns {patterns} --batch {batch}: found no such results; expected some")
+    return found
+
+
+def seconds(result: dict[str, Any]) -> float:
+    """Of a whole answer."""
+    return float(result["encode_s"] + result["decode_s"])
+
+
+def fastest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each system with those of its weights that make it fastest, the fastest system first."""
+    kept: dict[str, dict[str, Any]] = {}
+    for result in sorted(results, key=seconds):
+        kept.setdefault(re.sub("-(int8|fp32|bf16|packed)", "", result["system"]), result)
+    return list(kept.values())
 
 
 def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
-    """One panel a pattern, each with its own scale: seconds of an answer, and how many times the fastest they are."""
+    """One panel an answer and batch, each with its own scale: seconds of each system, ours in green."""
     pyplot = opened()
-    patterns = list(dict.fromkeys(r["pattern"] for r in results))
-    systems = list(dict.fromkeys(r["system"] for r in results))
-    columns = min(PANELS, len(patterns))
-    shape = -(-len(patterns) // columns), columns
-    size = 4.2 * shape[1] + 0.9, (0.3 * len(systems) + 0.75) * shape[0] + 0.5
+    panels = list(dict.fromkeys((r["pattern"], r.get("batch", 1)) for r in results))
+    parts = [fastest([r for r in results if (r["pattern"], r.get("batch", 1)) == panel]) for panel in panels]
+    columns = min(PANELS, len(panels))
+    shape = -(-len(panels) // columns), columns
+    size = (7.6 if columns == 1 else 6.2 * columns), (0.3 * max(map(len, parts)) + 0.75) * shape[0] + 0.5
     figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False)
-    places = np.arange(len(systems))[::-1]
-    for panel in axes.flat[len(patterns) :]:
+    for panel in axes.flat[len(panels) :]:
         panel.set_axis_off()
-    for panel, pattern in zip(axes.flat, patterns, strict=False):
-        mine = {r["system"]: r for r in results if r["pattern"] == pattern}
-        own = mine[systems[0]]["decode_s"]
-        for place, name, colour in zip(places, systems, COLOURS * 2, strict=False):
-            encode, decode, steps = (mine[name][key] for key in ("encode_s", "decode_s", "steps"))
-            panel.barh(place, encode, color="#d9d9d9", height=0.7)
-            panel.barh(place, decode, left=encode, color=colour, height=0.7)
-            times = f", {decode / own:.1f}x" if name != systems[0] else ""
-            panel.text(encode + decode, place, f" {decode:.2f} s, {steps} steps{times}", va="center", fontsize=8)
-        first = panel in axes[:, 0]
-        panel.set_yticks(places, [NAMES.get(name, name) if first else "" for name in systems], fontsize=9)
-        panel.set_xlim(0, 1.6 * max(r["encode_s"] + r["decode_s"] for r in mine.values()))
-        panel.set_title(in_words(pattern), fontsize=9, loc="left")
+    for panel, (pattern, batch), mine in zip(axes.flat, panels, parts, strict=False):
+        longest = LONGEST * statistics.median(map(seconds, mine))
+        places = np.arange(len(mine))[::-1]
+        for place, r in zip(places, mine, strict=True):
+            light, dark = OURS if r["system"].startswith("pipejax") else THEIRS
+            encode, end = min(r["encode_s"], longest), min(seconds(r), longest)
+            panel.barh(place, encode, color=light, height=0.7)
+            panel.barh(place, end - encode, left=encode, color=dark, height=0.7)
+            says = f"{seconds(r):.2f} s" + (", bar cut" if seconds(r) > longest else "")
+            times = f", {seconds(r) / seconds(mine[0]):.1f}x" if r is not mine[0] else ""
+            panel.text(end, place, f" {says}{times}", va="center", fontsize=8)
+        names = ["pipejax, " * r["system"].startswith("pipejax") + NAMES.get(r["system"], r["system"]) for r in mine]
+        panel.set_yticks(places, names, fontsize=9)
+        for label, r in zip(panel.get_yticklabels(), mine, strict=True):
+            if r["system"].startswith("pipejax"):
+                label.set(color=OURS[1], fontweight="bold")
+        panel.set_xlim(0, 1.35 * min(longest, max(map(seconds, mine))))
+        panel.set_title(in_words(pattern, batch), fontsize=9, loc="left")
         panel.tick_params(axis="x", labelsize=8)
         panel.tick_params(axis="y", length=0)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    first = NAMES.get(systems[0], systems[0])
-    says = f"seconds; grey: encoder; figures: decoding alone, x: times as long as {first}"
+    says = "seconds: encoder light, decoding dark; ours green; each system with the weights that make it fastest"
     figure.suptitle(f"{heading}\n{says}", fontsize=9)
     write(figure, path)
 
@@ -123,7 +163,7 @@ def draw_quality(results: list[dict[str, Any]], path: str) -> None:
     pyplot = opened()
     figure, axes = pyplot.subplots(figsize=(6.2, 3.4))
     decoders = list(dict.fromkeys(r["strategy"] for r in results))
-    for decoder, colour in zip(decoders, COLOURS[::2], strict=False):
+    for decoder, colour in zip(decoders, COLOURS, strict=False):
         mine = [r for r in results if r["strategy"] == decoder]
         axes.plot([r["milliseconds"] for r in mine], [r["score"] for r in mine], color=colour, lw=0.8, label=decoder)
         for r in mine:

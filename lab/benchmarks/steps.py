@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lab.benchmarks.systems import SIZES, error_line, machine, names_of, save
+from lab.benchmarks.peers.worker import error_line
+from lab.benchmarks.systems import SIZES, machine, names_of, save
 from pipejax import config as config_lib
 from pipejax.config import Config, MeshConfig
 from pipejax.model.precision import compute_dtype

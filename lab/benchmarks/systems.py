@@ -1,16 +1,17 @@
-"""The systems that are compared: one T5 with random weights, in each system's own format.
+"""The systems that are compared, `peers` beside ours: one T5 with random weights, in each system's own format.
 
-All offer `encode(source)` and `decode(encoded, rows)`, raise if what they decoded has not the lengths asked for, and
-use the same number of threads.
+All raise an error if what they decoded has not the lengths asked for, and use the same number of threads.
 """
 
+import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
+import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab.benchmarks.forced import Decoder, Forced
+from lab.benchmarks.peers.vocabulary import SPECIAL, words_of
+from lab.benchmarks.peers.worker import error_line
 from pipejax.config import T5Config
 from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import Pipelined, Sequential
-from pipejax.grid import sequential_steps
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Ready
 from pipejax.model.t5 import T5
@@ -35,10 +37,8 @@ SIZES = {
     "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
     **ARCHITECTURES,
 }
-PEERS = ("hf", "hf-bf16", "hf-int8", "hf-compiled", "ct2-fp32", "ct2-int8")  # CTranslate2 has no bfloat16 on a CPU
 SUFFIXES = {"float32": "", "bfloat16": "-bf16", "int8": "-int8"}  # of the names of ours, by what weights are held in
 KERNELS = {"own": "", "xla": "-xla"}  # likewise, by whose kernels compute: our own where there are some, or XLA's
-SPECIAL = ("<pad>", "</s>", "<unk>")  # words of the first ids
 Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
 
 
@@ -103,23 +103,32 @@ def random_params(config: T5Config, seed: int = 0) -> Any:
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def words_of(ids: Iterable[int]) -> list[str]:
-    """The made-up words of these ids."""
-    return [SPECIAL[i] if i < len(SPECIAL) else f"t{i}" for i in ids]
-
-
 def write(config: T5Config, params: Any, directory: Path) -> Path:
-    """Writes DIR/hf with a vocabulary of made-up words: id i is "t<i>", but for `SPECIAL`."""
-    from tokenizers import Tokenizer, models
+    """Writes DIR/hf, unless it is there: its words, made up, between spaces; id i is "t<i>", but for `SPECIAL`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     target = directory / "hf"
+    if (target / "tokenizer.json").exists():  # written last, by a run before
+        return target
     write_hf(config, params, target, None)
     words = {word: i for i, word in enumerate(words_of(range(config.vocab_size)))}
     inner = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[2]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(target)
     return target
+
+
+@contextlib.contextmanager
+def models(keep: str | None, size: str) -> Iterator[Path]:
+    """Where all systems' models of a size lie: KEEP/size, for a later run, or a directory that ends with the block."""
+    if keep:
+        (directory := Path(keep).resolve() / size).mkdir(parents=True, exist_ok=True)
+        yield directory
+    else:
+        with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as name:
+            yield Path(name)
 
 
 class Pipejax:
@@ -143,134 +152,6 @@ class Pipejax:
     def steps(self, rows: Rows) -> int:
         """The most of any example."""
         return max(self.decoder.strategy.steps(r) for r in rows)
-
-
-class HuggingFace:
-    """`generate` of transformers, eager PyTorch, on the device that ours runs on.
-
-    "hf" is in the given dtype, "hf-bf16" in bfloat16, and "hf-int8" in float32 with PyTorch's dynamic int8 for all
-    matrices but the embedding, which PyTorch has for CPUs only. "hf-compiled" is "hf" with a static cache; transformers
-    then has PyTorch compile the decoder's step, but not for a CPU.
-    """
-
-    def __init__(self, name: str, directory: Path, *, threads: int, dtype: str = "float32") -> None:
-        """Loads the model."""
-        import torch
-        from transformers import T5ForConditionalGeneration
-
-        torch.set_num_threads(threads)
-        self.name, self.torch = name, torch
-        self.options = {"cache_implementation": "static"} if name == "hf-compiled" else {}
-        dtype = {"hf-bf16": "bfloat16", "hf-int8": "float32"}.get(name, dtype)
-        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-        model = T5ForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, dtype))
-        self.model = model.to(self.device).eval()
-        if name == "hf-int8":
-            with warnings.catch_warnings():  # its successor is a library of its own
-                warnings.simplefilter("ignore")
-                quantize: Any = torch.ao.quantization.quantize_dynamic
-                self.model = quantize(self.model, {torch.nn.Linear}, dtype=torch.qint8)
-
-    def run(self, source: np.ndarray, rows: Rows) -> Run:
-        """See `System`."""
-        lengths = [sequential_steps(r) for r in rows]
-        with self.torch.inference_mode():
-            begun = time.perf_counter()
-            ids = self.torch.tensor(source, dtype=self.torch.long, device=self.device)
-            mask = self.torch.ones_like(ids)
-            encoded = self.model.encoder(input_ids=ids, attention_mask=mask)
-            if self.device == "cuda":
-                self.torch.cuda.synchronize()
-            middle = time.perf_counter()
-            found = self.generate(lengths, encoder_outputs=encoded, attention_mask=mask)
-            after = time.perf_counter()
-        check_lengths(found, lengths)
-        return Run(middle - begun, after - middle)
-
-    def generate(self, lengths: Sequence[int], **inputs: Any) -> list[list[int]]:
-        """Greedy answers of exactly these lengths, eos included."""
-        from transformers import LogitsProcessor, LogitsProcessorList
-
-        ends = self.torch.tensor(lengths, device=self.device)
-
-        class Force(LogitsProcessor):  # type: ignore[misc]
-            def __call__(self, ids: Any, scores: Any) -> Any:
-                scores[:, 1] = float("-inf")
-                scores[ids.shape[1] >= ends, 1] = float("inf")
-                return scores
-
-        found = self.model.generate(
-            **inputs,
-            max_new_tokens=max(lengths),
-            do_sample=False,
-            num_beams=1,
-            logits_processor=LogitsProcessorList([Force()]),
-            **self.options,
-        )
-        return [row[1 : 1 + n] for row, n in zip(found.tolist(), lengths, strict=True)]
-
-    def steps(self, rows: Rows) -> int:
-        """The most of any example."""
-        return max(map(sequential_steps, rows))
-
-
-class CTranslate2:
-    """CTranslate2, greedy, float32 or int8 weights.
-
-    It encodes and decodes in one call, so the encoder's share is that of an answer of one token, less a step.
-    """
-
-    def __init__(self, name: str, directory: Path, *, threads: int) -> None:
-        """Converts what `write` wrote, once, and loads it."""
-        import ctranslate2
-
-        kind = {"ct2-fp32": "float32", "ct2-int8": "int8"}[name]
-        target = directory.parent / name
-        if not target.is_dir():
-            ctranslate2.converters.TransformersConverter(str(directory)).convert(str(target), quantization=kind)
-        self.name, options = name, {"compute_type": kind, "inter_threads": 1, "intra_threads": threads}
-        self.translator = ctranslate2.Translator(str(target), device="cpu", **options)
-
-    def run(self, source: np.ndarray, rows: Rows) -> Run:
-        """See `System`."""
-        lengths = {sequential_steps(r) for r in rows}
-        if len(lengths) > 1:
-            raise ValueError(f"rows: found answers of {sorted(lengths)} tokens; expected one length for CTranslate2")
-        (length,) = lengths
-        words = [words_of(ids) for ids in source.tolist()]
-        one, whole = self._timed(words, 1), self._timed(words, length)
-        step = (whole - one) / (length - 1)
-        return Run(one - step, whole - one + step)
-
-    def _timed(self, words: list[list[str]], length: int) -> float:
-        begun = time.perf_counter()
-        found = self.generate(words, length)
-        after = time.perf_counter()
-        check_lengths(found, [length] * len(words))
-        return after - begun
-
-    def generate(self, words: list[list[str]], length: int) -> list[list[str]]:
-        """Greedy answers of exactly this length."""
-        found = self.translator.translate_batch(
-            words, beam_size=1, min_decoding_length=length, max_decoding_length=length, max_input_length=0
-        )
-        return [r.hypotheses[0] for r in found]
-
-    def steps(self, rows: Rows) -> int:
-        """The most of any example."""
-        return max(map(sequential_steps, rows))
-
-
-def peer(name: str, directory: Path, *, threads: int, dtype: str = "float32") -> HuggingFace | CTranslate2:
-    """One of `PEERS`, of what `write` wrote; `dtype` is Hugging Face's."""
-    if name.startswith("hf"):
-        return HuggingFace(name, directory, threads=threads, dtype=dtype)
-    return CTranslate2(name, directory, threads=threads)
-
-
-def check_lengths(found: Sequence[Sequence[Any]], wanted: Sequence[int]) -> None:
-    """Raises an AssertionError if an answer has another length."""
-    assert [len(x) for x in found] == list(wanted), f"answers of {[len(x) for x in found]} tokens, not {list(wanted)}"
 
 
 def bandwidth(threads: int, size: int = 2**27) -> float:
@@ -313,16 +194,21 @@ def interleaved(
     rounds: int,
     tick: Callable[[], None],
     failures: dict[str, str] | None = None,
+    *,
+    enough: float = math.inf,
 ) -> dict[str, list[Run]]:
     """All systems in turn, `rounds` times, each round in another order; one round more before that does not count.
 
-    With `failures` a system that raises an error is left out from then on, and the error is written there.
+    With `failures` a system that raises an error is left out from then on, and the error is written there. A system
+    whose runs have taken `enough` seconds has no further turn.
     """
     found: dict[str, list[Run]] = {system.name: [] for system in systems}
     for number in range(rounds + 1):
         shift = number % len(systems)
         for system in (*systems[shift:], *systems[:shift]):
-            if system.name in found:
+            runs = found.get(system.name)
+            if runs is not None and sum(map(sum, runs)) < enough:
+                settle()
                 try:
                     run = system.run(source, rows)
                 except Exception as error:  # of whatever kind: the others are measured all the same
@@ -331,19 +217,14 @@ def interleaved(
                     failures[system.name] = error_line(error)
                     del found[system.name]
                 else:
-                    found[system.name] += [run] * bool(number)
+                    runs += [run] * bool(number)
             tick()
     return found
 
 
-def error_line(error: Exception) -> str:
-    """An error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-
-
 def paired(own: Sequence[Run], other: Sequence[Run], *, whole: bool) -> float:
-    """Median over the rounds of other / own; `whole`: the encoder included."""
-    pairs = zip(own, other, strict=True)
+    """Median over the rounds that both have of other / own; `whole`: the encoder included."""
+    pairs = zip(own, other, strict=False)
     return statistics.median((b.decode_s + whole * b.encode_s) / (a.decode_s + whole * a.encode_s) for a, b in pairs)
 
 
