@@ -23,7 +23,7 @@ def page(name: str) -> str:
     if "results" not in found:
         return "\n".join(calls(found))
     keys = found["results"][0].keys()
-    build = next(build for key, build in KINDS.items() if key in keys)
+    build = KINDS.get(name) or next(build for key, build in KINDS.items() if key in keys)
     below = [f"- {name_of(f)} is left out{told(f)}: {f['error']}." for f in found.get("failures", [])]
     below = ["", *below] if below else []
     if machine := found.get("machine"):  # none has a part in what is counted or compiled
@@ -127,8 +127,24 @@ def memory(results: list[dict[str, Any]]) -> list[str]:
     return table(["T5", "dtype", "decoder", "weights, MiB", "encoding", "decoding", "paper, M"], rows, words=3)
 
 
-# By a key of a result.
+def steps(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.programs`: kernels and bytes of a decoder's step in its largest program, and the least bytes."""
+    largest: dict[tuple[str, ...], dict[str, Any]] = {}
+    for r in results:
+        if r["per_step"]:
+            decoder, batch, _ = r["program"].split(", ")
+            largest[r["target"], r["model"], decoder, batch.removeprefix("batch ")] = r
+    rows = []
+    for which, r in largest.items():
+        (loop,) = r["loops"]
+        bytes_read = f"{loop['bytes'] / 1e6:,.0f}", f"{r['least_bytes'] / 1e6:,.0f}"
+        rows.append([*which, sum(loop["kernels"].values()), *bytes_read, f"{loop['bytes'] / r['least_bytes']:.2f}"])
+    return table(["device", "T5", "decoder", "batch", "operations", "MB a step", "least", "x"], rows, words=3)
+
+
+# By its name, or a key of a result.
 KINDS = {
+    "programs_tpu.json": steps,
     "distance": distance_probes.table,
     "decode_s": decoding,
     "documents": documents,

@@ -45,6 +45,7 @@ class Case(NamedTuple):
     name: str
     function: Any
     arguments: tuple[Any, ...]
+    least: int = 0  # bytes of all that a step of a decoder reads: its weights, the encoded sources, its cache
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,18 +76,18 @@ def main(argv: Sequence[str]) -> int:
         backend = XLA if flags.xla or not isinstance(kind, targets.Gpu) else Gpu()
         config, dtype = SIZES[name_of_model], jnp.dtype(name_of_dtype)
         programs_of = [
-            (case.name, partial(_lowered, case, sharding))
+            (case.name, partial(_lowered, case, sharding), case.least)
             for case in cases(config, dtype, batches, flags.source, sharding, backend)
         ]
         if flags.train:
-            programs_of.append((f"train, batch {BATCH}", partial(training, config, name_of_dtype, device)))
-        for name, lower in programs_of:
+            programs_of.append((f"train, batch {BATCH}", partial(training, config, name_of_dtype, device), 0))
+        for name, lower, least in programs_of:
             begun = time.perf_counter()
             compiled = lower().compile()
             text = compiled.as_text() or ""
             result = {"target": target, "model": name_of_model, "dtype": name_of_dtype, "program": name}
             result["compile_s"] = time.perf_counter() - begun
-            result |= report(text, compiled.memory_analysis())
+            result |= report(text, compiled.memory_analysis()) | ({"least_bytes": least} if least else {})
             results.append(result)
             print("\n".join(lines(result)), flush=True)
             if flags.dump:
@@ -147,8 +148,10 @@ def cases(
             for slots in sizes.slots:
                 decode = partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots, backend=backend)
                 arguments = ready.decoding, memory, carry
-                yield Case(f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots", decode, arguments)
                 carry = on_device(jax.eval_shape(decode, *arguments).carry)
+                least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((ready.decoding, memory, carry.cache)))
+                name = f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots"
+                yield Case(name, decode, arguments, least)
 
 
 def report(text: str, memory: Any) -> dict[str, Any]:
@@ -190,7 +193,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         unit = "a turn" if result["per_step"] else "in all"
         count = sum(loop["kernels"].values())
         name = f"{result['target']:<8} {result['model']} {result['dtype']} {result['program']:<32}"
-        said.append(f"{name} {count:>5} kernels {unit} ({kinds}), {loop['bytes'] / 1e6:.0f} MB")
+        least = f", {loop['bytes'] / result['least_bytes']:.2f} of the least" if "least_bytes" in result else ""
+        said.append(f"{name} {count:>5} kernels {unit} ({kinds}), {loop['bytes'] / 1e6:.0f} MB{least}")
     memory, trouble = result["memory"], troubles(result)
     said.append(
         f"{'':<41} arguments {memory['argument'] / 2**20:.0f} MiB, temporary {memory['temp'] / 2**20:.0f} MiB, "
