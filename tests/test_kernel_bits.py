@@ -95,7 +95,7 @@ def test_a_query_has_the_same_logits_whatever_is_fed_beside_and_before_it(level,
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_source_has_the_same_memory_whatever_is_encoded_beside_it(level, weights):
     model, own, ready, _ = made("silu", weights, level)
-    source, length = np.random.default_rng(1).integers(0, 48, (5, 70)), np.asarray([37, 1, 70, 33, 64], np.int32)
+    source, length = np.random.default_rng(1).integers(0, 48, (5, 600)), np.asarray([37, 1, 600, 33, 513], np.int32)
     encode = jax.jit(lambda ids, n: own.encode(model, ready.encoding, ids, n))
     together = encode(source, length)
     for i in range(len(length)):

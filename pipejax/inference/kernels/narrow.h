@@ -247,7 +247,6 @@ inline void ByDigits(int64_t from, int64_t to, const Matrix& w, const Digits& x,
   if (w.kind == kInt8) return DotPanels<kInt8, 2>(from, to, w, x, begin, end, y);
 #endif
 #ifdef __AVX512BF16__
-  if (x.Count() == 1) return DotPanels<kBfloat16, 1>(from, to, w, x, begin, end, y);
   return DotPanels<kBfloat16, 2>(from, to, w, x, begin, end, y);
 #endif
 }
