@@ -106,9 +106,7 @@ class Tree:
 
     def close(self) -> None:
         """Ends it."""
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()
 
 
 def work(model: str, weights: str, threads: str) -> None:

@@ -303,5 +303,5 @@ def test_lengths_of_a_batch(text, lengths):
 
 @pytest.mark.parametrize("text", ["", "0", "3x", "x5", "3x64+2", "5+"])
 def test_a_batch_that_is_none_is_refused(text):
-    with pytest.raises(UserError, match="--sources: found .*; expected such as 512"):
+    with pytest.raises(UserError, match=r"--sources: found .*; expected such as 512"):
         trees.lengths_of(text)
