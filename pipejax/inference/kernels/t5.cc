@@ -75,7 +75,7 @@ struct Order {
 // What a call needs room for; it keeps the room for the next.
 struct Rooms {
   Floats32 x, projected, found, hidden, bias;
-  std::vector<int64_t> columns, examples, places, asking;
+  std::vector<int64_t> columns, examples, places, asking, reach;
   std::vector<int32_t> tokens;
   std::vector<Order> order;
   Operand operand;
@@ -108,8 +108,12 @@ struct DecoderStep : StepNumbers, StepFields {
       ++examples[at / Q + 1];
     }
     rooms.asking.clear();  // examples with columns: in a server's batch most places may be empty
-    for (int64_t b = 0; b < B; ++b)
+    rooms.reach.assign(B, 1);  // slots of a source up to its last token
+    for (int64_t b = 0; b < B; ++b) {
       if (examples[b + 1]) rooms.asking.push_back(b);
+      for (int64_t l = L; l > rooms.reach[b]; --l)
+        if (memory_mask[b * L + l - 1]) rooms.reach[b] = l;
+    }
     for (int64_t b = 0; b < B; ++b) examples[b + 1] += examples[b];  // where an example's columns begin
     count = columns.size();
     room = (*std::max_element(start, start + B) + Q + kLanes - 1) / kLanes * kLanes;
@@ -188,13 +192,14 @@ struct DecoderStep : StepNumbers, StepFields {
 
   // What they find in the source.
   void AttendMemory(int64_t b, int64_t h, const DecoderLayer& layer) {
-    const int64_t i = b * H + h, from = rooms.examples[b], length = L;
-    const bool* seen = memory_mask + b * length;
+    const int64_t i = b * H + h, from = rooms.examples[b], length = rooms.reach[b];
+    const bool* seen = memory_mask + b * L;
     auto add = [&](int64_t, float* scores) {
       for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
     };
     const int64_t at = from * inner + h * K;
-    AttendPanels(After(layer.memory_keys, i), After(layer.memory_values, i), rooms.projected.data() + at, inner,
+    AttendPanels(WithOutputs(After(layer.memory_keys, i), length), WithInputs(After(layer.memory_values, i), length),
+                 rooms.projected.data() + at, inner,
                  rooms.examples[b + 1] - from, length, add, rooms.found.data() + at, inner);
   }
 
