@@ -113,13 +113,13 @@ def work(model: str, weights: str, threads: str) -> None:
     """Answers each line, lengths of sources and of rows, with seconds of encoder and decoding and MiB at most."""
     from lab.benchmarks import systems
     from pipejax.data.shapes import bucket
-    from pipejax.decoding import Pipelined
+    from pipejax.decoding import Pipelined, Sequential
     from pipejax.system import compile_cache
 
     systems.use_threads(int(threads))
     compile_cache.use()
     config, clock = systems.SIZES[model], time.perf_counter if threads != "1" else time.process_time
-    strategies = {"": Pipelined(1, 64, 20)}
+    strategies: dict[str, Pipelined | Sequential] = {"": Pipelined(1, 64, 20)}
     (ours,) = systems.build_each(
         config, systems.random_params(config), "float32", strategies=strategies, weights=[weights]
     )

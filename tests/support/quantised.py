@@ -96,7 +96,11 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
         assert mask.all()
         query, key, value = narrow(heads(x, "query"), 2), narrow(heads(memory, "key"), 2), heads(memory, "value")
         scores = query @ key.swapaxes(1, 2) + bias
-        highest, found, total = scores.max(axis=2, keepdims=True), 0.0, 0.0
+        highest, found, total = (
+            scores.max(axis=2, keepdims=True),
+            np.zeros(query.shape),
+            np.zeros((*query.shape[:2], 1)),
+        )
         for keys in (slice(at, at + block) for at in range(0, len(memory), block)):
             most = scores[:, :, keys].max(axis=2, keepdims=True)
             powers, values = 255 * np.exp(scores[:, :, keys] - most), value[:, keys]
