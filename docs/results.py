@@ -128,7 +128,7 @@ def memory(results: list[dict[str, Any]]) -> list[str]:
 
 
 def steps(results: list[dict[str, Any]]) -> list[str]:
-    """Of `lab.benchmarks.programs`: kernels and bytes of a decoder's step in its largest program, and the least bytes."""
+    """Of `lab.benchmarks.programs`: operations and bytes of a step in each decoder's largest program."""
     largest: dict[tuple[str, ...], dict[str, Any]] = {}
     for r in results:
         if r["per_step"]:

@@ -31,22 +31,24 @@ def level(request, kernel_cache, monkeypatch):
     return found
 
 
-def logits(level, weights, calls, *, rejected=(), batch=1):
+def logits(level, weights, calls, *, rejected=(), batch=1, slots=SOURCE):
     """f32 [cells, V], of the last example, of queries that are fed in these calls, each a list of cells of the grid.
 
     Args:
       rejected: calls of which nothing counts: what they fed is taken out again.
       batch: the examples before the last one ask the first cell in each call.
+      slots: of the memory; those past the source are not numbers.
     """
     model, own, ready, _ = made("silu", weights, level)
     c, rng = model.config, np.random.default_rng(0)
     tokens = {cell: int(rng.integers(c.vocab_size)) for cell in CELLS}
     seen = rng.standard_normal((c.num_decoder_layers, 2, c.num_heads, SOURCE, c.d_kv)).astype(np.float32)
+    seen = np.pad(seen, [(0, 0)] * 3 + [(0, slots - SOURCE), (0, 0)], constant_values=np.nan)
     seen = np.broadcast_to(seen[:, :, None], (*seen.shape[:2], batch, *seen.shape[2:]))
     memory = t5.Memory(
         tuple(jnp.asarray(layer[0].swapaxes(2, 3)) for layer in seen),
         tuple(jnp.asarray(layer[1]) for layer in seen),
-        jnp.asarray(np.broadcast_to(np.arange(SOURCE) < 41, (batch, SOURCE))),
+        jnp.asarray(np.broadcast_to(np.arange(slots) < 41, (batch, slots))),
     )
 
     @jax.jit
@@ -93,9 +95,15 @@ def test_a_query_has_the_same_logits_whatever_is_fed_beside_and_before_it(level,
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
+def test_what_a_source_is_padded_with_is_not_read(level, weights):
+    expected = logits(level, weights, BY_TIME)
+    np.testing.assert_array_equal(logits(level, weights, BY_TIME, batch=2, slots=512), expected)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_source_has_the_same_memory_whatever_is_encoded_beside_it(level, weights):
     model, own, ready, _ = made("silu", weights, level)
-    source, length = np.random.default_rng(1).integers(0, 48, (5, 70)), np.asarray([37, 1, 70, 33, 64], np.int32)
+    source, length = np.random.default_rng(1).integers(0, 48, (5, 600)), np.asarray([37, 1, 600, 33, 513], np.int32)
     encode = jax.jit(lambda ids, n: own.encode(model, ready.encoding, ids, n))
     together = encode(source, length)
     for i in range(len(length)):

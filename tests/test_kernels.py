@@ -43,7 +43,7 @@ LOGITS = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}
 # With VNNI activations become one int8 digit. A number between two steps may fall to another one than in NumPy, and all
 # that comes after it in its column feels that: so many columns may be off, and by so much.
 FALLEN, OFF = 0.1, 0.02
-KEYS = 2**-7, 0.02  # keys and values of narrow weights are bfloat16; with one digit so is the encoder's attention
+KEYS = 2**-7, 0.02  # keys and values of narrow weights are bfloat16; with one digit a number may fall
 
 
 def in_one_digit(weights, level):
@@ -156,15 +156,16 @@ def check_calls(level, shape, weights, calls):
     assert off.max() <= max(LOGITS[weights], OFF)
 
 
-def check_encoder(level, shape, weights):
-    """Sources of one token, of all, and between equal NumPy's; keys and values of narrow weights are bfloat16."""
+def check_encoder(level, shape, weights, lengths=(70, 1, 33, 64)):
+    """Sources of such lengths equal NumPy's; keys and values of narrow weights are bfloat16."""
     model, own, ready, exact = made(shape, weights, level)
-    c, source = model.config, np.random.default_rng(1).integers(0, 48, (4, 70))
-    length = np.asarray([70, 1, 33, 64], np.int32)
+    c, source = model.config, np.random.default_rng(1).integers(0, 48, (len(lengths), max(lengths)))
+    length = np.asarray(lengths, np.int32)
     found = jax.jit(lambda s, n: own.encode(model, ready.encoding, s, n))(source, length)
     slots = found.mask.shape[1]
     np.testing.assert_array_equal(found.mask, np.arange(slots) < length[:, None])
-    with rounding(weights, level):
+    blocks = quantised.attention_in_blocks() if in_one_digit(weights, level) else contextlib.nullcontext()
+    with rounding(weights, level), blocks:
         wanted = [quantised.memory(exact, c, ids[:n]) for ids, n in zip(source, length, strict=True)]
     most = max(np.abs(x).max() for x in wanted)
     for i in range(c.num_decoder_layers):
@@ -189,6 +190,31 @@ def test_the_decoder_equals_numpys(level, shape, weights, calls):
 @pytest.mark.parametrize("shape, weights", [(shape, weights) for shape in SHAPES for weights in WEIGHTS])
 def test_the_encoder_equals_numpys(level, shape, weights):
     check_encoder(level, shape, weights)
+
+
+@pytest.mark.parametrize("shape", ["small", "silu", "spread"])
+def test_the_encoder_equals_numpys_on_sources_of_several_blocks(level, shape):
+    check_encoder(level, shape, "int8", lengths=(2, 31, 32, 513, 1030))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_source_that_is_not_finite_stays_so(level, weights):
+    """An infinite number in one token spoils its whole source, and no other source of the batch."""
+    model, own, _, _ = made("silu", weights, level)
+    params = jax.tree.map(jnp.asarray, oracle.random_params(model.config, np.random.default_rng(5)))
+    params["shared"]["embedding"] = params["shared"]["embedding"].at[7, 3].set(np.inf)
+    ready, source = own.prepare(model, params), np.random.default_rng(1).integers(8, 48, (2, 70))
+    source[0, 40] = 7
+    length = np.asarray([70, 60], np.int32)
+    both = own.encode(model, ready.encoding, source, length)
+    alone = own.encode(model, ready.encoding, source[1:], length[1:])
+    for x, y in zip((*both.keys, *both.values), (*alone.keys, *alone.values), strict=True):
+        np.testing.assert_array_equal(x[1], y[0])
+        assert np.isfinite(np.asarray(y, np.float32)).all()
+    for x in both.keys:
+        assert not np.isfinite(in_rows(x)[0, :, :70]).any()
+    for x in both.values:
+        assert not np.isfinite(in_rows(x)[0, :, :, :70]).any()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from lab.benchmarks import apps, decode, documents, drafts, plot, serve, streams, systems
+from lab.benchmarks import apps, decode, documents, drafts, plot, serve, streams, systems, trees
 from lab.benchmarks.peers.hugging_face import HuggingFace
 from lab.benchmarks.peers.process import check_lengths
 from lab.benchmarks.systems import SIZES, Run, build, paired, random_params, write
@@ -282,3 +282,25 @@ def test_streams_are_timed_beside_records(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Generator, "decode", lambda self, given: [{**real(self, given)[0], "row_ids": [[9]]}])
     with pytest.raises(AssertionError, match="another answer than that of decode"):
         streams.main(flags)
+
+
+@pytest.mark.slow
+def test_two_trees_take_turns(tmp_path, capsys):
+    out = tmp_path / "trees.json"
+    flags = ["--model", "tiny", "--sources", "2x8,5+7", "--pattern", "2x3", "--rounds", "1", "--threads", "1"]
+    assert trees.main([".", ".", *flags, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert [x["sources"] for x in found["results"]] == ["2x8", "5+7"]
+    assert all(x[key] > 0 for x in found["results"] for key in ("encode", "decode", "both"))
+    assert capsys.readouterr().out.count("x; both") == 2
+
+
+@pytest.mark.parametrize(("text", "lengths"), [("512", [512]), ("3x64", [64] * 3), ("90+331", [90, 331])])
+def test_lengths_of_a_batch(text, lengths):
+    assert trees.lengths_of(text) == lengths
+
+
+@pytest.mark.parametrize("text", ["", "0", "3x", "x5", "3x64+2", "5+"])
+def test_a_batch_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match=r"--sources: found .*; expected such as 512"):
+        trees.lengths_of(text)

@@ -21,6 +21,7 @@ SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of
     "gelu": {"d_ff": 112, "feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 50},
     "silu": {"d_model": 128, "d_kv": 64, "d_ff": 192, "feed_forward": "gated-silu"},
     "outliers": {"d_model": 384},
+    "spread": {},
 }
 
 
@@ -28,7 +29,8 @@ SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of
 def made(shape, weights, level):
     """A model with random weights, for our kernel; and NumPy's rounding of the weights.
 
-    One has outliers: more than a digit leaves out, all where the maxima over every 64th number show one.
+    One has outliers: more than a digit leaves out, all where the maxima over every 64th number show one. In the encoder
+    of one, each token looks at itself, and at all others together as much: at each of them too little for int8.
     """
     config = dataclasses.replace(IN_BLOCKS, **SHAPES[shape])
     model, params = t5.T5(config), oracle.random_params(config, np.random.default_rng(5))
@@ -37,6 +39,12 @@ def made(shape, weights, level):
             layer = stack["layers_0"]["feed_forward"]
             layer["norm"]["scale"][5::64] *= 50
             layer["wi"]["kernel"][5::64] /= 50
+    if shape == "spread":
+        layer = params["encoder"]["layers_0"]["attention"]
+        layer["query"]["kernel"][:] = 0
+        params["encoder"]["relative_bias"]["embedding"][:] = 0
+        params["encoder"]["relative_bias"]["embedding"][0] = 6.5
+        params["shared"]["embedding"] += 1
     backend = OwnKernel(weights, level)
     ready = jax.jit(functools.partial(backend.prepare, model))(jax.tree.map(jnp.asarray, params))
     return model, backend, ready, quantised.rounded(params, weights)

@@ -74,6 +74,45 @@ def activations(rounding: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def attention_in_blocks(block: int = 512) -> Iterator[None]:
+    """`oracle.attend` by blocks of keys, in int8: a scale for each query, each key and each output of a block's values.
+
+    The powers of a query in a block are whole numbers, 255 the largest. All that rounding takes from them weighs the
+    mean of the block's values.
+    """
+
+    def narrow(x: np.ndarray, axis: int) -> np.ndarray:
+        most = np.abs(x).max(axis=axis, keepdims=True)
+        step = np.where(most == 0, 1, most / 127)
+        return np.round(x / step) * step
+
+    def attend(
+        x: np.ndarray, memory: np.ndarray, params: Params, config: Any, *, bias: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:
+        def heads(of: np.ndarray, name: str) -> np.ndarray:
+            return oracle.linear(of, params[name]).reshape(-1, config.num_heads, config.d_kv).swapaxes(0, 1)
+
+        assert mask.all()
+        query, key, value = narrow(heads(x, "query"), 2), narrow(heads(memory, "key"), 2), heads(memory, "value")
+        scores = query @ key.swapaxes(1, 2) + bias
+        highest, found, total = (
+            scores.max(axis=2, keepdims=True),
+            np.zeros(query.shape),
+            np.zeros((*query.shape[:2], 1)),
+        )
+        for keys in (slice(at, at + block) for at in range(0, len(memory), block)):
+            most = scores[:, :, keys].max(axis=2, keepdims=True)
+            powers, values = 255 * np.exp(scores[:, :, keys] - most), value[:, keys]
+            lost = (powers - np.round(powers)).sum(axis=2, keepdims=True) * values.mean(axis=1, keepdims=True)
+            found += np.exp(most - highest) * (np.round(powers) @ narrow(values, 1) + lost)
+            total += np.exp(most - highest) * powers.sum(axis=2, keepdims=True)
+        return oracle.linear((found / total).swapaxes(0, 1).reshape(len(x), -1), params["output"])
+
+    with mock.patch.object(oracle, "attend", attend):
+        yield
+
+
 def memory(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
     """What the decoder's layers look into: keys and values [layers, 2, L, I] of a source of L tokens."""
     encoded = oracle.encode(params, config, ids)

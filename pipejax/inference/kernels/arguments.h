@@ -149,8 +149,20 @@ std::vector<Layer> Layers(Arguments& given, const Numbers& numbers, int64_t coun
 // The matrix that comes so many after this one.
 inline Matrix After(const Matrix& first, int64_t number) {
   Matrix found = first;
-  found.groups += number * first.panels * first.depth * kParts;
+  found.groups += number * first.panels * first.apart * kParts;
   return found;
+}
+
+// The panels with so many first outputs.
+inline Matrix WithOutputs(Matrix matrix, int64_t outputs) {
+  matrix.panels = (outputs + kPanel - 1) / kPanel;
+  return matrix;
+}
+
+// The same outputs of so many first inputs, filled up to a panel's width.
+inline Matrix WithInputs(Matrix matrix, int64_t inputs) {
+  matrix.depth = (inputs + kPanel - 1) / kPanel * kPanel / (matrix.Inputs() / matrix.depth);
+  return matrix;
 }
 
 // The same matrix, for columns in two digits where they would have one.

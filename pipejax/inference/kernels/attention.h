@@ -202,4 +202,28 @@ inline void PackValues(Kind kind, const float* values, int64_t stride, int64_t l
       }
 }
 
+// What a head's queries find in its keys and values, all [length, width] with so much from a row to the next. `bias` is that
+// of a query's own key; those of others lie around it.
+inline void AttendWhole(Kind kind, const float* queries, const float* keys, const float* values, int64_t stride,
+                        int64_t length, int64_t width, const float* bias, float* found, int64_t found_stride) {
+  thread_local Ints32 packed;
+  const int64_t whole = (length + 2 * kPanel - 1) / (2 * kPanel) * 2 * kPanel, depth = kind == kFloat32 ? 1 : 2;
+  packed.resize(2 * whole * width / depth);
+  int32_t *key_panels = packed.data(), *value_panels = key_panels + whole * width / depth;
+  PackKeys(kind, keys, stride, length, whole, width, key_panels);
+  PackValues(kind, values, stride, length, whole, width, value_panels);
+  auto groups = [](const int32_t* panels) { return reinterpret_cast<const Ints*>(panels); };
+  const Matrix k{kind, groups(key_panels), nullptr, whole / kPanel, width / depth, kDigits[kind]};
+  const Matrix v{kind, groups(value_panels), nullptr, width / kPanel, whole / depth, kDigits[kind]};
+  constexpr int64_t kQueries = 32;  // at a time: their scores stay in the cache
+  for (int64_t q = 0; q < length; q += kQueries) {
+    auto add = [&](int64_t c, float* scores) {
+      const float* of_query = bias - (q + c);
+      for (int64_t l = 0; l < length; ++l) scores[l] += of_query[l];
+    };
+    AttendPanels(k, v, queries + q * stride, stride, std::min(kQueries, length - q), length, add, found + q * found_stride,
+                 found_stride);
+  }
+}
+
 }  // namespace pipejax

@@ -36,6 +36,7 @@ constexpr int kParts = kPanel / kLanes;  // registers that a panel's outputs tak
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
 
 inline Lanes Load(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
 inline void Store(float* y, const Lanes& value) { *reinterpret_cast<Lanes*>(y) = value; }
@@ -76,6 +77,15 @@ inline int32_t Sum(const Ints& x) {
 #endif
 }
 inline float Sum(const Lanes& x) { float sum = 0.0f; for (int i = 0; i < kLanes; ++i) sum += x[i]; return sum; }
+
+constexpr float kLeast = 1e-30f;  // int8 numbers of less are zeros: the inverse of their scale might be infinite
+
+// In place of each lane the largest size that comes by, and NaN if a number is NaN or infinite.
+inline void Measure(Lanes value, Lanes& most, Lanes& bad) {
+  const Lanes size = value < 0.0f ? -value : value;
+  most = size > most ? size : most;
+  bad += value * 0.0f;
+}
 
 // The nearest whole numbers; |x| is below 2^22.
 inline Ints Whole(Lanes x) {
@@ -134,8 +144,8 @@ constexpr int kDigits[] = {
 #endif
 };
 
-// Columns in two digits each, hi and lo: int8, x = scale (256 hi + lo); or bfloat16, x = hi + lo. Or in one: int8,
-// x = scale lo, and a few outliers whose hi is kept beside it; or bfloat16, x = hi.
+// Columns in two digits each, hi and lo: int8, x = scale (256 hi + lo); or bfloat16, x = hi + lo. Or in one of int8,
+// x = scale lo, and a few outliers whose hi is kept beside it.
 class Digits {
  public:
   struct Outlier {
@@ -151,7 +161,7 @@ class Digits {
     rows_.resize(digits * whole * length_);
     std::fill(rows_.begin() + digits * columns * length_, rows_.end(), 0);
     scale_.resize(whole), sums_.resize(digits * whole);
-    if (kind == kBfloat16 || digits == 2) return;  // which leave nothing out
+    if (digits == 2) return;  // which leave nothing out
     most_ = std::max<int64_t>(4, inputs / 128), outliers_.resize(whole * most_), count_.resize(whole);
   }
 
@@ -179,20 +189,9 @@ class Digits {
   int64_t OutlierCount(int64_t column) const { return count_[column]; }
 
  private:
-  static constexpr float kLeast = 1e-30f;  // a column of less is zeros: the inverse of its scale might be infinite
-
-  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
-
   // A number is 256 High + Low, both of 8 bits with a sign.
   static Ints Low(Ints number) { return number << 24 >> 24; }
   static Ints High(Ints number) { return (number - Low(number)) >> 8; }
-
-  // In place of each lane the largest size that comes by, and NaN if a number is NaN or infinite.
-  static void Measure(Lanes value, Lanes& most, Lanes& bad) {
-    const Lanes size = value < 0.0f ? -value : value;
-    most = size > most ? size : most;
-    bad += value * 0.0f;
-  }
 
   void FillInt8(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
     constexpr float kMost = 32639.0f;  // 127 * 256 + 127
@@ -277,7 +276,6 @@ class Digits {
     auto put = [&](int64_t i, Lanes value) {
       const Ints hi = Rounded(value);
       *reinterpret_cast<Shorts*>(row + i) = __builtin_convertvector(hi >> 16, Shorts);
-      if (digits_ == 1) return;
       const Ints lo = Rounded(value - Floats(hi & static_cast<int32_t>(0xffff0000u)));
       *reinterpret_cast<Shorts*>(row + 2 * length_ + i) = __builtin_convertvector(lo >> 16, Shorts);
     };

@@ -63,12 +63,12 @@ void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, c
       for (int p = 0; p < P; ++p) sum[p][c][d] = Total<K>{};
     }
   }
-  const Ints* groups = w.groups + panel * w.depth;
+  const Ints* groups = w.groups + panel * w.apart;
   for (int64_t g = 0; g < w.depth; ++g) {
     Ints weights[P];
     for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(groups + p * w.depth + g + 48);
-      weights[p] = Unsigned<K>(groups[p * w.depth + g]);
+      __builtin_prefetch(groups + p * w.apart + g + 48);
+      weights[p] = Unsigned<K>(groups[p * w.apart + g]);
     }
     for (int c = 0; c < C; ++c)
       for (int d = 0; d < D; ++d) {
@@ -82,7 +82,7 @@ void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, c
       const Digits::Outlier* outliers = x.Outliers(column + c);
       for (int64_t i = 0; i < x.OutlierCount(column + c); ++i)
         for (int p = 0; p < P; ++p)
-          high[p] = Dot<K>(high[p], Unsigned<K>(groups[p * w.depth + outliers[i].group]), Ints{} + outliers[i].hi);
+          high[p] = Dot<K>(high[p], Unsigned<K>(groups[p * w.apart + outliers[i].group]), Ints{} + outliers[i].hi);
       for (int p = 0; p < P; ++p) sum[p][c][0] += high[p] << 8;
     }
     for (int p = 0; p < P; ++p) {
@@ -121,11 +121,11 @@ void BoundBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column,
   Ints sum[P][C] = {}, size[P] = {};
   const int32_t* digits[C];
   for (int c = 0; c < C; ++c) digits[c] = x.Row(column + c, 0);
-  const Ints ones = Ints{} + 0x01010101, *groups = w.groups + panel * w.depth;
+  const Ints ones = Ints{} + 0x01010101, *groups = w.groups + panel * w.apart;
   for (int64_t g = 0; g < w.depth; ++g) {
     Ints weights[P];
     for (int p = 0; p < P; ++p) {
-      const Ints* at = groups + p * w.depth + g;
+      const Ints* at = groups + p * w.apart + g;
       __builtin_prefetch(at + 48);
       weights[p] = Unsigned<kInt8>(*at);
       size[p] = Dot<kInt8>(size[p], (Ints)_mm512_abs_epi8((__m512i)*at), ones);
@@ -166,7 +166,7 @@ template <Kind K, int P, int B>
 void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, int64_t count, bool far, const Results& y) {
 #define MULTIPLY(SUM, X, W) \
   { if constexpr (K == kInt8) _tile_dpbssd(SUM, X, W); else _tile_dpbf16ps(SUM, X, W); }
-  const Ints* groups = w.groups + panel * w.depth;
+  const Ints* groups = w.groups + panel * w.apart;
   const int64_t row = x.RowBytes();
   const int32_t *digits = x.Row(column, 0), *more = digits + 4 * row;
   _tile_zero(0);
@@ -176,7 +176,7 @@ void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, 
   for (int64_t g = 0; g < w.depth; g += 16) {
     if (far)
       for (int p = 0; p < P; ++p)
-        for (int line = 0; line < 16; ++line) __builtin_prefetch(groups + p * w.depth + g + 48 + line);
+        for (int line = 0; line < 16; ++line) __builtin_prefetch(groups + p * w.apart + g + 48 + line);
     _tile_loadd(4, groups + g, 64);
     _tile_loadd(6, digits + g, row);
     MULTIPLY(0, 6, 4)
@@ -185,7 +185,7 @@ void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, 
       MULTIPLY(1, 7, 4)
     }
     if constexpr (P > 1) {
-      _tile_loadd(5, groups + w.depth + g, 64);
+      _tile_loadd(5, groups + w.apart + g, 64);
       MULTIPLY(2, 6, 5)
       if constexpr (B > 1) MULTIPLY(3, 7, 5)
     }
@@ -247,7 +247,6 @@ inline void ByDigits(int64_t from, int64_t to, const Matrix& w, const Digits& x,
   if (w.kind == kInt8) return DotPanels<kInt8, 2>(from, to, w, x, begin, end, y);
 #endif
 #ifdef __AVX512BF16__
-  if (x.Count() == 1) return DotPanels<kBfloat16, 1>(from, to, w, x, begin, end, y);
   return DotPanels<kBfloat16, 2>(from, to, w, x, begin, end, y);
 #endif
 }

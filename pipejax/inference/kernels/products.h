@@ -26,6 +26,7 @@ struct Matrix {
   const float* scale;   // [16 panels] of int8
   int64_t panels, depth;  // groups of a panel
   int digits;             // in how many of them columns are for it (digits.h); 0: float32
+  int64_t apart = depth;  // groups from a panel to the next
 
   int64_t Outputs() const { return panels * kPanel; }
   int64_t Inputs() const { return depth * (kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1); }
@@ -33,7 +34,7 @@ struct Matrix {
 
 // The weights of an output, widened.
 inline void Row(const Matrix& w, int64_t output, float* x) {
-  const int32_t* groups = reinterpret_cast<const int32_t*>(w.groups) + output / kPanel * w.depth * kPanel + output % kPanel;
+  const int32_t* groups = reinterpret_cast<const int32_t*>(w.groups) + output / kPanel * w.apart * kPanel + output % kPanel;
   for (int64_t g = 0; g < w.depth; ++g, groups += kPanel) {
     if (w.kind == kInt8)
       for (int j = 0; j < 4; ++j) *x++ = static_cast<float>(static_cast<int8_t>(*groups >> 8 * j)) * w.scale[output];
@@ -76,7 +77,7 @@ void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64
   for (int p = 0; p < kAll; ++p)
     for (int c = 0; c < C; ++c) sum[p][c] = Lanes{};
   const Ints* groups[P];
-  for (int p = 0; p < P; ++p) groups[p] = w.groups + (panel + p) * w.depth * kParts;
+  for (int p = 0; p < P; ++p) groups[p] = w.groups + (panel + p) * w.apart * kParts;
   x += column * stride;
   for (int64_t g = 0; g < w.depth; ++g) {
     for (int p = 0; p < P; ++p) __builtin_prefetch(groups[p] + (g + 48) * kParts);

@@ -12,6 +12,7 @@
 
 #include "arguments.h"
 #include "attention.h"
+#include "blocks.h"
 #include "operand.h"
 
 namespace pipejax {
@@ -74,7 +75,7 @@ struct Order {
 // What a call needs room for; it keeps the room for the next.
 struct Rooms {
   Floats32 x, projected, found, hidden, bias;
-  std::vector<int64_t> columns, examples, places, asking;
+  std::vector<int64_t> columns, examples, places, asking, reach;
   std::vector<int32_t> tokens;
   std::vector<Order> order;
   Operand operand;
@@ -107,8 +108,12 @@ struct DecoderStep : StepNumbers, StepFields {
       ++examples[at / Q + 1];
     }
     rooms.asking.clear();  // examples with columns: in a server's batch most places may be empty
-    for (int64_t b = 0; b < B; ++b)
+    rooms.reach.assign(B, 1);  // slots of a source up to its last token
+    for (int64_t b = 0; b < B; ++b) {
       if (examples[b + 1]) rooms.asking.push_back(b);
+      for (int64_t l = L; l > rooms.reach[b]; --l)
+        if (memory_mask[b * L + l - 1]) rooms.reach[b] = l;
+    }
     for (int64_t b = 0; b < B; ++b) examples[b + 1] += examples[b];  // where an example's columns begin
     count = columns.size();
     room = (*std::max_element(start, start + B) + Q + kLanes - 1) / kLanes * kLanes;
@@ -187,13 +192,14 @@ struct DecoderStep : StepNumbers, StepFields {
 
   // What they find in the source.
   void AttendMemory(int64_t b, int64_t h, const DecoderLayer& layer) {
-    const int64_t i = b * H + h, from = rooms.examples[b], length = L;
-    const bool* seen = memory_mask + b * length;
+    const int64_t i = b * H + h, from = rooms.examples[b], length = rooms.reach[b];
+    const bool* seen = memory_mask + b * L;
     auto add = [&](int64_t, float* scores) {
       for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
     };
     const int64_t at = from * inner + h * K;
-    AttendPanels(After(layer.memory_keys, i), After(layer.memory_values, i), rooms.projected.data() + at, inner,
+    AttendPanels(WithOutputs(After(layer.memory_keys, i), length), WithInputs(After(layer.memory_values, i), length),
+                 rooms.projected.data() + at, inner,
                  rooms.examples[b + 1] - from, length, add, rooms.found.data() + at, inner);
   }
 
@@ -256,7 +262,8 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
 }
 
 // The encoder, of fields.h. The results: a layer of the decoder each, in panels of float32 or bfloat16, keys [B, H, M, K] and
-// values [B, H, K, M], zeros past a source's length. The encoder's own attention is of their type as well.
+// values [B, H, K, M], zeros past a source's length. The encoder's own attention is of their type as well, or in int8 where
+// columns of int8 weights have one digit.
 ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                   float epsilon) {
   if (attribute.size() != EncodeNumbers::kCount) return Wrong("encode: numbers of another table");
@@ -291,31 +298,16 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
               rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
   for (const EncoderLayer& layer : layers) {
-    // Queries and shares in as many as its other activations; tiles take two.
-    const int digits = !kDigits[kind] ? 0 : layer.inwards.digits == 1 ? 1 : 2;
     const int64_t row = 3 * inner;
     projected.resize(count * row);
     stack.OfNormed(layer.norm, layer.inwards, {projected.data(), row});
     team.Run(batch * heads, 1, [&](int64_t i) {
-      thread_local Ints32 packed;
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
-      const int64_t whole = (real + 2 * kPanel - 1) / (2 * kPanel) * 2 * kPanel;
-      const float* queries = projected.data() + first[b] * row + h * width;
-      packed.resize(2 * whole * width / depth);
-      int32_t *keys = packed.data(), *values = keys + whole * width / depth;
-      PackKeys(kind, queries + inner, row, real, whole, width, keys);
-      PackValues(kind, queries + 2 * inner, row, real, whole, width, values);
-      const Matrix k{kind, reinterpret_cast<const Ints*>(keys), nullptr, whole / kPanel, width / depth, digits};
-      const Matrix v{kind, reinterpret_cast<const Ints*>(values), nullptr, width / kPanel, whole / depth, digits};
-      constexpr int64_t kQueries = 32;  // at a time: their scores stay in the cache
-      for (int64_t q = 0; q < real; q += kQueries) {
-        auto add = [&](int64_t c, float* scores) {
-          const float* of_query = fields.bias + h * (2 * length - 1) + length - 1 - (q + c);
-          for (int64_t l = 0; l < real; ++l) scores[l] += of_query[l];
-        };
-        AttendPanels(k, v, queries + q * row, row, std::min(kQueries, real - q), real, add,
-                     rooms.found.data() + (first[b] + q) * inner + h * width, inner);
-      }
+      const float *queries = projected.data() + first[b] * row + h * width, *keys = queries + inner, *values = keys + inner;
+      const float* bias = fields.bias + h * (2 * length - 1) + length - 1;  // of a query's own key
+      float* found = rooms.found.data() + first[b] * inner + h * width;
+      if (layer.inwards.digits == 1) AttendBlocks(queries, keys, values, row, real, width, bias, found, inner);
+      else AttendWhole(kind, queries, keys, values, row, real, width, bias, found, inner);
     });
     stack.Add(layer.outwards, rooms.found);
     stack.Feed(layer);

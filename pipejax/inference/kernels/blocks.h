@@ -1,0 +1,235 @@
+// Attention of a source to itself in int8, by blocks of keys, where the processor multiplies int8 but has no tiles.
+//
+// Scores of a few queries with a block stay in the processor's first cache. The softmax goes along: of each query the highest
+// score up to now, the sum of the powers, and the values that these weigh. (Milakov and Gimelshein, arXiv 1805.02867; Dao
+// et al., arXiv 2205.14135.)
+//
+// Each query, each key and each output of a block's values has a scale of its own. The powers of a query in a block are
+// whole numbers, 255 the largest. All that rounding takes from them weighs the mean of the block's values: many small
+// powers count for as much as they are.
+#pragma once
+
+#include "attention.h"
+
+namespace pipejax {
+
+#ifdef __AVX512VNNI__
+
+constexpr int64_t kBlock = 512;  // keys of a block
+constexpr int kAsking = 24;      // queries that a block meets while the cache holds it
+constexpr int kTogether = 6;     // of them at a time: with four panels 24 of 32 registers hold sums
+
+// GCC keeps sums in memory between loops that it leaves as they are, and products are as short as a head is wide.
+#define UNROLLED _Pragma("GCC unroll 8")
+
+// Numbers in int8, 127 the largest. The scale is not a number if one of them is none.
+struct Int8 {
+  Lanes scale, by;
+
+  Int8(Lanes largest, Lanes bad) : scale(largest / 127.0f + bad), by(largest < kLeast ? Lanes{} : 127.0f / largest) {}
+
+  // Writes a row [width] and returns its scale and the sum of its whole numbers; `put` gets so many at a time.
+  template <typename Put>
+  static std::pair<float, int32_t> Row(const float* x, int64_t width, Put put) {
+    Lanes most = {}, bad = {};
+    for (int64_t k = 0; k < width; k += kLanes) Measure(Load(x + k), most, bad);
+    const Int8 number(Lanes{} + Most(most), Lanes{} + Sum(bad));
+    Ints sum = {};
+    for (int64_t k = 0; k < width; k += kLanes) {
+      const Ints whole = Whole(Load(x + k) * number.by);
+      put(k / 4, __builtin_convertvector(whole, Bytes));
+      sum += whole;
+    }
+    return {number.scale[0], Sum(sum)};
+  }
+};
+
+// Some queries in int8, and where their softmax is.
+struct Asking {
+  Ints32 numbers;                          // [queries, width] in groups of four
+  float scale[kAsking];
+  int32_t offset[kAsking];                 // -128 times the sum of a query's numbers: keys are without a sign, 128 too many
+  float most[kAsking], total[kAsking];     // the highest score, and the sum of the powers
+  alignas(64) float scores[kTogether * kBlock];
+  alignas(64) int32_t powers[kTogether * kBlock / 4];  // in bytes
+
+  void Set(const float* queries, int64_t stride, int64_t count, int64_t width) {
+    numbers.resize(kAsking * width / 4);
+    for (int64_t c = 0; c < count; ++c) {
+      auto put = [&](int64_t group, Bytes bytes) { std::memcpy(numbers.data() + c * width / 4 + group, &bytes, sizeof bytes); };
+      const auto [own, sum] = Int8::Row(queries + c * stride, width, put);
+      scale[c] = own, offset[c] = -128 * sum, most[c] = -INFINITY, total[c] = 0.0f;
+    }
+  }
+};
+
+// Keys and values of a block.
+class KeyBlock {
+ public:
+  // Keys and values [length, width] of the block, laid in panels; then zeros, up to a multiple of 64.
+  void Set(const float* keys, const float* values, int64_t stride, int64_t length, int64_t width) {
+    length_ = length, whole_ = (length + 63) / 64 * 64, width_ = width;
+    keys_.resize(whole_ * width / 4), values_.resize(whole_ * width / 4);
+    key_scales_.resize(whole_), value_scales_.resize(width), means_.resize(width);
+    for (int64_t l = 0; l < whole_; ++l) {
+      int32_t* at = keys_.data() + l / kPanel * width / 4 * kPanel + l % kPanel;
+      auto put = [&](int64_t group, Bytes bytes) {
+        for (int j = 0; j < kLanes / 4; ++j) std::memcpy(at + (group + j) * kPanel, reinterpret_cast<const int8_t*>(&bytes) + 4 * j, 4);
+      };
+      if (l < length) key_scales_[l] = Int8::Row(keys + l * stride, width, put).first;
+      else key_scales_[l] = 0.0f;
+      if (l >= length) for (int64_t group = 0; group < width / 4; group += kLanes / 4) put(group, Bytes{});
+    }
+    int32_t* at = values_.data();
+    for (int64_t k = 0; k < width; k += kPanel) {
+      Lanes most = {}, bad = {}, sum = {};
+      for (int64_t l = 0; l < length; ++l) {
+        const Lanes value = Load(values + l * stride + k);
+        Measure(value, most, bad);
+        sum += value;
+      }
+      const Int8 number(most, bad);
+      Store(value_scales_.data() + k, number.scale), Store(means_.data() + k, sum / static_cast<float>(length));
+      for (int64_t l = 0; l < whole_; l += 4, at += kPanel) {
+        Ints group = {};
+        for (int64_t j = 0; j < 4 && l + j < length; ++j)
+          group |= (Whole(Load(values + (l + j) * stride + k) * number.by) & 0xff) << 8 * j;
+        std::memcpy(at, &group, sizeof group);
+      }
+    }
+  }
+
+  // Adds what C queries from the first on find. `bias`: of the first with the block's first key.
+  template <int C>
+  void Attend(Asking& asking, int64_t first, const float* bias, float* found, int64_t found_stride) const {
+    Lanes high[C];
+    std::fill(high, high + C, Lanes{} - INFINITY);
+    for (int64_t key = 0; key < whole_; key += 4 * kPanel) Score<C>(asking, first, bias, key, high);
+    float weight[C], lost[C];  // of a power's unit; of all that rounding took
+    for (int c = 0; c < C; ++c) {
+      float &most = asking.most[first + c], &total = asking.total[first + c];
+      const float highest = Most(high[c]), now = std::max(most, highest), fade = std::exp(most - now);
+      const auto [sum, units] = Raise(asking, c, highest);
+      weight[c] = std::exp(highest - now), lost[c] = (sum - units) * weight[c];
+      most = now, total = total * fade + sum * weight[c];
+      for (float* at = found + c * found_stride; at < found + c * found_stride + width_; at += kLanes) Store(at, Load(at) * fade);
+    }
+    for (int64_t panel = 0; panel < width_ / kPanel; panel += 4)
+      WithConstant<4>(std::min<int64_t>(4, width_ / kPanel - panel), [&](auto p) {
+        Weigh<p(), C>(asking, panel, weight, lost, found, found_stride);
+      });
+  }
+
+ private:
+  // Scores of the queries with the keys of four panels; past the block's last key -inf.
+  template <int C>
+  void Score(Asking& asking, int64_t first, const float* bias, int64_t key, Lanes* high) const {
+    constexpr int P = 4;
+    const int64_t depth = width_ / 4;
+    const Ints* groups = reinterpret_cast<const Ints*>(keys_.data()) + key / kPanel * depth;
+    const int32_t* numbers = asking.numbers.data() + first * depth;
+    Ints sum[P][C];
+    UNROLLED for (int c = 0; c < C; ++c)
+      UNROLLED for (int p = 0; p < P; ++p) sum[p][c] = Ints{} + asking.offset[first + c];
+    for (int64_t g = 0; g < depth; ++g) {
+      Ints keys[P];
+      UNROLLED for (int p = 0; p < P; ++p) keys[p] = Unsigned<kInt8>(groups[p * depth + g]);
+      UNROLLED for (int c = 0; c < C; ++c) {
+        const Ints number = Ints{} + numbers[c * depth + g];
+        UNROLLED for (int p = 0; p < P; ++p) sum[p][c] = Dot<kInt8>(sum[p][c], keys[p], number);
+      }
+    }
+    UNROLLED for (int p = 0; p < P; ++p, key += kPanel) {
+      const __mmask16 real = (1u << std::clamp<int64_t>(length_ - key, 0, kPanel)) - 1;
+      const Lanes scales = Load(key_scales_.data() + key);
+      UNROLLED for (int c = 0; c < C; ++c) {
+        const Lanes own = (Lanes)_mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), real, bias + key - c);
+        const Lanes score = Fma(__builtin_convertvector(sum[p][c], Lanes), scales * asking.scale[first + c], own);
+        Store(asking.scores + c * kBlock + key, score);
+        high[c] = score > high[c] ? score : high[c];
+      }
+    }
+  }
+
+  // 255 e^(a query's scores - the highest), to 1e-4 of it; returns the sum, and the sum of the whole numbers next to them.
+  std::pair<float, int32_t> Raise(Asking& asking, int c, float highest) const {
+    constexpr float kLog2E = 1.44269504f, kLog2Of255 = 7.99435344f;
+    const Lanes offset = Lanes{} + (kLog2Of255 - highest * kLog2E);
+    Lanes sum = {};
+    Ints units = {};
+    for (int64_t key = 0; key < whole_; key += 4 * kPanel) {
+      int8_t* bytes = reinterpret_cast<int8_t*>(asking.powers + (c * kBlock + key) / 4);
+      UNROLLED for (int p = 0; p < 4; ++p) {
+        const Lanes exponent = Fma(Load(asking.scores + c * kBlock + key + p * kPanel), kLog2E, offset);
+        const Lanes rest = (Lanes)_mm512_reduce_ps((__m512)exponent, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        Lanes root = Lanes{} + 7.8024521e-2f;
+        for (float factor : {2.2606716e-1f, 6.9583356e-1f, 9.9992522e-1f}) root = Fma(root, rest, Lanes{} + factor);
+        const __m512 power = _mm512_scalef_ps((__m512)root, (__m512)exponent);
+        _mm_store_si128(reinterpret_cast<__m128i*>(bytes + p * kPanel), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(power)));
+        sum += (Lanes)power;
+      }
+      units = Dot<kInt8>(units, *reinterpret_cast<const Ints*>(bytes), Ints{} + 0x01010101);
+    }
+    return {Sum(sum), Sum(units)};
+  }
+
+  // Adds the values of P panels, weighed by the queries' powers.
+  template <int P, int C>
+  void Weigh(const Asking& asking, int64_t panel, const float* weight, const float* lost, float* found,
+             int64_t found_stride) const {
+    const int64_t depth = whole_ / 4;
+    const Ints* groups = reinterpret_cast<const Ints*>(values_.data()) + panel * depth;
+    Ints sum[P][C];
+    UNROLLED for (int c = 0; c < C; ++c)
+      UNROLLED for (int p = 0; p < P; ++p) sum[p][c] = Ints{};
+    for (int64_t g = 0; g < depth; ++g) {
+      Ints values[P];
+      UNROLLED for (int p = 0; p < P; ++p) values[p] = groups[p * depth + g];
+      UNROLLED for (int c = 0; c < C; ++c) {
+        const Ints power = Ints{} + asking.powers[c * kBlock / 4 + g];
+        UNROLLED for (int p = 0; p < P; ++p) sum[p][c] = Dot<kInt8>(sum[p][c], power, values[p]);
+      }
+    }
+    UNROLLED for (int p = 0; p < P; ++p) {
+      const int64_t k = (panel + p) * kPanel;
+      const Lanes scales = Load(value_scales_.data() + k), means = Load(means_.data() + k);
+      UNROLLED for (int c = 0; c < C; ++c) {
+        float* at = found + c * found_stride + k;
+        Store(at, Load(at) + (__builtin_convertvector(sum[p][c], Lanes) * (scales * weight[c]) + means * lost[c]));
+      }
+    }
+  }
+
+  int64_t length_, whole_, width_;
+  Ints32 keys_, values_;
+  Floats32 key_scales_, value_scales_, means_;
+};
+
+#endif
+
+// As AttendWhole, in int8.
+inline void AttendBlocks(const float* queries, const float* keys, const float* values, int64_t stride, int64_t length,
+                         int64_t width, const float* bias, float* found, int64_t found_stride) {
+#ifdef __AVX512VNNI__
+  thread_local std::vector<KeyBlock> blocks;
+  thread_local Asking asking;
+  blocks.resize(std::max<size_t>(blocks.size(), (length + kBlock - 1) / kBlock));
+  for (int64_t from = 0; from < length; from += kBlock)
+    blocks[from / kBlock].Set(keys + from * stride, values + from * stride, stride, std::min(kBlock, length - from), width);
+  for (int64_t q = 0; q < length; q += kAsking) {
+    const int64_t count = std::min<int64_t>(kAsking, length - q);
+    float* at = found + q * found_stride;
+    asking.Set(queries + q * stride, stride, count, width);
+    for (int64_t c = 0; c < count; ++c) std::fill_n(at + c * found_stride, width, 0.0f);
+    for (int64_t from = 0; from < length; from += kBlock)
+      for (int64_t first = 0; first < count; first += kTogether)
+        WithConstant<kTogether>(std::min<int64_t>(kTogether, count - first), [&](auto c) {
+          blocks[from / kBlock].Attend<c()>(asking, first, bias + from - q - first, at + first * found_stride, found_stride);
+        });
+    for (int64_t c = 0; c < count; ++c, at += found_stride)
+      for (int64_t k = 0; k < width; k += kLanes) Store(at + k, Load(at + k) / asking.total[c]);
+  }
+#endif
+}
+
+}  // namespace pipejax
