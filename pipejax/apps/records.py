@@ -32,12 +32,12 @@ STANDARD = "-"
 WORKBOOKS = (".xlsx", ".xls", ".ods")
 
 
-def check_input(source: str) -> Path:
-    """Where the input is; raises a UserError if it is absent."""
+def check_input(source: str, flag: str = "--input") -> Path:
+    """Where the input is that a flag names; raises a UserError if it is absent."""
     given = Path("/dev/stdin" if source == STANDARD else source)
     if source != STANDARD and (not given.exists() or (given.is_dir() and not is_dataset(given))):
         found = "found a directory" if given.is_dir() else "no such file"
-        raise UserError(f"--input {source}: {found}; expected {EXPECTED}")
+        raise UserError(f"{flag} {source}: {found}; expected {EXPECTED}")
     return given
 
 
@@ -119,7 +119,7 @@ def decode_file(
         size = min(batch_size or generator.config.decode.batch_size, total)
         if target != STANDARD and not (Path(target).exists() and not Path(target).is_file()):
             unfinished = Unfinished(target, settings_of(generator, name, checked))
-            kept = unfinished.kept(checked) if resume else kept
+            kept = unfinished.kept([source.id for source in checked]) if resume else kept
         sources = iter(checked[kept.records :])
     report, resumable = Report(), False
     if kept.records == total:
