@@ -34,6 +34,7 @@ from pipejax.training.step import batch_loss
 from support import oracle
 from support.staggered import Staggered
 from support.tiny import DEEP, MODEL, change
+from support.umt5 import UMT5Config
 
 BOS, EOS, SEPARATOR, WORDS = 0, 1, 2, 9
 ALL = [*map(Condition, (WHOLE, 4, 2, 1, 0, HIDDEN)), *(Condition(WHOLE, row) for row in range(3))]
@@ -141,12 +142,13 @@ def deep() -> tuple[Any, Any]:
     return DEEP.module(), oracle.random_params(DEEP, np.random.default_rng(3))
 
 
-def test_rows_seen_whole_are_those_of_training(deep: tuple[Any, Any]) -> None:
-    rng = random.Random(2)
+@pytest.mark.parametrize("backbone", [DEEP, UMT5Config(**dataclasses.asdict(DEEP))], ids=["T5", "UMT5"])
+def test_rows_seen_whole_are_those_of_training(backbone: Any) -> None:
+    rng, own = random.Random(2), (backbone.module(), backbone.init_params(jax.random.key(0)))
     targets = [sequential(drawn(rng))[0] for _ in range(6)]
-    found = measured(targets, *deep)
+    found = measured(targets, *own)
     batch = {name: jnp.asarray(x) for name, x in collate([t.encoded for t in targets]).arrays.items()}
-    total, count = batch_loss(*deep, batch, None)
+    total, count = batch_loss(*own, batch, None)
     assert sum(nll[0].sum() for nll in found) == pytest.approx(float(total), rel=1e-4)
     assert count == sum(len(t.row) for t in targets)
 
