@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks import plot
+from lab.experiments import distance_probes
+from lab.experiments.tables import bounds, paper
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "lab" / "benchmarks" / "results"
 SYSTEMS = {
@@ -22,10 +24,11 @@ def page(name: str) -> str:
         return "\n".join(calls(found))
     keys = found["results"][0].keys()
     build = next(build for key, build in KINDS.items() if key in keys)
-    machine = found["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
-    below = ["", f"{where}, Python {machine['python']}, {versions}.", "", "```text", found["command"], "```"]
+    below = ["", "```text", found["command"], "```"]
+    if machine := found.get("machine"):  # none has a part in what is counted or compiled
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
+        below = ["", f"{where}, Python {machine['python']}, {versions}.", *below]
     return "\n".join([*build(found["results"]), *below])
 
 
@@ -85,4 +88,35 @@ def calls(found: dict[str, dict[str, float]]) -> list[str]:
     return table(["decoder calls an answer", "examples", *names], rows, words=1)
 
 
-KINDS = {"decode_s": decoding, "documents": documents, "step_s": training, "equal": rounding}  # by a key of a result
+def memory(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.programs`: the encoder's program and a decoder's largest, and the paper's figures."""
+    needs: dict[tuple[str, str], dict[str, list[dict[str, int]]]] = {}
+    for r in results:
+        of_model = needs.setdefault((r["model"], r["dtype"]), {})
+        of_model.setdefault(r["program"].partition(",")[0], []).append(r["memory"])
+    rows = []
+    for (model, dtype), of_model in needs.items():
+        (encoder,) = of_model.pop("encode")
+        for decoder, plans in of_model.items():
+            # A decoder's first program has its weights and the encoded source as arguments, later ones a cache as well.
+            weights = encoder["argument"] + min(plan["argument"] for plan in plans) - encoder["output"]
+            encoding = weights + encoder["output"] + encoder["temp"]
+            decoding = max(encoder["argument"] + sum(plan.values()) - 2 * plan["alias"] for plan in plans)
+            reported = [r.memory for (_, *which), r in paper.REPORTED.items() if which == [model, decoder]]
+            known = [each for each in reported if each and dtype == "float32"]
+            theirs = f"{min(known):,} to {max(known):,}" if known else ""
+            sizes = (f"{size / 2**20:,.0f}" for size in (weights, encoding, decoding))
+            rows.append([model, dtype, decoder, *sizes, theirs])
+    return table(["T5", "dtype", "decoder", "weights, MiB", "encoding", "decoding", "paper, M"], rows, words=3)
+
+
+# By a key of a result.
+KINDS = {
+    "distance": distance_probes.table,
+    "decode_s": decoding,
+    "documents": documents,
+    "step_s": training,
+    "equal": rounding,
+    "memory": memory,
+    "free_ratio": bounds.table,
+}

@@ -58,12 +58,12 @@ def next_start(time: Numbers, delay: int) -> Numbers:
     return -(-time // delay) * delay if delay else time
 
 
-def beginning(delay: int, time_max: int, sub_max: int) -> int:
+def count_rows(delay: int, time_max: int, sub_max: int) -> int:
     """The number of rows that start before time runs out."""
     return min(sub_max, -(-time_max // delay)) if delay else sub_max
 
 
-def starting(delay: int, rows: int) -> int:
+def count_starts(delay: int, rows: int) -> int:
     """The number, of so many rows, that start at a time at which any does."""
     return 1 if delay else rows
 

@@ -158,7 +158,7 @@ def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, monkeypa
         (t5, "MASKED"),
         (t5.T5, "dropout"),
         (attention, "_forward"),
-        (embedding, "_scattered"),
+        (embedding, "_scatter"),
         (relative_bias, "by_bucket"),
         (stack, "_first"),
         (nn, "relu"),

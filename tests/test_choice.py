@@ -46,7 +46,9 @@ def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p
     count, vocabulary = 4_000, 300
     logits = (3 * np.random.default_rng(1).standard_normal(vocabulary)).astype(np.float32)
     wishes = Wishes(sampling=sampling(count, temperature, top_k, top_p))
-    drawn = jax.jit(lambda x: choice.chosen(choice.first_argmax, x, asked(np.zeros(count), np.zeros(count)), wishes))
+    drawn = jax.jit(
+        lambda x: choice.choose_tokens(choice.first_argmax, x, asked(np.zeros(count), np.zeros(count)), wishes)
+    )
     found = np.bincount(drawn(jnp.broadcast_to(logits[:, None], (vocabulary, count))), minlength=vocabulary)
     scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
@@ -62,7 +64,7 @@ def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p
 
 def test_equal_logits_at_the_limit_stay_together():
     logits = jnp.asarray([[0.0], [2.0], [1.0], [1.0], [-1.0]])
-    weights = choice._limited(logits, sampling(1, top_k=2))
+    weights = choice._limit(logits, sampling(1, top_k=2))
     assert (weights[:, 0] > 0).tolist() == [False, True, True, True, False]
 
 
@@ -70,8 +72,8 @@ def test_equal_logits_at_the_limit_stay_together():
 def test_a_share_finds_its_token(share, token):
     """What has no weight is never found, whatever is rounded."""
     weights = jnp.zeros(700).at[jnp.asarray([1, 3, 600])].set(jnp.asarray([1.0, 2.0, 1.0]))
-    assert choice._found(weights[:, None], jnp.asarray([share])).tolist() == [token]
-    assert choice._found(weights[:, None] * 1e-30, jnp.asarray([share])).tolist() == [token]
+    assert choice._find(weights[:, None], jnp.asarray([share])).tolist() == [token]
+    assert choice._find(weights[:, None] * 1e-30, jnp.asarray([share])).tolist() == [token]
 
 
 def test_a_draw_depends_on_seed_and_place_alone():
@@ -81,7 +83,7 @@ def test_a_draw_depends_on_seed_and_place_alone():
     def drawn(places):
         wishes = Wishes(sampling=sampling(len(places), 5.0, seed=np.asarray(seed)[places]))
         step = asked(np.asarray(row)[places], np.asarray(time)[places])
-        return choice.chosen(choice.first_argmax, logits[:, places], step, wishes).tolist()
+        return choice.choose_tokens(choice.first_argmax, logits[:, places], step, wishes).tolist()
 
     found = drawn(list(range(6)))
     assert found[0] == found[3] and found[1] == found[4] and len({*found}) > 2

@@ -19,7 +19,7 @@ from pipejax import config as config_lib
 from pipejax.apps.picture import command as picture
 from pipejax.apps.records import as_line
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, listed
+from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, list_calls
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import answers, kernels
 from pipejax.inference.backends import XLA, OwnKernel, call_costs
@@ -53,7 +53,7 @@ class Table:
         return table, Draft(tokens, count, jnp.zeros_like(count))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_of_drafts_compile_with_the_flags_of_users():
     """The suite's flags for XLA hide what LLVM makes of a program: on AVX-512 one like this ended the process."""
     program = """
@@ -139,7 +139,7 @@ def test_calls_and_what_they_accept_are_those_of_the_wavefront(delay, time_max, 
             unique=unique,
         )
         assert found.calls[0] == len(calls)
-        assert listed(found.trace, 0, len(calls)) == calls
+        assert list_calls(found.trace, 0, len(calls)) == calls
         saved += expected.calls - len(calls)
         in_vain += sum(not written for call in calls for _, written, _, _ in call)
         in_circles += expected.truncated is None and expected.all_rows[-1] != [0, 1]
@@ -172,9 +172,9 @@ def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
             oracle.scripted_next_tokens(answer), delay=2, time_max=12, sub_max=4, stop="empty_row"
         ).all_rows
         calls = wavefront.trace(rows, lambda i, n, table=table: table[i][n : n + 3], delay=2, time_max=12, sub_max=4)
-        assert listed(found.trace, b, int(found.calls[b])) == calls
+        assert list_calls(found.trace, b, int(found.calls[b])) == calls
     # By hand: the first row's third token is guessed wrong; then all of it is right up to its eos, row 2 included.
-    assert listed(found.trace, 1, 2) == [
+    assert list_calls(found.trace, 1, 2) == [
         [(0, 3, 2, [6, 6, 9]), (1, 1, 0, [7])],
         [(0, 3, 3, [6, 6, 1]), (1, 2, 2, [8, 1]), (2, 2, 2, [2, 1]), (3, 1, 1, [1])],
     ]
@@ -225,7 +225,7 @@ def assert_equal(found, expected, batch):
 
 DRAFTERS = (FromSource(), Jacobi(), FromModel(least=0.2))
 QUICK = [(SETTINGS[0], FromSource())]
-SLOW = [(SETTINGS[3], FromModel(least=0.2)), (SETTINGS[9], Jacobi())]
+SLOW = [(SETTINGS[9], Jacobi())]
 
 
 def marks(setting, drafter):
@@ -252,9 +252,9 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     for backend, each in zip((XLA, OwnKernel(level=narrow), OwnKernel()), drafted.split(), strict=True):
         costs = call_costs(weights, backend)
         drafted = Drafted(Sequential(20), FromSource(), 3)
-        strategy = drafted.suited("cpu", costs=costs, skips_fillers=backend.skips_fillers)
+        strategy = drafted.suit("cpu", costs=costs, skips_fillers=backend.skips_fillers)
         for odds, tokens in zip((0.3, 0.12), each, strict=True):
-            assert strategy._chosen(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == int(tokens)
+            assert strategy.choose_lengths(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == int(tokens)
 
 
 @pytest.mark.parametrize(

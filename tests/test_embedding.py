@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.methods import losses
 from pipejax.model import embedding
-from pipejax.model.embedding import look_up, summed_by_token
+from pipejax.model.embedding import look_up, sum_by_token
 from pipejax.training.plan import longest_batch
 from pipejax.training.step import Trainer
 
@@ -50,7 +50,7 @@ def test_sums_by_token(kind, shape, vocabulary, dtype):
     """Tokens that fill no block, one, and several; that never come; that fill blocks alone."""
     tokens = drawn(kind, shape, vocabulary)
     gradient = jnp.asarray(np.random.default_rng(1).normal(size=(*shape, 6)), dtype)
-    found = summed_by_token(jnp.asarray(tokens), gradient, vocabulary=vocabulary)
+    found = sum_by_token(jnp.asarray(tokens), gradient, vocabulary=vocabulary)
     expected = by_hand(tokens, np.asarray(gradient, np.float64), vocabulary)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
@@ -60,7 +60,7 @@ def test_sums_by_token(kind, shape, vocabulary, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_two_lookups_and_their_gradient(dtype, where, monkeypatch):
     if where == "elsewhere":
-        monkeypatch.setattr(embedding, "_scattered", summed_by_token)
+        monkeypatch.setattr(embedding, "_scatter", sum_by_token)
     random = np.random.default_rng(0)
     table = jnp.asarray(random.normal(size=(20, 4)), jnp.float32)
     tokens = tuple(jnp.asarray(random.integers(0, 20, shape), jnp.int32) for shape in ((4, 30), (2, 11)))
@@ -82,7 +82,7 @@ def test_each_device_sums_what_it_holds():
     random = np.random.default_rng(0)
     tokens = jax.device_put(random.integers(0, 30, (4, 300)).astype(np.int32), apart)
     gradient = jax.device_put(random.normal(size=(4, 300, 8)).astype(np.float32), apart)
-    compiled = jax.jit(lambda t, g: summed_by_token(t, g, vocabulary=30)).lower(tokens, gradient).compile()
+    compiled = jax.jit(lambda t, g: sum_by_token(t, g, vocabulary=30)).lower(tokens, gradient).compile()
     crossing = re.findall(r"= (\S+) (all-\w+|collective-\w+|reduce-scatter)\(", compiled.as_text())
     assert [(shape.split("{")[0], kind) for shape, kind in crossing] == [("f32[30,8]", "all-reduce")]
     expected = by_hand(np.asarray(tokens), np.asarray(gradient, np.float64), 30)

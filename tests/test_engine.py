@@ -211,7 +211,7 @@ def test_a_thrown_switch_lets_it_pause_after_a_step(fast):
 def test_listening_is_no_effect(fast):
     """JAX calls a program with effects in Python, array by array, and a stream calls one for each look."""
     given = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((2,), np.uint32)
-    assert not jax.make_jaxpr(fast.programs.backend.left)(*given).effects
+    assert not jax.make_jaxpr(fast.programs.backend.listen)(*given).effects
 
 
 def test_who_comes_is_not_kept_waiting_by_a_long_answer(fast):

@@ -54,11 +54,11 @@ def test_products_equal_numpys(outputs: int, inputs: int, queries: int) -> None:
     matrix, own = Matrix(jnp.asarray(rows), jnp.zeros(0)), decoder(2, 16, 1)
     assert own._multiplies(matrix, x)
     wide = x.astype(np.float64)
-    close(own._added(matrix, jnp.asarray(x), jnp.asarray(residual)), residual + rows @ wide, rtol=1e-5, atol=1e-3)
+    close(own._add(matrix, jnp.asarray(x), jnp.asarray(residual)), residual + rows @ wide, rtol=1e-5, atol=1e-3)
     normed = wide / np.sqrt((wide**2).mean(axis=0) + 1e-3) * scale[:, None]
     close(own._of_normed(matrix, jnp.asarray(x), jnp.asarray(scale), 0.5), rows @ normed / 2, rtol=1e-4, atol=1e-4)
     layer: Any = SimpleNamespace(feed_inwards=matrix, feed_norm=jnp.asarray(scale))
-    close(own._activated(jnp.asarray(x), layer), np.maximum(rows @ normed, 0), rtol=1e-4, atol=1e-4)
+    close(own._activate(jnp.asarray(x), layer), np.maximum(rows @ normed, 0), rtol=1e-4, atol=1e-4)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

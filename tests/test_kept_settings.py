@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ import transformers
 import pipejax
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, TrainConfig, to_json
+from pipejax.convert import __main__ as convert
 from pipejax.convert import description, huggingface, quantize
 from pipejax.data import make_task
 from pipejax.system.errors import UserError
@@ -37,7 +39,7 @@ IN_ROWS: dict[str, Any] = {
     "decode": {"max_length": 11},
 }
 RECORDS = [{"note": "deliver small apples", "my-thing": "old maps"}, {"note": "the baker", "my-thing": "honey ; tea"}]
-FILES = {"config.json", "generation_config.json", "model.safetensors", "pipejax.json", "README.md"}
+FILES = {"config.json", "generation_config.json", "model.safetensors", "pipejax.json", "README.md", "custom_generate"}
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +96,7 @@ def test_what_is_written_and_said(in_rows: Path, tmp_path: Path, capsys: pytest.
     [line] = capsys.readouterr().err.splitlines()
     assert (
         line.startswith(f"{out}: ")
-        and "generate writes the first row of an answer alone" in line
+        and "custom_generate/generate.py there writes rows in transformers" in line
         and "README.md" in line
     )
     tokenizer = {path.name for path in (in_rows / "tokenizer").iterdir()}
@@ -108,7 +110,9 @@ def test_what_is_written_and_said(in_rows: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_nothing_leaves_the_machine_but_settings(in_rows: Path) -> None:
-    for file in in_rows.with_name("hf").iterdir():
+    files = [file for file in in_rows.with_name("hf").rglob("*") if file.is_file()]
+    assert len(files) > len(FILES)
+    for file in files:
         content = file.read_bytes()
         assert b"secret" not in content and b"someone" not in content, file
         assert str(in_rows.parent).encode() not in content, file
@@ -130,27 +134,53 @@ def test_the_same_run_comes_back(in_rows: Path, tmp_path: Path, capsys: pytest.C
     records = one.decode(RECORDS)
     assert two.decode(RECORDS) == records and any(len(record["rows"] or ()) > 1 for record in records)
     huggingface.to_hf(tmp_path / "back", tmp_path / "hf")
-    for file in in_rows.with_name("hf").iterdir():
-        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file
+    for file in in_rows.with_name("hf").rglob("*"):
+        if file.is_file():
+            again = tmp_path / "hf" / file.relative_to(in_rows.with_name("hf"))
+            assert again.read_bytes() == file.read_bytes(), file
 
 
 @pytest.mark.slow
-def test_transformers_writes_the_first_row(in_rows: Path) -> None:
-    """As README.md has it; the files that transformers does not know do not disturb it."""
+def test_transformers_writes_the_rows(in_rows: Path) -> None:
+    """As README.md has it, and the first row alone without the file; files that it does not know do not disturb it."""
     directory = in_rows.with_name("hf")
     _, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info.values()), info
     t5 = pipejax.load(in_rows)
     record = t5.decode(RECORDS)[0]
     names = by_the_card(directory, "notes : deliver small apples things : old maps")
+    assert names["answer"].rows == [record["row_ids"]] and len(record["row_ids"]) > 1
+    assert names["rows"] == record["rows"]
+    known = [word for word in (record["text"] or "").split() if word != "#"]  # which this tokenizer lacks
+    assert names["text"].split() == known
+    assert (names["answer"].steps, names["answer"].truncated) == ([record["steps"]], [record["truncated"]])
     ids = names["model"].generate(**names["ids"])[0, 1:].tolist()
     ids = ids[: ids.index(1)] if 1 in ids else ids
-    assert ids == record["row_ids"][0] and len(record["row_ids"]) > 1
-    assert names["rows"] == (record["rows"] or [])[:1]
+    assert ids == record["row_ids"][0]
+    with pytest.raises(ValueError, match="num_beams: rows are written greedily"):
+        names["model"].generate(**names["ids"], **names["how"], num_beams=4)
     card = (directory / "README.md").read_text()
-    assert "the first row of an answer alone" in card
+    assert "the first row alone" in card
     assert f"'notes : {{note}} things : {{my-thing}}'.format_map({dict.fromkeys(('note', 'my-thing'), '...')})" in card
     assert '{"note": "...", "my-thing": "..."}' in card and "' # '" in card and "3 rows and 9 steps" in card
+
+
+def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path) -> None:
+    """huggingface_hub reads them; scores of other weights are refused."""
+    origin = checkpoint.fingerprint.digest(checkpoint.open_run(in_rows).arrays["params"])
+    scores = {"task": "demo", "split": "test", "params_fp": origin, "strategy": "pipelined", "examples": 8}
+    scores |= {"metric": "spans", "em_f1": 71.256, "pm_f1": 80.5, "steps": 9.25, "calls": 3}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    argv = ["to-hf", in_rows, tmp_path / "hf", "--base-model", "google/t5-small", "--scores", tmp_path / "scores.json"]
+    assert convert.main([*map(str, argv)]) == 0
+    card = huggingface_hub.ModelCard.load(tmp_path / "hf" / "README.md")
+    assert (card.data.base_model, card.data.library_name) == ("google/t5-small", "transformers")
+    found = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert found == {"em_f1": 71.26, "pm_f1": 80.5}
+    assert "| em_f1 | 71.26 |" in card.text and "8 examples, 9.2 decoder steps" in card.text
+    (tmp_path / "scores.json").write_text(json.dumps(scores | {"params_fp": "0" * 16}))
+    with pytest.raises(UserError, match=r"scores.json: params_fp: found '0{16}'; expected '[0-9a-f]{16}'"):
+        huggingface.to_hf(in_rows, tmp_path / "other", scores=tmp_path / "scores.json")
 
 
 def test_the_card_of_a_published_task_has_its_template() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, without
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, hide
 from pipejax.inference import kernels
 from pipejax.model import t5
 from pipejax.system import compile_cache
@@ -63,7 +63,7 @@ def logits(level, weights, calls, *, rejected=(), batch=1):
             step, number, filled = gather(query, filled, start, int(live.sum()), len(cells))
             given, cache = decoder(step, cache)
             if i in rejected:
-                filled = without(jnp.asarray(live), jnp.asarray(live), filled, start)
+                filled = hide(jnp.asarray(live), jnp.asarray(live), filled, start)
             else:
                 found |= {cell: given[:, number[-1, j]] for j, cell in enumerate(cells)}
             start += len(cells)

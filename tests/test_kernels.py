@@ -17,7 +17,7 @@ from pipejax.decoding.gathering import NOWHERE, Filled
 from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.backends import OwnKernel, fastest
 from pipejax.inference.kernels import fields
-from pipejax.inference.weights import narrowed
+from pipejax.inference.weights import narrow
 from pipejax.model import t5
 from pipejax.model.quantization import quantize
 from pipejax.system import compile_cache, processor
@@ -330,7 +330,7 @@ def test_a_matrix_in_panels(weights):
     rows = np.random.default_rng(0).standard_normal((50, 24)).astype(np.float32)
     held, plain = (
         kernel_decoder.matrix(jnp.asarray(rows), weights=weights),
-        narrowed(jnp.asarray(rows), weights, "float32"),
+        narrow(jnp.asarray(rows), weights, "float32"),
     )
     assert held.rows.shape[0] == 4
     np.testing.assert_array_equal(in_rows(held.rows)[:50], plain.rows.astype(jnp.float32))

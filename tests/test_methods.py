@@ -32,6 +32,7 @@ from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
+from pipejax.decoding import Pipelined
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
@@ -39,9 +40,10 @@ from pipejax.inference.small import Small
 from pipejax.inference.small import check as check_drafter
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.methods import Method, Target
 from pipejax.model import t5
 from pipejax.system.errors import UserError
-from pipejax.training.step import batch_loss
+from pipejax.training.step import Trainer, batch_loss
 from pipejax.training.teach import lesson
 from support import oracle
 from support.scripted_engine import ScriptedEngine
@@ -283,6 +285,58 @@ def test_the_loss_is_its_own() -> None:
             slots += 1
     assert count == slots and float(total) == pytest.approx(expected, rel=1e-4)
     assert jnp.isfinite(total) and longest(RUN)[1] >= max(len(e.target.inputs) for e in encoded)
+
+
+class Apart(Pipelined):
+    """Algorithm 1, with rows farther apart."""
+
+    def position(self, row: Any, time: Any) -> Any:
+        return 5 * row + time
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsApart(Method):
+    """Its strategy has positions of its own."""
+
+    name = "rows_apart"
+    can = frozenset({"draft"})
+
+    def target(self, rows: Any, spells: Any, ids: Any, *, most: int, where: str) -> Target:
+        """As pipelined."""
+        return methods.Pipelined(GridConfig(delay=1)).target(rows, spells, ids, most=most, where=where)
+
+    def strategy(self, ids: Any) -> Apart:
+        return Apart(delay=1, time_max=12, sub_max=4, bos=ids.bos, eos=ids.eos)
+
+
+def farther(cells: Any) -> list[list[int]]:
+    """The distances of `Apart`."""
+    return [[5 * abs(i - k) + abs(t - u) for k, u in cells] for i, t in cells]
+
+
+def test_positions_of_a_strategys_own_decode_and_train() -> None:
+    """By the fast decoder, with drafts, and in the loss of training: all as plain lists say."""
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(4))
+    generator = Generator(Config(model=FEW_WORDS, method=RowsApart()), params, None)
+    texts, others = sources(20), 0
+    found = [generator.decode(texts, batch_size=4, draft=draft) for draft in ("none", "source")]
+    for i, text in enumerate(texts):
+        encoded, margins = oracle.encode(params, FEW_WORDS, text), list[float]()
+        says = oracle.grid_next_tokens(params, FEW_WORDS, encoded, 1, margins=margins, distances=farther)
+        expected = oracle.algorithm1(says, delay=1, time_max=12, sub_max=4, stop="empty_row").rows
+        plain = oracle.grid_next_tokens(params, FEW_WORDS, encoded, 1)
+        others += expected != oracle.algorithm1(plain, delay=1, time_max=12, sub_max=4, stop="empty_row").rows
+        if min(margins) > 1e-4:
+            assert [records[i]["row_ids"] for records in found] == [expected, expected]
+    assert others > 5
+    config, tokenizer = dataclasses.replace(RUN_ON_ONE, method=RowsApart()), demo.DemoTask().tokenizer()
+    params = oracle.random_params(MODEL, np.random.default_rng(3))
+    (example,) = demo.examples("train")[:1]
+    arrays = collate([encode(example, tokenizer, config, MODEL)]).arrays
+    total, count = Trainer(change(config, train={"batch_size": 1, "accumulate": 1})).dev_loss(params, arrays)
+    rows, source = [tokenizer.encode(row) for row in example.targets], [*tokenizer.encode(example.source), 1]
+    expected_loss = oracle.teacher_forced_loss(params, MODEL, source, rows, 1, distances=farther)
+    assert float(total / count) == pytest.approx(expected_loss, rel=1e-5)
 
 
 @pytest.mark.slow

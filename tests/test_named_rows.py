@@ -80,9 +80,9 @@ def asked(count, seed, *, all_begin):
     "setting, native",
     [
         ({}, False),
-        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({}, True, marks=pytest.mark.long),
         pytest.param({"delay": 2, "time_max": 20}, False, marks=pytest.mark.slow),
-        pytest.param({"decode": {"draft": "source"}}, False, marks=pytest.mark.slow),
+        pytest.param({"decode": {"draft": "source"}}, False, marks=pytest.mark.long),
         pytest.param({"decode": {"draft": "jacobi"}}, True, marks=pytest.mark.slow),
     ],
 )
@@ -196,7 +196,9 @@ def test_a_stream_and_an_engine_write_them(named):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay, sub_max", [(0, 4), (1, 4), pytest.param(1, 3, marks=pytest.mark.long), (2, 3)])
+@pytest.mark.parametrize(
+    "delay, sub_max", [(0, 4), *(pytest.param(*x, marks=pytest.mark.long) for x in ((1, 4), (1, 3), (2, 3)))]
+)
 def test_a_picture_shows_them_with_their_drafts(tokenizer, tmp_path, delay, sub_max):
     drafted = {"draft": "jacobi", "trace": True}
     made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=delay, sub_max=sub_max, decode=drafted)

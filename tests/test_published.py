@@ -335,6 +335,15 @@ def test_statistics_of_tokens(capsys):
     assert (
         found["tokens"]["source"]["median"] == sorted(len(e.source.split()) + 1 for e in examples)[len(examples) // 2]
     )
+    # Written beside one another, six steps and four rows at the most.
+    written = [[row[: max(6 - i, 0)] for i, row in enumerate(range(m) for m in rows[:4])] for rows in lengths]
+    kept = sum(len(row) for rows in written for row in rows)
+    assert 0 < kept < sum(map(sum, lengths))
+    assert found["kept_percent"] == pytest.approx(100 * kept / sum(map(sum, lengths)))
+    ends = [[i + m + 1 for i, m in enumerate([*rows, 0][:4])] for rows in lengths]  # the empty row is one of them
+    bounded = [min(max(times), 6) for times in ends]
+    assert found["bounded_ratio"] == pytest.approx(sum(sequential) / sum(bounded))
+    assert found["kept_ratio"] == pytest.approx((kept + sum(map(len, written))) / sum(bounded))
     cuts = {
         "max_source": 0.0,
         "max_target": sum(n + 1 > 12 for n in sequential),

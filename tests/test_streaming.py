@@ -82,7 +82,7 @@ def test_what_a_failed_stream_held_is_not_used_again(monkeypatch):
 
     with monkeypatch.context() as patch:
         ((batch,),) = made._streams.values()
-        patch.setattr(batch, "_advanced", fail)
+        patch.setattr(batch, "_run_steps", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             list(made.stream_rows(ids))
     assert list(made._streams.values()) == [[]]

@@ -336,7 +336,7 @@ def test_schedules(schedule):
 @pytest.mark.parametrize(
     "options, meshes",
     [
-        pytest.param({"dropout": 0.1}, MESHES[:4], marks=pytest.mark.slow),  # each axis, alone and beside the others
+        pytest.param({"dropout": 0.1}, [MESHES[0], MESHES[3]], marks=pytest.mark.slow),  # all axes beside one another
         pytest.param({"dropout": 0.1}, MESHES, marks=pytest.mark.long),
         pytest.param(
             {"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2},

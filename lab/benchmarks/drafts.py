@@ -364,7 +364,7 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
             drafter = drafters.make(name.partition("+")[2])
             drafted = Drafted(inner, drafter, flags.tokens)
             costs = backends.call_costs(own.ready.decoding, own.backend)
-            strategy = drafted.suited(jax.default_backend(), costs=costs, skips_fillers=own.backend.skips_fillers)
+            strategy = drafted.suit(jax.default_backend(), costs=costs, skips_fillers=own.backend.skips_fillers)
         systems.append(Ours(name, own, strategy, bucket(flags.max_source), other if name.endswith("model") else None))
     if theirs := [name for name in names if name.startswith("hf")]:
         import torch

@@ -2,6 +2,9 @@
 
 A kernel is an instruction that a device has to start: a fusion, a product, a copy, a custom call. What only renames a
 buffer (a tuple, a bitcast) is none.
+
+Bytes are those of the device's main memory. A TPU's compiler fetches buffers into memory on the chip before they are
+used, and says so in their layouts, S(1): what lies there costs nothing to read.
 """
 
 import math
@@ -18,9 +21,11 @@ FREE = frozenset(
     )
 )
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+PREFETCHES = ("copy-start", "slice-start")
 HOST = ("infeed", "outfeed", "send", "recv")
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
-_SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\](\{[^{}]*\})?")
+_ON_CHIP = re.compile(r"S\([1-9]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 
@@ -84,7 +89,7 @@ class Program:
         """A word for a kernel: product, reduction, elementwise, copy, collective, prefetch, or its own name."""
         if one.kind.removesuffix("-start") in COLLECTIVES:
             return "collective"
-        if one.kind in ("copy-start", "slice-start"):
+        if one.kind in PREFETCHES:
             return "prefetch"
         if one.kind == "custom-call":
             target = re.search(r'custom_call_target="([^"]+)"', one.text)
@@ -103,7 +108,10 @@ class Program:
         return "reduction" if inside & {"reduce", "reduce-window"} else "elementwise"
 
     def bytes(self, computation: str) -> int:
-        """What its kernels read and write: of a buffer that is sliced or updated in place only the part that moves."""
+        """Bytes of main memory that its kernels read and write.
+
+        Of a buffer that is sliced or updated in place only the part that moves counts, and what is fetched ahead once.
+        """
         instructions = self.computations[computation]
         sizes = {one.name: size(one.shape) for one in instructions}
         total = 0
@@ -114,6 +122,8 @@ class Program:
         return total
 
     def _read(self, one: Instruction, inside: list[Instruction], sizes: dict[str, int]) -> int:
+        if one.kind in PREFETCHES:
+            return _fetched(one)[0]
         if one.kind != "fusion":
             whole = [sizes.get(name, 0) for name in one.operands]
             return sum(whole[1:] if one.kind == "dynamic-update-slice" else whole)
@@ -124,6 +134,8 @@ class Program:
         return total
 
     def _written(self, one: Instruction, inside: list[Instruction]) -> int:
+        if one.kind in PREFETCHES:
+            return _fetched(one)[1]
         written, inner = size(one.shape), {x.name: size(x.shape) for x in inside}
         for update in (x for x in inside if x.kind == "dynamic-update-slice" and size(x.shape) in _parts(one.shape)):
             written -= size(update.shape) - (inner.get(update.operands[1], 0) if one.kind == "fusion" else 0)
@@ -137,14 +149,13 @@ class Program:
 
     def largest_copy(self, computation: str) -> int:
         """Elements of the largest array that a computation only copies; 0 without one."""
-        return max(
-            (elements(one.shape) for one in self.computations.get(computation, ()) if self._copies(one)), default=0
-        )
+        copies = (one for one in self.computations.get(computation, ()) if self._copies(one))
+        return max((elements(array[0]) for one in copies for array in _SHAPE.finditer(one.shape)), default=0)
 
     def _copies(self, one: Instruction) -> bool:
         if one.kind == "fusion":
             return {x.kind for x in self.computations.get(one.calls[0], ())} - FREE == {"copy"}
-        return one.kind in ("copy", "copy-start")
+        return one.kind == "copy" or (one.kind == "copy-start" and _fetched(one)[1] > 0)
 
     def host_transfers(self) -> int:
         """Instructions that make a device wait for its host, or the other way round."""
@@ -170,20 +181,33 @@ def _used(name: str, inside: list[Instruction]) -> int:
 
 def elements(shape: str) -> int:
     """Elements of all arrays of a shape, such as "bf16[2,3]{1,0}" or a tuple of such."""
-    return sum(math.prod(int(n) for n in dims.split(",") if n) for _, dims in _SHAPE.findall(shape))
+    return sum(math.prod(int(n) for n in dims.split(",") if n) for _, dims, _ in _SHAPE.findall(shape))
 
 
 def size(shape: str) -> int:
-    """Bytes of all arrays of a shape."""
+    """Bytes of main memory of all arrays of a shape."""
     return sum(_parts(shape))
 
 
 def _parts(shape: str) -> list[int]:
-    parts = []
-    for dtype, dims in _SHAPE.findall(shape):
+    return [bits // 8 * (not on_chip) for bits, on_chip in _arrays(shape)]
+
+
+def _arrays(shape: str) -> list[tuple[int, bool]]:
+    """Bits of each array of a shape, and whether it lies on the chip."""
+    found = []
+    for dtype, dims, layout in _SHAPE.findall(shape):
         bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype.partition("e")[0]) or 8)
-        parts.append(math.prod(int(n) for n in dims.split(",") if n) * bits // 8)
-    return parts
+        count = math.prod(int(n) for n in dims.split(",") if n)
+        found.append((count * bits, bool(_ON_CHIP.search(layout))))
+    return found
+
+
+def _fetched(one: Instruction) -> tuple[int, int]:
+    """Bytes of main memory that a prefetch reads and writes: its result holds the new buffer and the whole old one."""
+    first, second, *_ = _arrays(one.shape)
+    (bits, to_chip), (_, from_chip) = (first, second) if one.kind == "copy-start" else (second, first)
+    return bits // 8 * (not from_chip), bits // 8 * (not to_chip)
 
 
 def _instruction(found: re.Match[str], line: str) -> Instruction:

@@ -8,6 +8,7 @@ what the compiled text holds. A decoder has a program for each size that its cac
 speed: kernels are started one after the other, and what a start costs only the device can tell.
 """
 
+import itertools
 import sys
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab.benchmarks.hlo import COLLECTIVES, Program
-from lab.benchmarks.systems import SIZES, save
+from lab.benchmarks.systems import SIZES, names_of, save
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs
@@ -32,6 +33,7 @@ from pipejax.system.errors import UserError
 from pipejax.training.plan import longest_batch
 from pipejax.training.step import Trainer
 
+DTYPES = ("float32", "bfloat16")
 BATCH = 24  # of a training step
 MATTERS = 1_000_000  # elements from which on a sort or a scatter counts as large
 COPIED = 50_000  # elements from which on a copy in a step is one of a cache
@@ -49,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
     """Compiles, counts, prints a table, writes JSON; 1 if a program but the encoder's holds what it had better not."""
     parser = cli.Parser(prog="python -m lab.benchmarks.programs", description=__doc__)
     parser.add_argument("--targets", default="h100", metavar="NAME,...", help=f"of {', '.join(targets.TARGETS)} (h100)")
-    parser.add_argument("--model", choices=SIZES, default="base")
+    parser.add_argument("--model", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
     parser.add_argument("--batches", default="1,8", metavar="B,...", help="examples decoded together (1,8)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", metavar="NAME,...", help=f"of {', '.join(DTYPES)} (bfloat16)")
     parser.add_argument("--train", action="store_true", help="a training step as well, of configs/jsonl.py's lengths")
     parser.add_argument("--xla", action="store_true", help="without our own kernels for GPUs")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
@@ -65,31 +67,34 @@ def main(argv: Sequence[str]) -> int:
     kinds = {name: targets.find(name, "--targets") for name in flags.targets.split(",")}
     if flags.dump:
         Path(flags.dump).mkdir(parents=True, exist_ok=True)
+    models, dtypes = names_of("--model", flags.model, SIZES), names_of("--dtype", flags.dtype, DTYPES)
     results = []
-    for target, kind in kinds.items():
+    for (target, kind), name_of_model, name_of_dtype in itertools.product(kinds.items(), models, dtypes):
         device = kind.devices(1)[0]
         sharding = jax.sharding.SingleDeviceSharding(device)
         backend = XLA if flags.xla or not isinstance(kind, targets.Gpu) else Gpu()
-        config, dtype = SIZES[flags.model], jnp.dtype(flags.dtype)
+        config, dtype = SIZES[name_of_model], jnp.dtype(name_of_dtype)
         programs_of = [
             (case.name, partial(_lowered, case, sharding))
             for case in cases(config, dtype, batches, flags.source, sharding, backend)
         ]
         if flags.train:
-            programs_of.append((f"train, batch {BATCH}", partial(training, config, flags.dtype, device)))
+            programs_of.append((f"train, batch {BATCH}", partial(training, config, name_of_dtype, device)))
         for name, lower in programs_of:
             begun = time.perf_counter()
             compiled = lower().compile()
             text = compiled.as_text() or ""
-            result = {"target": target, "program": name, "compile_s": time.perf_counter() - begun}
+            result = {"target": target, "model": name_of_model, "dtype": name_of_dtype, "program": name}
+            result["compile_s"] = time.perf_counter() - begun
             result |= report(text, compiled.memory_analysis())
             results.append(result)
             print("\n".join(lines(result)), flush=True)
             if flags.dump:
-                (Path(flags.dump) / f"{target}-{name.replace(' ', '-')}.hlo").write_text(text)
+                stem = f"{target} {name_of_model} {name_of_dtype} {name}".replace(" ", "-")
+                (Path(flags.dump) / f"{stem}.hlo").write_text(text)
     if flags.json:
         command = "python -m lab.benchmarks.programs " + " ".join(argv)
-        save(flags.json, {"results": results, "jax": jax.__version__, "command": command, "model": flags.model})
+        save(flags.json, {"results": results, "jax": jax.__version__, "command": command})
     return int(any(troubles(result) for result in results if not result["program"].startswith("encode")))
 
 
@@ -184,7 +189,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loop["kernels"].items()))
         unit = "a turn" if result["per_step"] else "in all"
         count = sum(loop["kernels"].values())
-        name = f"{result['target']:<8} {result['program']:<32}"
+        name = f"{result['target']:<8} {result['model']} {result['dtype']} {result['program']:<32}"
         said.append(f"{name} {count:>5} kernels {unit} ({kinds}), {loop['bytes'] / 1e6:.0f} MB")
     memory, trouble = result["memory"], troubles(result)
     said.append(

@@ -83,6 +83,49 @@ ENTRY %main (a: f32[8,4], n: s32[]) -> (f32[8,4], s32[]) {
 """
 
 
+# A step of a TPU: weights come onto the chip, whole and by a slice, before they are used; a cache lies there, too.
+ON_CHIP = """\
+HloModule on_chip
+
+%product (p0: f32[8,4], p1: f32[4,4]) -> f32[8,4] {
+  %p0 = f32[8,4]{1,0} parameter(0)
+  %p1 = f32[4,4]{1,0} parameter(1)
+  ROOT %dot = f32[8,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%step (t: (f32[8,4], f32[4,4], f32[8,4])) -> (f32[8,4], f32[4,4], f32[8,4]) {
+  %t = (f32[8,4]{1,0:T(8,128)}, f32[4,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}) parameter(0)
+  %x = f32[8,4]{1,0:T(8,128)} get-tuple-element(%t), index=0
+  %weights = f32[4,4]{1,0:T(8,128)} get-tuple-element(%t), index=1
+  %cache = f32[8,4]{1,0:T(8,128)S(1)} get-tuple-element(%t), index=2
+  %whole = (f32[4,4]{1,0:T(8,128)S(1)}, f32[4,4]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%weights)
+  %near = f32[4,4]{1,0:T(8,128)S(1)} copy-done(%whole)
+  %part = ((f32[8,4]{1,0:T(8,128)}), f32[2,4]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:2], [0:4]}
+  %there = f32[2,4]{1,0:T(8,128)S(1)} slice-done(%part)
+  %back = (f32[8,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%cache)
+  %far = f32[8,4]{1,0:T(8,128)} copy-done(%back)
+  %y = f32[8,4]{1,0:T(8,128)S(1)} fusion(%far, %near), kind=kOutput, calls=%product
+  ROOT %r = (f32[8,4]{1,0:T(8,128)}, f32[4,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}) tuple(%far, %weights, %y)
+}
+
+ENTRY %main (a: f32[8,4], w: f32[4,4], c: f32[8,4]) -> (f32[8,4], f32[4,4], f32[8,4]) {
+  %a = f32[8,4]{1,0} parameter(0)
+  %w = f32[4,4]{1,0} parameter(1)
+  %c = f32[8,4]{1,0} parameter(2)
+  %t = (f32[8,4]{1,0}, f32[4,4]{1,0}, f32[8,4]{1,0}) tuple(%a, %w, %c)
+  ROOT %l = (f32[8,4]{1,0}, f32[4,4]{1,0}, f32[8,4]{1,0}) while(%t), condition=%going, body=%step
+}
+"""
+
+
+def test_memory_on_the_chip_costs_nothing() -> None:
+    program = Program(ON_CHIP)
+    # The weights are read once (64), so are two rows of x (32); the cache is written back and read (128 each).
+    assert program.bytes("step") == 64 + 32 + 128 + 128
+    assert program.kernels("step") == {"prefetch": 3, "product": 1}
+    assert program.largest_copy("step") == 32  # elements: what comes onto the chip is no copy of a cache
+
+
 def test_loops_come_in_the_order_in_which_they_run() -> None:
     program = Program(BY_HAND)
     assert program.loops(least=1) == ["first_step", "second_step"]

@@ -160,7 +160,7 @@ def test_figures_of_a_server():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")
     flags = ["--model", "tiny", "--answer", "3x4", "--source", "20", "--rounds", "1", "--seconds", "1"]
@@ -240,7 +240,7 @@ def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypatch):
     """Every system writes the answers of the file, or fails; drafts are right as often as answers copy."""
     monkeypatch.setattr(drafts, "GRID", Pipelined(delay=1, time_max=32, sub_max=3))  # it has fewer sizes to compile

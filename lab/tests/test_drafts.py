@@ -54,9 +54,8 @@ def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, cap
         experiment.main([])
 
 
-@pytest.mark.parametrize(
-    "weights", [pytest.param("float32", marks=pytest.mark.slow), pytest.param("float32,int8", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("weights", ["float32", "float32,int8"])
 def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_path, capsys, monkeypatch):
     """Each system writes the same answers; what is said of calls is what records say."""
     monkeypatch.setattr(trained_drafts, "use_threads", lambda count: None)  # the suite keeps its threads

@@ -1,4 +1,4 @@
-"""The tables of the page of results: every file has one, with the machine and the command."""
+"""The tables of the page of results: every file has one, with the command."""
 
 import pytest
 import results
@@ -21,3 +21,19 @@ def test_how_many_times_as_long() -> None:
         ["2.50", "2.00 |"],
         ["1.00", "1.00 |"],
     ]
+
+
+def test_the_most_memory_at_once() -> None:
+    """Weights of 5 and 7 MiB; the encoded source takes 2, the first cache 1, the second 4."""
+    plans = {
+        "encode, batch 1": (5, 2, 3, 0),
+        "sequential, batch 1, 448 slots": (7 + 2, 1, 6, 0),
+        "sequential, batch 1, 513 slots": (7 + 2 + 1, 4, 1, 1),
+    }
+    given = [
+        {"model": "base", "dtype": "float32", "program": name}
+        | {"memory": {part: n * 2**20 for part, n in zip(("argument", "output", "temp", "alias"), plan, strict=True)}}
+        for name, plan in plans.items()
+    ]
+    (line,) = results.memory(given)[2:]
+    assert line == "| base | float32 | sequential | 12 | 17 | 21 | 1,534 to 1,802 |"

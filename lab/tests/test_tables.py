@@ -8,21 +8,22 @@ import jax.numpy as jnp
 import pytest
 
 from lab.experiments.tables import __main__ as command
-from lab.experiments.tables import paper
-from lab.experiments.tables.cells import Cell, Way, evaluation, fresh, make, read
+from lab.experiments.tables import bounds, paper
+from lab.experiments.tables.cells import DTYPES, Cell, Way, evaluation, fresh, make, read, ways_of
 from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.checkpoint import Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from support.tiny import RUN_ON_ONE as CONFIG
 
 GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
 
 
-def lay(workdir, cell, split, *, right, seconds, strategy=None, beams=1, steps=7.0):
+def lay(workdir, cell, split, *, right, seconds, strategy=None, steps=7.0, metric="spans", **more):
     """An evaluation as `pipejax.apps.evaluation` writes it, of which the first `right` documents are right."""
-    way = Way(strategy or cell.objective, beams)
+    way = Way(strategy or cell.objective, **more)
     run = workdir / cell.name
     path = evaluation(run, split, way)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,10 +35,11 @@ def lay(workdir, cell, split, *, right, seconds, strategy=None, beams=1, steps=7
         for i, (gold, rows) in enumerate(zip(GOLD, predicted, strict=True))
     ]
     path.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scores = metrics.score("spans", [""] * len(GOLD), GOLD, predicted)
-    groups = [{"rows": 2, "documents": 6, "em_f1": 1.0, "seconds": seconds}]
-    groups.append({"rows": 3, "documents": 14, "em_f1": 2.0, "seconds": 2 * seconds})
-    found = {"metric": "spans", "strategy": way.strategy, "examples": len(GOLD), "steps": steps, **scores}
+    scores = metrics.score(metric, [""] * len(GOLD), GOLD, predicted)
+    headline = metrics.HEADLINES[metric]
+    groups = [{"rows": 2, "documents": 6, headline: 1.0, "seconds": seconds}]
+    groups.append({"rows": 3, "documents": 14, headline: 2.0, "seconds": 2 * seconds})
+    found = {"metric": metric, "strategy": way.strategy, "examples": len(GOLD), "steps": steps, **scores}
     found |= {"examples_per_second": 1 / seconds, "by_rows": groups, "truncated": {"time_max": 5}}
     params = {"a": jnp.full(3, 1.0)}
     found |= {"peak_device_bytes": 3 * 2**20, "limit": None, "params_fp": digest(fingerprints(params))}
@@ -67,6 +69,11 @@ def collected(tmp_path, capsys):
         lay(tmp_path, pipelined, split, right=5, seconds=0.2)
     lay(tmp_path, pipelined, "test", right=2, seconds=0.4, strategy="sequential", steps=9.0)
     lay(tmp_path, sequential, "test", right=12, seconds=0.8, beams=4)
+    lay(tmp_path, pipelined, "test", right=6, seconds=0.1, dtype="bfloat16")
+    sequential, pipelined = (Cell("pubmed", "base", objective) for objective in ("sequential", "pipelined"))
+    lay(tmp_path, sequential, "test", right=9, seconds=5.0, metric="rouge")
+    lay(tmp_path, pipelined, "test", right=8, seconds=2.0, metric="rouge")
+    lay(tmp_path, pipelined, "test", right=7, seconds=1.0, metric="rouge", steps=50.0, printed=True)
     flags = ["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa,pubmed", "--beams", "4"]
     assert command.main(flags) == 0
     return tmp_path / "out"
@@ -75,10 +82,10 @@ def collected(tmp_path, capsys):
 def test_ours_beside_the_papers(collected):
     text = (collected / "tables.md").read_text()
     head = cells_of(text, "Table 2", "data set", "model", "decoder")
-    line = cells_of(text, "Table 2", "MSQA", "base", "pipelined")
+    line = cells_of(text, "Table 2", "MSQA", "base", "pipelined", "float32")
     place = {title: i for i, title in enumerate(head) if title != "paper"}
     scores = json.loads((collected / "results.json").read_text())["results"]
-    ours = next(r for r in scores if r["objective"] == "pipelined" and r["split"] == "test")
+    ours = next(r for r in scores if (r["objective"], r["split"], r["dtype"]) == ("pipelined", "test", "float32"))
     # By hand: five documents of two rows are right, of 54 gold and 10 + 15 predicted rows.
     assert ours["em_f1"] == pytest.approx(100 * 2 * 10 / (54 + 25))
     assert line[place["test EM"]] == f"{ours['em_f1']:.1f}" and line[place["test EM"] + 1] == "71.5"
@@ -88,10 +95,32 @@ def test_ours_beside_the_papers(collected):
     assert line[place["peak memory"]] == "3 M" and line[place["peak memory"] + 1] == "1,798 M"
     gap = cells_of(text, "Table 2", "", "", "gap")[place["test EM"]]
     assert gap.startswith("-") and " to -" in gap  # half of the right ones are lost: surely worse
-    assert "nothing measured" in text.lower()  # PubMed, and the rest
-    assert cells_of(text, "Models", "MSQA", "base", "sequential", "sequential-4-beams")[6] == "1.25"
-    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "sequential")[5:7] == ["9.0", "2.50"]
-    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "pipelined")[7] == "25.0 %"
+    assert "nothing measured" in text.lower()  # Tables 1, 3 and 5
+    assert cells_of(text, "Models", "MSQA", "base", "sequential", "sequential-4-beams")[7] == "1.25"
+    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "sequential")[6:8] == ["9.0", "2.50"]
+    assert cells_of(text, "Models", "MSQA", "base", "pipelined", "pipelined")[8] == "25.0 %"
+
+
+def test_a_line_for_each_dtype_and_for_the_bounds_as_printed(collected):
+    text = (collected / "tables.md").read_text()
+    head = cells_of(text, "Table 2", "data set", "model", "decoder")
+    line = dict(zip(head, cells_of(text, "Table 2", "MSQA", "base", "pipelined", "bfloat16"), strict=True))
+    assert line["examples/s"] == "10.0" and line["paper"] == "–"  # no sequential one to compare; theirs was float32
+    head = cells_of(text, "Table 4", "data set", "model", "decoder")
+    line = cells_of(text, "Table 4", "PubMed", "base", "pipelined, as printed (50/20)", "float32")
+    place = {title: i for i, title in enumerate(head) if title != "paper"}
+    assert line[place["steps"]] == "50.0" and line[place["examples/s"]] == "1.00 (5.0x)"
+    assert line[place["examples/s"] + 1] == "1.3 (6.5x)"
+    assert cells_of(text, "Table 4", "PubMed", "base", "pipelined", "float32")[place["examples/s"]] == "0.50 (2.5x)"
+
+
+def test_the_ways_of_a_model():
+    names = [way.name for way in ways_of(Cell("pubmed", "base", "pipelined"), DTYPES)]
+    assert names == ["pipelined-float32", "pipelined-50x20-float32", "pipelined-bfloat16"]
+    printed = Way("pipelined", printed=True)
+    assert {"grid.time_max=50", "grid.sub_max=20", "decode.dtype=float32"} < set(printed.settings)
+    for cell in (Cell("msqa", "base", "pipelined"), Cell("pubmed", "base", "sequential")):  # printed bounds, and none
+        assert ways_of(cell, DTYPES) == [Way(cell.objective), Way(cell.objective, dtype="bfloat16")]
 
 
 def test_pictures(collected):
@@ -146,6 +175,7 @@ def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch, said):
         (["--sizes", "small"], r"--sizes: found 'small'; expected some of base, large, scratch"),
         (["--splits", "train"], r"--splits: found 'train'; expected some of dev, test"),
         (["--delays", "4", "--run"], r"--delays: found '4'; expected some of 2, 3"),
+        (["--dtypes", "float16"], r"--dtypes: found 'float16'; expected some of float32, bfloat16"),
         (["--beams", "0"], r"--beams: found 0; expected at least 1"),
         (["--limit", "0", "--run"], r"--limit: found 0; expected at least 1"),
         (["--tasks", "pubmed", "--sizes", "scratch"], r"--sizes scratch: found no config of pubmed"),
@@ -168,3 +198,33 @@ def test_predictions_of_other_documents(tmp_path):
     evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).write_text("{}")
     with pytest.raises(UserError, match=r"not what `python -m pipejax evaluate --json` writes"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
+
+
+def test_the_bounds_are_counted(tmp_path, tokenizer_files, monkeypatch, capsys):
+    """Of answers by hand: 3 rows of which one is longer than 50 steps, and 21 rows."""
+    file = tmp_path / "msqa.jsonl"
+    answers = [["the cat", "the dog " * 60, "the end"], ["the cat"] * 21]
+    lines = [{"id": str(i), "source": "the cat", "targets": rows} for i, rows in enumerate(answers)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "t5_tokenizer").symlink_to(tokenizer_files)
+    tokenizer = Tokenizer.load(tokenizer_files)
+    lengths = [[len(tokenizer.encode(row)) for row in rows] for rows in answers]
+    assert lengths[0][1] > 100 and lengths[1][0] < 30
+    kept = [[min(length, 50 - i) for i, length in enumerate(rows[:20])] for rows in lengths]
+    monkeypatch.setenv("PIPEJAX_DATA", str(tmp_path))
+    monkeypatch.setattr(bounds, "FILES", {"pubmed": ("both", "msqa.jsonl")})
+    assert bounds.main(["--json", str(tmp_path / "out.json")]) == 0
+    own, printed = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (own["time_max"], printed["time_max"], printed["cut"], printed["answers"]) == (256, 50, 100.0, 2)
+    assert printed["kept"] == pytest.approx(100 * sum(map(sum, kept)) / sum(map(sum, lengths)))
+    steps = [50, max(i + length + 1 for i, length in enumerate(lengths[1][:20]))]
+    assert printed["bounded_ratio"] == pytest.approx((sum(map(sum, lengths)) + 2) / sum(steps))  # " " parts no rows
+    assert printed["kept_ratio"] == pytest.approx((sum(map(sum, kept)) + 2) / sum(steps))
+    assert f"| as printed (50/20) | 100.0 | {printed['kept']:.1f} |" in capsys.readouterr().out
+    flags = ["--output", str(tmp_path / "tables"), "--workdir", str(tmp_path), "--tasks", "pubmed"]
+    settings = ["data.task=jsonl", f"data.test={file}", f"data.train={file}", f"data.tokenizer={tokenizer_files}"]
+    assert command.main([*flags, *(flag for setting in settings for flag in ("--set", setting))]) == 0
+    assert f"as printed (50/20) | 100.0 | {printed['kept']:.1f} |" in (tmp_path / "tables" / "tables.md").read_text()
+    monkeypatch.setenv("PIPEJAX_DATA", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"PIPEJAX_DATA: found .*absent'; expected the directory of the data sets"):
+        bounds.main([])

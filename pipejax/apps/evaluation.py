@@ -24,6 +24,7 @@ from pipejax.data.text import sentences
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
+from pipejax.inference.opened import dtype_of
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.methods import tells_rows_apart
@@ -203,6 +204,7 @@ def main(argv: Sequence[str]) -> int:
         "limit": flags.limit,
         **generator.origin,
         "batch_size": size,
+        "dtype": dtype_of(generator.config).name,
         "beams": generator.config.decode.beams,
         "length_penalty": generator.config.decode.length_penalty,
         **result,

@@ -105,12 +105,12 @@ def export(
         for line in methods.doubts(name, config, restored.config):
             logger.warning(line)
     made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
-    model, backend, ready = _prepared(config, restored.items["params"], platforms)
+    model, backend, ready = _prepare(config, restored.items["params"], platforms)
     chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
     rows = {name: rows_of(Source("any", ""), methods.make(name, config), spells) for name in names}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
-    stored, unpacked = _stored(ready)
+    stored, unpacked = _store(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
     arguments = weights, jax.ShapeDtypeStruct((batch, length), np.int32), jax.ShapeDtypeStruct((batch,), np.int32)
     with new_directory(out) as partial_out:
@@ -138,10 +138,10 @@ def _strategy(config: Config, name: str, platform: str, weights: Any) -> Strateg
     method = methods.make(name, config)
     ids = Ids(config.model.decoder_start_token_id, config.model.eos_token_id)
     made = methods.make_strategy(method, config.decode, ids)
-    return made.suited(platform, costs=call_costs(weights), skips_fillers=False)
+    return made.suit(platform, costs=call_costs(weights), skips_fillers=False)
 
 
-def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[Any, Backend, Ready]:
+def _prepare(config: Config, params: Any, platforms: Sequence[str]) -> tuple[Any, Backend, Ready]:
     """The module, what computes with it on all platforms, and its weights in one dtype for all."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
@@ -156,7 +156,7 @@ def _prepared(config: Config, params: Any, platforms: Sequence[str]) -> tuple[An
     return model, backend, backend.prepare(model, params, compute=compute)
 
 
-def _stored(ready: Ready) -> tuple[dict[str, np.ndarray], Callable[[Sequence[Any]], Ready]]:
+def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Callable[[Sequence[Any]], Ready]]:
     """The arrays by name, each once, and what makes them from a list of these arrays again.
 
     The embedding table is in the encoder and in the decoder, and often the head as well.

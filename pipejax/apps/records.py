@@ -7,12 +7,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO
 
 from pipejax.apps import record_tables
-from pipejax.apps.unfinished import Kept, Unfinished, settings_of
+from pipejax.apps.unfinished import NOTHING, Kept, Unfinished, settings_of
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
@@ -93,79 +93,107 @@ def decode_file(
       UserError: a line that is not a source (the message names file and line), unless it is to be skipped; or an output
         that is of other work.
     """
-    name = strategy or generator.default_strategy
-    method = generator.method(name)
-    total: int | None = None
-    kept, unfinished = Kept(0, 0), None
+    name, config = strategy or generator.default_strategy, generator.config
+    method, report = generator.method(name), Report()
     table, target = target, record_tables.lines_for(target)
     bad = BadLines("standard input" if source == STANDARD else source, skip=skip_bad)
+    total: int | None = None
     if source == STANDARD:
         placed = read_objects(sys.stdin.buffer, "standard input", bad=bad)
         sources, window, size = read_sources(generator, placed, name, bad, at_once=True), 1, batch_size or 1
+        output = _Output(target)
     else:
-        given = list(read_records(source, delimiter=generator.config.data.csv_delimiter, bad=bad))
-        check_fields(fields_of(generator.config), (value for _, value in given), source)
-        checked = list(read_sources(generator, given, name, bad))
-        bad.end(sum(s.sample == 0 for s in checked))
-        if not checked:
-            raise UserError(f"{source}: found no lines; expected at least one source")
-        twice, times = Counter(str(s.id) for s in checked if s.sample == 0).most_common(1)[0]
-        if times > 1:
-            logger.warning(
-                f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines"
-            )
-        window = WINDOW
-        total = len(checked)
-        size = min(batch_size or generator.config.decode.batch_size, total)
-        if target != STANDARD and not (Path(target).exists() and not Path(target).is_file()):
-            unfinished = Unfinished(target, settings_of(generator, name, checked))
-            kept = unfinished.kept([source.id for source in checked]) if resume else kept
-        sources = iter(checked[kept.records :])
-    report, resumable = Report(), False
-    if kept.records == total:
-        logger.info(f"{target}: holds the records of all {total} lines already")
-    progress = Progress("decoding", total and total - kept.records, unit="example", shown=not live)
-    with ExitStack() as stack:
-        stack.callback(progress.close)
-        out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
-        if live:
-            records = _shown(generator, sources, name, report)
+        checked = _check_whole(generator, source, name, bad)
+        total, window = len(checked), WINDOW
+        size = min(batch_size or config.decode.batch_size, total)
+        if target == STANDARD or (Path(target).exists() and not Path(target).is_file()):
+            output = _Output(target)
         else:
-            records = generator.stream(
-                sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
-            )
+            unfinished = Unfinished(target, settings_of(generator, name, checked))
+            ids = [source.id for source in checked]
+            output = _Output(target, unfinished, unfinished.kept(ids) if resume else NOTHING)
+        sources = iter(checked[output.kept.records :])
+        if output.kept.records == total:
+            logger.info(f"{target}: holds the records of all {total} lines already")
+    progress = Progress("decoding", total and total - output.kept.records, unit="example", shown=not live)
+    if live:
+        records = _show(generator, sources, name, report)
+    else:
+        records = generator.stream(
+            sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
+        )
+    with closing(progress), closing(output):
         try:
             for record in records:
-                if out is None:  # only now: bad input must not cost anyone an older result
-                    resumable = kept.records > 0  # then the note is there, and stays whatever happens
-                    begins = unfinished if not resumable else None
-                    cleared = begins is not None and begins.note({})
-                    out = stack.enter_context(_open(target, kept.size))
-                    if begins and cleared:  # what an output of other work held is gone by now
-                        resumable = begins.note(begins.settings)
-                _write(out, record, target)
+                output.write(record)
         except KeyboardInterrupt:
-            if out is not None and Path(target).is_file():
-                with open(target, "rb") as file:
-                    written = sum(1 for _ in file)
-                more = f"; {continued_by} goes on after them" if resumable else ""
-                logger.info(
-                    f"{target}: holds the records of the first {written}{f' of {total}' if total else ''} lines{more}"
-                )
+            output.say_how_far(total, continued_by)
             raise
     if total is None:
-        bad.end(report.examples // generator.config.decode.samples)
-    if not report.examples and total is None:
-        raise UserError("standard input: found no lines; expected at least one source")
+        bad.end(report.examples // config.decode.samples)
+        if not report.examples:
+            raise UserError("standard input: found no lines; expected at least one source")
     if target != STANDARD:
         sync_output(Path(target))
     if target != table:
         record_tables.write(Path(target), table)
-    if unfinished:  # only now: what is lost of an output that says it is complete is lost for good
-        unfinished.end()
+    output.end()  # only now: what is lost of an output that says it is complete is lost for good
     for line in report.lines(method):
         logger.info(f"{name}: {line}")
     return report
+
+
+def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines) -> list[Source]:
+    """Reads and checks all sources of a file."""
+    given = list(read_records(source, delimiter=generator.config.data.csv_delimiter, bad=bad))
+    check_fields(fields_of(generator.config), (value for _, value in given), source)
+    checked = list(read_sources(generator, given, strategy, bad))
+    bad.end(sum(s.sample == 0 for s in checked))
+    if not checked:
+        raise UserError(f"{source}: found no lines; expected at least one source")
+    twice, times = Counter(str(s.id) for s in checked if s.sample == 0).most_common(1)[0]
+    if times > 1:
+        logger.warning(f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines")
+    return checked
+
+
+class _Output:
+    """Standard output, or the file of records while it is written."""
+
+    def __init__(self, target: str, unfinished: Unfinished | None = None, kept: Kept = NOTHING) -> None:
+        """Nothing is opened yet: bad input must not cost anyone an older result."""
+        self.target, self.kept, self._unfinished = target, kept, unfinished
+        self._out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
+        self._resumable = kept.records > 0  # then the note is there, and stays whatever happens
+
+    def write(self, record: Record) -> None:
+        """Appends a record."""
+        if self._out is None:
+            begins = None if self._resumable else self._unfinished
+            cleared = begins is not None and begins.note({})
+            self._out = _open(self.target, self.kept.size)
+            if begins and cleared:  # what an output of other work held is gone by now
+                self._resumable = begins.note(begins.settings)
+        _write(self._out, record, self.target)
+
+    def say_how_far(self, total: int | None, continued_by: str) -> None:
+        """Logs how many records are there; `continued_by`: the words for what goes on with them."""
+        if self._out is not None and Path(self.target).is_file():
+            with open(self.target, "rb") as file:
+                written = sum(1 for _ in file)
+            lines = f"{written}{f' of {total}' if total else ''} lines"
+            more = f"; {continued_by} goes on after them" if self._resumable else ""
+            logger.info(f"{self.target}: holds the records of the first {lines}{more}")
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._out is not None and self.target != STANDARD:
+            self._out.close()
+
+    def end(self) -> None:
+        """The output is complete."""
+        if self._unfinished:
+            self._unfinished.end()
 
 
 def read_sources(
@@ -205,7 +233,7 @@ def as_line(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _shown(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
+def _show(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
     """Decodes one source after the other, shows its rows as they are written, and yields its record."""
     report.compiles_within = True
     for source in sources:

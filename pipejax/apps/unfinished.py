@@ -35,6 +35,9 @@ class Kept(NamedTuple):
     size: int  # bytes
 
 
+NOTHING = Kept(0, 0)
+
+
 class Unfinished:
     """A file beside an output that is not complete: it says what is being decoded, and how."""
 
@@ -65,7 +68,7 @@ class Unfinished:
         """
         output = Path(self.target)
         if not output.exists() or not output.stat().st_size:
-            return Kept(0, 0)
+            return NOTHING
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

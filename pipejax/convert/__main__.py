@@ -22,6 +22,10 @@ def main(argv: Sequence[str]) -> int:
     for command in (incoming, outgoing, smaller):
         command.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5")
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    outgoing.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
+    outgoing.add_argument(
+        "--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md"
+    )
     smaller.add_argument(
         "--weights",
         choices=["int8", "bfloat16"],
@@ -33,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if args.command == "from-hf":
         from_hf(args.source, args.out, backbone)
     elif args.command == "to-hf":
-        to_hf(args.source, args.out, best=args.best)
+        to_hf(args.source, args.out, best=args.best, base_model=args.base_model, scores=args.scores)
     else:
         quantize(args.source, args.out, weights=args.weights, best=args.best)
     return 0

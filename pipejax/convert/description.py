@@ -1,12 +1,18 @@
 """The files beside the weights for Hugging Face: pipejax.json keeps a run's settings, README.md says how to decode.
 
+Of a run that writes rows, custom_generate/generate.py lets transformers write them: `rows_in_torch.py` with its
+settings.
+
 pipejax.json holds what decoding needs and nothing else: no path, and no size or id, which config.json has.
 """
 
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipejax import config as config_lib
 from pipejax import methods
@@ -16,18 +22,23 @@ from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.text import Template
-from pipejax.methods import tells_rows_apart
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.methods import prefix_ids, separator_ids, tells_rows_apart
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
 FILE, CARD, WEIGHTS = "pipejax.json", "README.md", "model.safetensors"
+GENERATE = "custom_generate/generate.py"  # where transformers looks for it
 FORMAT = 1
 DATA = (  # the keys of `data` that say how texts are made and parted, and how long they may be
     *("task", "source_template", "targets", "rows", "delimiter", "metric"),
     *("max_source", "max_target", "separator"),
 )
 CARD_TEXT = """\
+---
+{metadata}---
+
 # {name}
 
 {what}
@@ -54,37 +65,96 @@ tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")  # this directory
 model = AutoModelForSeq2SeqLM.from_pretrained("DIRECTORY")
 source = {source}
 ids = tokenizer(source, truncation=True, max_length={max_source}, return_tensors="pt")
-text = tokenizer.decode(model.generate(**ids)[0], skip_special_tokens=True)
-rows = {rows}
+{rows}
 ```
+{scores}"""
+WHOLE = """\
+text = tokenizer.decode(model.generate(**ids)[0], skip_special_tokens=True)
+rows = {rows}"""
+SIDE_BY_SIDE = """\
+how = {"custom_generate": "DIRECTORY", "trust_remote_code": True, "return_dict_in_generate": True}
+answer = model.generate(**ids, **how)
+rows = tokenizer.batch_decode(answer.rows[0], skip_special_tokens=True)
+text = tokenizer.decode(answer.sequences[0], skip_special_tokens=True)"""
+SCORES_TEXT = """
+## Scores
+
+{examples} examples, {steps:.1f} decoder steps an answer, by `{command}`:
+
+| | |
+|---|--:|
+{table}
 """
+BY_CUSTOM_GENERATE = """\
+`custom_generate/generate.py` writes the rows side by side, as pipejax does; `trust_remote_code` lets transformers run
+that file. Without it `generate` writes the first row alone."""
 
 
-def write(directory: Path, name: str, config: Config, *, tokenizer: bool) -> list[str]:
-    """Writes both files beside model.safetensors; returns a line for each thing to say of them.
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The facts of a model that its run does not hold."""
+
+    base_model: str = ""  # its name on the hub, from whose weights the training started
+    scores: Mapping[str, Any] | None = None  # as `pipejax evaluate --json` writes them
+
+
+UNKNOWN = Origin()
+
+
+def write(
+    directory: Path, name: str, config: Config, *, tokenizer: Tokenizer | None, origin: Origin = UNKNOWN
+) -> list[str]:
+    """Writes the files beside model.safetensors; returns a line for each thing to say of them.
 
     Args:
       directory: where to.
       name: of the model, for people.
       config: of its run.
-      tokenizer: whether one lies there.
+      tokenizer: that lies there.
+      origin: of the model.
 
     Raises:
       OSError: a file cannot be written.
+      UserError: the tokenizer has no ids for a name of a row.
     """
     facts = json.loads(config_lib.to_json(kept(config)))
     sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
     values = {"format": FORMAT, "weights": _digest(directory / WEIGHTS), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (directory / CARD).write_text(card(name, config, tokenizer=tokenizer), encoding="utf-8")
+    text = card(name, config, tokenizer=tokenizer is not None, origin=origin)
+    (directory / CARD).write_text(text, encoding="utf-8")
     lines = []
-    if "generate" not in (method := methods.trained(config)).can:
+    if (program := custom_generate(config, tokenizer)) is not None:
+        (directory / GENERATE).parent.mkdir()
+        (directory / GENERATE).write_text(program, encoding="utf-8")
+        lines.append(f"{GENERATE} there writes rows in transformers; {CARD} says how")
+    elif "generate" not in (method := methods.trained(config)).can:
         said = method.generated.replace("`generate`", "transformers' generate").rstrip(".")
         lines.append(f"{said}; {CARD} there says how to decode with pipejax")
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} says none instead of model: the T5 that drafts is not in the directory")
     return lines
+
+
+def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
+    """The text of `rows_in_torch.py` with the settings of a run; None if its method is another.
+
+    Args:
+      config: of the run.
+      tokenizer: its own; without one, rows that have names cannot be written.
+    """
+    settings = methods.trained(config).in_torch
+    if settings is None or (settings["row_names"] and tokenizer is None):
+        return None
+    if tokenizer is not None:
+        names = [[*prefix_ids(tokenizer, name, "grid.row_names")] for name in settings["row_names"]]
+        settings |= {"row_names": names, "separator": separator_ids(tokenizer, config.data.separator)}
+    text = Path(__file__).with_name("rows_in_torch.py").read_text(encoding="utf-8")
+    for key, value in settings.items():
+        text, count = re.subn(rf"^({key.upper()}(?:: [^=]+)?) = \S+", rf"\1 = {value!r}", text, flags=re.MULTILINE)
+        assert count == 1, key
+    return text
 
 
 def kept(config: Config) -> Config:
@@ -137,8 +207,10 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
     return config, lines
 
 
-def card(name: str, config: Config, *, tokenizer: bool) -> str:
+def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN) -> str:
     """The text of README.md; arguments as of `write`."""
+    from huggingface_hub import EvalResult, ModelCardData
+
     data = config.data
     template, between, core = data.source_template, data.separator, data.separator.strip(" ")
     if data.task in PUBLISHED:  # it has a template of its own
@@ -155,19 +227,48 @@ def card(name: str, config: Config, *, tokenizer: bool) -> str:
     elif not method.parts_text:
         what += f" pipejax joins rows with {between!r}."
     rows = "[text]"
+    in_torch = method.in_torch is not None and (tokenizer or not method.in_torch["row_names"])
     if "generate" in method.can and tells_rows_apart(between) and not never:
         rows = f"[row.strip() for row in text.split({core!r})]"
+    found = _scores(origin.scores)
+    results = [EvalResult("text2text-generation", data.task, data.task, key, value) for key, value in found.items()]
+    metadata = ModelCardData(
+        base_model=origin.base_model or None,
+        library_name="transformers",
+        tags=["text2text-generation", "pipejax", *(["custom_generate", "pipelined-decoding"] if in_torch else [])],
+        model_name=name,
+        eval_results=results or None,
+    )
     return CARD_TEXT.format(
+        metadata=metadata.to_yaml() + "\n",
         name=name,
         what=what if tokenizer else f"{what} There is no tokenizer here: sources have to be token ids.",
         line=json.dumps(fields),
         made=f" The source is made of it by the template {template!r}." if template else "",
-        limit=method.generated,
+        limit=BY_CUSTOM_GENERATE if in_torch else method.generated,
         named=named,
         source=f"{template!r}.format_map({fields!r})" if template else repr("..."),
         max_source=data.max_source,
-        rows=rows,
+        rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows),
+        scores=_told(origin.scores, found),
     )
+
+
+def _scores(given: Mapping[str, Any] | None) -> dict[str, float]:
+    """The scores among what `pipejax evaluate --json` writes, by name: they stand between the metric and the steps."""
+    keys = [*(given or {})]
+    if given is None or not {"metric", "steps", "examples", "split", "params_fp"} <= given.keys():
+        return {}
+    return {key: round(given[key], 2) for key in keys[keys.index("metric") + 1 : keys.index("steps")]}
+
+
+def _told(given: Mapping[str, Any] | None, scores: Mapping[str, float]) -> str:
+    """The part of README.md with the scores and their command; "" without any."""
+    if not given or not scores:
+        return ""
+    told = "\n".join(f"| {key} | {value:.2f} |" for key, value in scores.items())
+    command = f"pipejax evaluate --checkpoint checkpoint --task {given['task']} --split {given['split']}"
+    return SCORES_TEXT.format(examples=given["examples"], steps=given["steps"], command=command, table=told)
 
 
 def _digest(file: Path) -> str:

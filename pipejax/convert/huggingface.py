@@ -17,7 +17,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from pipejax.checkpoint import check_place, open_run, require_free, save_params
+from pipejax.checkpoint import Restored, check_place, open_run, require_free, save_params
+from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.convert import description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
@@ -79,6 +80,7 @@ def write_hf(
     tokenizer_dir: str | Path | None,
     *,
     run: Config | None = None,
+    origin: description.Origin = description.UNKNOWN,
 ) -> None:
     """Writes a directory that transformers loads: completely or not at all.
 
@@ -88,6 +90,7 @@ def write_hf(
       out: a new or an empty directory.
       tokenizer_dir: the directory of the tokenizer files to copy; None: none are copied.
       run: the config of the run whose settings are kept in pipejax.json and described in README.md; None: neither.
+      origin: for README.md.
 
     Raises:
       UserError: `out` is not empty or cannot be written, or `params` do not fit `config` or are not finite.
@@ -105,7 +108,8 @@ def write_hf(
             if tokenizer_dir is not None:
                 _copy_tokenizer(Path(tokenizer_dir), staging)
             if run:
-                for line in description.write(staging, out.name, run, tokenizer=tokenizer_dir is not None):
+                tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
+                for line in description.write(staging, out.name, run, tokenizer=tokenizer, origin=origin):
                     note(f"{out}: {line}")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
@@ -136,20 +140,41 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
     _report(out, params)
 
 
-def to_hf(checkpoint: str | Path, out: str | Path, best: bool = False) -> None:
+def to_hf(
+    checkpoint: str | Path, out: str | Path, best: bool = False, base_model: str = "", scores: str | Path = ""
+) -> None:
     """Converts the newest good step of a run directory, or the best step, to a Hugging Face directory.
 
+    Args:
+      checkpoint: the run directory.
+      out: a new or an empty directory.
+      best: the best step.
+      base_model: the hub's name of the model from which the training started, for README.md.
+      scores: a file of `pipejax evaluate --json`, for README.md.
+
     Raises:
-      UserError: there is no good step, or as `write_hf`.
+      UserError: there is no good step, the scores are of other weights, or as `write_hf`.
     """
     require_free(Path(out))
     restored = open_run(checkpoint, best=best)
+    origin = description.Origin(base_model, _scores_of(restored, Path(scores)) if scores else None)
     assert restored.config.model is not None  # `open_run` checks it
     model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()
     if files is not None:
         check_special_ids(Tokenizer.load(files), model, f"{checkpoint}: model.eos_token_id", str(files))
-    write_hf(model, params, out, files, run=restored.config)
+    write_hf(model, params, out, files, run=restored.config, origin=origin)
     _report(out, restored.items["params"])
+
+
+def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
+    """The scores in a file; raises a UserError unless they are of these weights."""
+    found, own = read_json(file), digest(restored.arrays["params"])
+    if found.get("params_fp") != own:
+        raise UserError(
+            f"{file}: params_fp: found {found.get('params_fp')!r}; expected {own!r}, that of {restored.path}: what "
+            "`pipejax evaluate --json` wrote of these weights"
+        )
+    return found
 
 
 def _settings(directory: Path, model: Backbone) -> Config:

@@ -127,10 +127,10 @@ def _without_bucket() -> Iterator[None]:
 
 def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:
     """By split, an iterator of (key, record) that reads the publisher's files."""
-    return {split: _checked(split, records) for split, records in published.read(manual).items()}
+    return {split: _check(split, records) for split, records in published.read(manual).items()}
 
 
-def _checked(split: str, records: Records) -> Iterator[tuple[str, Record]]:
+def _check(split: str, records: Records) -> Iterator[tuple[str, Record]]:
     """Yields (key, record); raises a UserError for a repeated key, and for a split without records."""
     seen: dict[str, str] = {}
     with contextlib.closing(Progress(f"preparing {split}", None, unit="record")) as progress:

@@ -155,7 +155,7 @@ def _example(split: str, *, index: int, seed: int, long: bool) -> Example:
     while True:
         if long:
             least, most = LONG_ROWS
-            names = _shuffled(BASKET_NAMES, chance)[: least + int(next(chance) * (most - least + 1))]
+            names = _shuffle(BASKET_NAMES, chance)[: least + int(next(chance) * (most - least + 1))]
             targets = tuple(BASKETS[name] for name in sorted(names))
             source = _note(chance, [f"the {name} basket" for name in names], least_words=_LEAST_LONG_WORDS)
         else:
@@ -206,17 +206,17 @@ def _baskets() -> dict[str, str]:
         count = -(-words // 3)
         coloured = words - 2 * count
         things = zip(
-            _shuffled(NUMBERS, chance), _shuffled(ADJECTIVES[2], chance), _shuffled(PLURALS, chance), strict=False
+            _shuffle(NUMBERS, chance), _shuffle(ADJECTIVES[2], chance), _shuffle(PLURALS, chance), strict=False
         )
         parts = [
             (number, colour, noun) if place < coloured else (number, noun)
             for place, (number, colour, noun) in enumerate(itertools.islice(things, count))
         ]
-        baskets[name] = " ".join([name, *itertools.chain(*_shuffled(parts, chance))])
+        baskets[name] = " ".join([name, *itertools.chain(*_shuffle(parts, chance))])
     return baskets
 
 
-def _shuffled(choices: Sequence[T], chance: Iterator[float]) -> list[T]:
+def _shuffle(choices: Sequence[T], chance: Iterator[float]) -> list[T]:
     return sorted(choices, key=lambda _: next(chance))
 
 

@@ -23,14 +23,14 @@ def _records(file: File) -> Records:
     with file.open() as objects:
         for place, value in read_objects(objects, str(file)):
             record = {
-                "article": _joined(value, "article_text", place),
-                "abstract": _joined(value, "abstract_text", place).replace("<S>", "").replace("</S>", ""),
-                "section_names": _joined(value, "section_names", place),
+                "article": _join(value, "article_text", place),
+                "abstract": _join(value, "abstract_text", place).replace("<S>", "").replace("</S>", ""),
+                "section_names": _join(value, "section_names", place),
             }
             yield place, text_of(value, "article_id", place), record
 
 
-def _joined(value: Object, key: str, place: str) -> str:
+def _join(value: Object, key: str, place: str) -> str:
     texts = value_of(value, key, place)
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UserError(f'{place}: "{key}": found {kind(texts)}; expected a list of texts')

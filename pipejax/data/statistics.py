@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -32,6 +33,10 @@ class Statistics(TypedDict):
     step_ratio: NotRequired[float]  # the sum of sequential steps over that of pipelined steps
     # Examples cut by max_source, max_target (of the pipelined objective), time_max, sub_max, and by either of the two.
     cut_percent: NotRequired[dict[str, float]]
+    kept_percent: NotRequired[float]  # tokens of rows for which time_max and sub_max leave room
+    # All sequential steps, and those for what is kept, over the pipelined ones under time_max and sub_max.
+    bounded_ratio: NotRequired[float]
+    kept_ratio: NotRequired[float]
     changed_percent: NotRequired[dict[str, float]]  # examples whose sources, and targets, do not come back from ids
     changed_first: NotRequired[dict[str, str]]  # of both, where the first one is, and what comes back instead
 
@@ -43,7 +48,10 @@ class _Lengths:
     source: list[int] = dataclasses.field(default_factory=list)
     row: list[int] = dataclasses.field(default_factory=list)
     pipelined: list[int] = dataclasses.field(default_factory=list)
+    bounded: list[int] = dataclasses.field(default_factory=list)  # as `pipelined`, under the bounds
     sequential: list[int] = dataclasses.field(default_factory=list)
+    kept: int = 0  # tokens of rows for which the bounds leave room
+    kept_steps: int = 0  # sequential ones for these
     cuts: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(("max_source", "max_target", "time_max", "sub_max", "either"), 0)
     )
@@ -93,6 +101,9 @@ def measure(
             "sequential_steps": _spread(lengths.sequential),
         }
         result["step_ratio"] = sum(lengths.sequential) / max(sum(lengths.pipelined), 1)
+        result["bounded_ratio"] = sum(lengths.sequential) / max(sum(lengths.bounded), 1)
+        result["kept_ratio"] = lengths.kept_steps / max(sum(lengths.bounded), 1)
+        result["kept_percent"] = 100 * lengths.kept / max(sum(lengths.row), 1)
         result["cut_percent"] = {name: 100 * count / size for name, count in lengths.cuts.items()}
         result["changed_percent"] = {name: 100 * count / size for name, count in lengths.changed.items()}
         result["changed_first"] = lengths.first
@@ -115,11 +126,17 @@ def _count(
     source, rows = len(ids) + 1, [len(row) for row in spelled if row]
     lengths.source.append(source)
     lengths.row += rows
-    lengths.sequential.append(sequential_steps(rows, separator=tells_rows_apart(data.separator)))
-    free = pipelined_steps(rows, delay=bounds.delay, sub_max=_UNBOUNDED, time_max=_UNBOUNDED)
-    lengths.pipelined.append(free)
+    separator = tells_rows_apart(data.separator)
+    lengths.sequential.append(sequential_steps(rows, separator=separator))
+    steps = partial(pipelined_steps, rows, delay=bounds.delay)
+    lengths.pipelined.append(steps(sub_max=_UNBOUNDED, time_max=_UNBOUNDED))
+    lengths.bounded.append(steps(sub_max=bounds.sub_max, time_max=bounds.time_max))
+    starts = [grid.start(i, bounds.delay) for i in range(min(len(rows), bounds.sub_max))]
+    fit = [min(length, bounds.time_max - at) for length, at in zip(rows, starts, strict=False) if at < bounds.time_max]
+    lengths.kept += sum(fit)
+    lengths.kept_steps += sequential_steps(fit, separator=separator)
     # Only the first sub_max rows are decoded; time_max must leave room for each of them and its eos.
-    ends = [grid.start(i, bounds.delay) + length + 1 for i, length in enumerate(rows[: bounds.sub_max])]
+    ends = [at + length + 1 for length, at in zip(rows, starts, strict=False)]
     late, many = max(ends, default=1) > bounds.time_max, len(rows) > bounds.sub_max
     cuts = lengths.cuts
     cuts["max_source"] += source > data.max_source
@@ -155,10 +172,10 @@ def table(splits: dict[str, Statistics]) -> list[str]:
         cells = (s["tokens"][c] for c in columns)
         spreads = (f"{c['median']:.0f} / {c['percentile_95']:.0f} / {c['most']:.0f}" for c in cells)
         lines.append(f"{name:8}" + "".join(f"{spread:>20}" for spread in spreads) + f"{s['step_ratio']:>8.2f}")
-    lines += ["", "examples cut, and those whose sources or targets the tokenizer does not give back, in %"]
-    lines += [f"{'split':8}" + "".join(f"{n:>14}" for n in (*_Lengths().cuts, *TEXTS))]
+    lines += ["", "in %: examples cut, tokens kept by the bounds, and texts that the tokenizer does not give back"]
+    lines += [f"{'split':8}" + "".join(f"{n:>14}" for n in (*_Lengths().cuts, "kept", *TEXTS))]
     for name, s in measured.items():
-        percents = (*s["cut_percent"].values(), *s["changed_percent"].values())
+        percents = (*s["cut_percent"].values(), s["kept_percent"], *s["changed_percent"].values())
         lines.append(f"{name:8}" + "".join(f"{percent:>14.1f}" for percent in percents))
     found = [f"{name}, {which}: {first}" for name, s in measured.items() for which, first in s["changed_first"].items()]
     return [*lines, *(["", "not given back, such as", *found] if found else [])]

@@ -6,14 +6,14 @@ from pipejax.config import DecodeConfig
 from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
 from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, Sampling, Wishes
-from pipejax.decoding.core import QUERIES, Carry, Sizes, Stretch, begin, decode, refilled, run, with_slots
+from pipejax.decoding.core import QUERIES, Carry, Sizes, Stretch, begin, decode, grow, refill, run
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafted
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.interface import TRUNCATIONS, Decoded, Model, Plain, Refillable, SourceIds, Stepper, Strategy
 from pipejax.decoding.pipelined import OnGrid, Pipelined
 from pipejax.decoding.sequential import Sequential
-from pipejax.decoding.trace import Asked, Trace, listed
+from pipejax.decoding.trace import Asked, Trace, list_calls
 
 __all__ = [
     "GREEDILY",
@@ -44,10 +44,10 @@ __all__ = [
     "begin",
     "decode",
     "drafted",
-    "listed",
-    "refilled",
+    "grow",
+    "list_calls",
+    "refill",
     "run",
-    "with_slots",
 ]
 
 

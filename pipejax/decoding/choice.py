@@ -1,8 +1,8 @@
 """The choice of a token from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
 
-Strategies take the token of the highest logit; `chosen` puts the one that is wished for in its place. A sample is drawn
-by a random number that depends on the seed and the place on the grid alone: it is the same whatever else is in the
-batch, and the same with drafts, which are then accepted exactly where the sample agrees.
+Strategies take the token of the highest logit; `choose_tokens` puts the one that is wished for in its place. A sample
+is drawn by a random number that depends on the seed and the place on the grid alone: it is the same whatever else is in
+the batch, and the same with drafts, which are then accepted exactly where the sample agrees.
 
 Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
 """
@@ -72,8 +72,8 @@ def first_argmax(logits: Array) -> Array:
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
 
 
-def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes) -> Array:
-    """The tokens i32 [N] that are wished for, of the queries that were asked.
+def choose_tokens(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes) -> Array:
+    """Chooses the tokens i32 [N] that are wished for, of the queries that were asked.
 
     Args:
       greedy: takes the most likely ones, where nothing else is wished for.
@@ -83,40 +83,40 @@ def chosen(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes:
     """
     if wishes.allowed is None and wishes.sampling is None:
         return greedy(logits)
-    example, row, time = _whose(asked)
+    example, row, time = _query_coordinates(asked)
     if wishes.allowed is not None:
         logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
     tokens = greedy(logits)
     if wishes.sampling is not None:
         sampling = jax.tree.map(lambda x: x[example], wishes.sampling)
         warm = sampling.temperature > 0
-        drawn = jax.lax.cond(warm.any(), _drawn, lambda *_: tokens, logits, sampling, row, time)
+        drawn = jax.lax.cond(warm.any(), _draw, lambda *_: tokens, logits, sampling, row, time)
         tokens = jnp.where(warm, drawn, tokens)
     return tokens
 
 
-def imposed(tokens: Array, asked: Step, wishes: Wishes) -> Array:
-    """The tokens i32 [N] with those that `Wishes.forced` has for the queries that were asked."""
+def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
+    """Puts tokens of `Wishes.forced` in the place of those i32 [N] that answer the queries."""
     if wishes.forced is None:
         return tokens
-    forced = jnp.asarray(wishes.forced).at[_whose(asked)].get(mode="fill", fill_value=-1)
+    forced = jnp.asarray(wishes.forced).at[_query_coordinates(asked)].get(mode="fill", fill_value=-1)
     return jnp.where(forced < 0, tokens, forced)
 
 
-def log_probs_of(logits: Array, tokens: Array, wishes: Wishes) -> Array:
-    """f32 [N], the log-probabilities of tokens i32 [N] by logits [V, N]; zeros where they are not wished for."""
+def score(logits: Array, tokens: Array, wishes: Wishes) -> Array:
+    """Computes log-probabilities f32 [N] of tokens i32 [N] by logits [V, N]; zeros where nobody wants them."""
 
-    def computed(logits: Array) -> Array:
+    def compute(logits: Array) -> Array:
         return jnp.take_along_axis(logits, tokens[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
 
     if wishes.scored is None:
-        return computed(logits)
-    found: Array = jax.lax.cond(wishes.scored, computed, lambda x: jnp.zeros(x.shape[1]), logits)
+        return compute(logits)
+    found: Array = jax.lax.cond(wishes.scored, compute, lambda x: jnp.zeros(x.shape[1]), logits)
     return found
 
 
-def noted(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
-    """The log-probabilities with those found in a step.
+def record_scores(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
+    """Writes the log-probabilities found in a step to those of the steps before.
 
     Args:
       log_probs: f32 [B, R, W], of the steps before.
@@ -129,30 +129,30 @@ def noted(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
     return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")
 
 
-def _whose(asked: Step) -> tuple[Array, Array, Array]:
-    """Example, row and time i32 [N] of the queries; those of fillers are none."""
+def _query_coordinates(asked: Step) -> tuple[Array, Array, Array]:
+    """Example, row and time i32 [N] of the queries. A filler has the last example and coordinates beyond the grid."""
     batch, width = asked.row.shape
     place = jnp.arange(batch * width) if asked.place_of_query is None else asked.place_of_query
     row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (asked.row, asked.time))
     return jnp.minimum(place // width, batch - 1), row, time
 
 
-def _drawn(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
-    """A sample i32 [N] from each of the logits [V, N]; settings, row and time are those of the N."""
+def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
+    """Draws a sample i32 [N] from each of the logits [V, N]; settings, row and time are those of the N."""
     warm = sampling.temperature > 0
     wide = (logits - logits.max(axis=0)) / jnp.where(warm, sampling.temperature, 1.0)
     is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
-    weights = jax.lax.cond(is_limited.any(), _limited, lambda x, _: jnp.exp(x), wide, sampling)
+    weights = jax.lax.cond(is_limited.any(), _limit, lambda x, _: jnp.exp(x), wide, sampling)
 
     def share(seed: Array, row: Array, time: Array) -> Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), time)
         return jax.random.uniform(key)
 
-    return _found(weights, jax.vmap(share)(sampling.seed, row, time))
+    return _find(weights, jax.vmap(share)(sampling.seed, row, time))
 
 
-def _limited(logits: Array, sampling: Sampling) -> Array:
-    """The weights [V, N] of the tokens from which a sample is drawn: first of the top k, of these of the top p."""
+def _limit(logits: Array, sampling: Sampling) -> Array:
+    """Weighs the tokens from which a sample is drawn, [V, N]: first of the top k, of these of the top p."""
     # Of floats that are not negative the bits have the same order. Equal ones stay or go together.
     weights = jnp.exp(logits)
     order = jax.lax.bitcast_convert_type(weights, jnp.int32)
@@ -174,7 +174,7 @@ def _limited(logits: Array, sampling: Sampling) -> Array:
     return jnp.where((order >= most) | (sampling.top_p >= 1), weights, 0)
 
 
-def _found(weights: Array, share: Array) -> Array:
+def _find(weights: Array, share: Array) -> Array:
     """i32 [N], the tokens of weights [V, N] at which their sum passes a share f32 [N] in [0, 1) of the whole."""
     blocks = jnp.pad(weights, ((0, -weights.shape[0] % BLOCK), (0, 0))).reshape(-1, BLOCK, weights.shape[1])
     sums = jnp.cumsum(blocks.sum(axis=1), axis=0)

@@ -5,10 +5,10 @@ places of the grid they stand, and what it takes from the logits; the loop gathe
 coordinates of all that was fed, asks the model, and hands the answers back. Nothing here knows the T5.
 
 The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
-see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Sizes`). A
-program holds one `while_loop` a number of queries, each running as long as the decode fits it: a `switch` inside one
-loop would copy the cache. When a step does not fit into the cache the program ends, and the next one goes on with a
-larger cache.
+see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Sizes`). For
+each cache size there is a program, and in it for each number of queries a `while_loop`, which runs as long as the steps
+need that number: a `switch` inside a single loop would copy the cache. When a step does not fit into the cache, the
+program ends, and the program of the next cache size goes on.
 
 Shapes: B batch, S rows of the grid, T its time-steps, N queries of a step over the whole batch, Q queries of one
 example, C cache slots in reach, V vocabulary.
@@ -25,7 +25,7 @@ import numpy as np
 
 from pipejax.decoding import choice
 from pipejax.decoding.choice import GREEDILY, Wishes
-from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, taken, without
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, count_slots, gather, hide
 from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, Stepper
 from pipejax.system import Tree
 
@@ -68,7 +68,7 @@ class Carry:
     filled: Filled
     cache: Tree
     log_probs: Array | None = None  # as in `Decoded`
-    left: Array | None = None  # i32 scalar, steps until it pauses, below zero if at once; None: it does not
+    steps_left: Array | None = None  # i32 scalar, until it pauses; below zero: at once; None: it does not pause
 
 
 @flax.struct.dataclass
@@ -78,7 +78,7 @@ class Stretch:
     over: Array  # bool scalar, every example is done; else a larger cache is needed
     decoded: Decoded  # the rows so far; the result, if it is over
     carry: Carry
-    left: Array | None = None  # as in `Carry`
+    steps_left: Array | None = None  # as in `Carry`
 
 
 def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:
@@ -87,7 +87,7 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
     Each cache size is a program of its own: a decode that stays short never compiles what a longer one would need.
 
     Args:
-      decode_stretch: `decode`, compiled: takes the number of slots and what the stretch before it left.
+      decode_stretch: `decode`, compiled: takes the number of slots and the carry of the stretch before it.
       sizes: of the caches, in turn; results do not depend on them.
     """
     carry: Carry | None = None
@@ -110,7 +110,7 @@ def begin(
       state: `strategy.init(batch)`.
       sizes: that the decode goes through.
       wishes: as in `decode`.
-      apart: each example takes slots on its own, so that others can take its place (`refilled`). A step then writes
+      apart: each example takes slots on its own, so that others can take its place (`refill`). A step then writes
         each example's keys to another place, which not every device does as fast.
     """
     batch = strategy.done(state).shape[0]
@@ -135,8 +135,8 @@ def decode(
     sizes: Sizes,
     slots: int,
     wishes: Wishes = GREEDILY,
-    most: Array | None = None,
-    left: Callable[[Array], Array] = lambda count: count,
+    pause_after: Array | None = None,
+    listen: Callable[[Array], Array] = lambda count: count,
     watched: Array | None = None,
 ) -> Stretch:
     """Goes on until every example is done, or the next step does not fit into a cache of that many slots; traced.
@@ -148,43 +148,46 @@ def decode(
       sizes: that the decode goes through.
       slots: of the cache, at least as many as before.
       wishes: how answers are chosen. Without `scores`, log-probabilities that the carry holds stay as they are.
-      most: i32 scalar, steps after which it pauses; None: it does not.
-      left: with `most`, asked after each step: gives the steps left back, or below zero to pause.
+      pause_after: i32 scalar, steps after which it pauses; None: it does not.
+      listen: with `pause_after`, called after each step with the steps that are left; gives them back, or a number
+        below zero to pause at once.
       watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
     """
     # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
     widths = [min(n, strategy.rows) for n in sizes.queries]
     limits = jnp.asarray([slots - w for w in widths], jnp.int32)
-    carry = dataclasses.replace(with_slots(model, carry, slots), left=most)
+    carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
 
-    def going(carry: Carry) -> Array:
-        fits = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
+    def goes_on(carry: Carry) -> Array:
+        goes = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
         if watched is not None:
-            fits &= ~(strategy.done(carry.state) & watched).any()
-        return fits if carry.left is None else fits & (carry.left > 0)
+            goes &= ~(strategy.done(carry.state) & watched).any()
+        return goes if carry.steps_left is None else goes & (carry.steps_left > 0)
 
     def fits(size: int, carry: Carry) -> Array:
-        return going(carry) & (carry.size == size)
+        return goes_on(carry) & (carry.size == size)
 
     def step(size: int, carry: Carry) -> Carry:
         queries = sizes.queries[size]
-        asked, number_of, filled = gather(carry.query, carry.filled, carry.used, queries, widths[size])
+        asked, number_of, filled = gather(
+            carry.query, carry.filled, carry.used, queries, widths[size], strategy.position
+        )
         if strategy.choose is None and not wishes.need_logits:
             chosen, cache = model.greedy(asked, carry.cache)
         else:
             logits, cache = model(asked, carry.cache)
-            chosen = choice.chosen(strategy.choose or choice.first_argmax, logits, asked, wishes)
-        chosen = choice.imposed(chosen, asked, wishes)
+            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes)
+        chosen = choice.force_tokens(chosen, asked, wishes)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
-        more = live.sum(axis=1) if kept is None else taken(live, kept)
+        more = live.sum(axis=1) if kept is None else count_slots(live, kept)
         if kept is not None:
-            filled = without(live & ~kept, live, filled, carry.used)
+            filled = hide(live & ~kept, live, filled, carry.used)
         if wishes.scores:
             assert log_probs is not None, "as `begin` was told"
-            found = choice.log_probs_of(logits, chosen, wishes)[number_of]
-            log_probs = choice.noted(log_probs, found, carry.query, live if kept is None else live & kept)
+            found = choice.score(logits, chosen, wishes)[number_of]
+            log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
         return Carry(
             state=state,
@@ -194,7 +197,7 @@ def decode(
             filled=filled,
             cache=cache,
             log_probs=log_probs,
-            left=None if carry.left is None else left(carry.left - 1),
+            steps_left=None if carry.steps_left is None else listen(carry.steps_left - 1),
         )
 
     def sweep(carry: Carry) -> Carry:
@@ -203,20 +206,21 @@ def decode(
                 carry = jax.lax.while_loop(partial(fits, i), partial(step, i), carry)
         return carry
 
-    carry = jax.lax.while_loop(going, sweep if len(widths) > 1 else partial(step, 0), carry)
+    carry = jax.lax.while_loop(goes_on, sweep if len(widths) > 1 else partial(step, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
-    return Stretch(strategy.done(carry.state).all(), decoded, dataclasses.replace(carry, left=None), carry.left)
+    over, left = strategy.done(carry.state).all(), carry.steps_left
+    return Stretch(over, decoded, dataclasses.replace(carry, steps_left=None), left)
 
 
-def with_slots(model: Model[Cache], carry: Carry, slots: int) -> Carry:
-    """The carry with so many slots, at least as many as it has."""
+def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
+    """Grows the cache of a carry to so many slots, at least as many as it has."""
     more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
     filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
     return dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
 
 
-def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes) -> Carry:
-    """The carry, of a batch whose examples take slots apart, with other examples in it.
+def refill(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes) -> Carry:
+    """Puts other examples into a batch whose examples take slots apart; gives the carry back.
 
     Args:
       strategy: of the batch.
@@ -227,10 +231,10 @@ def refilled(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, 
     """
     fresh = strategy.query(strategy.init(len(begins)))
 
-    def chosen(new: Array, old: Array) -> Array:
+    def put(new: Array, old: Array) -> Array:
         return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
-    state, query = jax.tree.map(chosen, fresh, (strategy.stopped(carry.state, ends), carry.query))
+    state, query = jax.tree.map(put, fresh, (strategy.stop(carry.state, ends), carry.query))
     query = dataclasses.replace(query, live=query.live & ~(ends & ~begins)[:, None])
     changes = begins | ends
     filled = dataclasses.replace(carry.filled, row=jnp.where(changes[:, None], NOWHERE, carry.filled.row))

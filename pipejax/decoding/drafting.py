@@ -12,6 +12,7 @@ call already, and begins if they turn out right.
 
 import dataclasses
 from functools import cached_property
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -20,16 +21,13 @@ import numpy as np
 
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERIES
+from pipejax.decoding.draft_lengths import Record, choose_lengths
 from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
-from pipejax.decoding.gathering import Query, taken
+from pipejax.decoding.gathering import Query, count_slots
 from pipejax.decoding.interface import Array, Decoded, Model, SourceIds
-from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, below
+from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, over_earlier_rows
 from pipejax.grid import Numbers, start
 from pipejax.system import Tree
-
-MEMORY = 0.9  # the share of their weight that calls keep after another, in the estimate of how often drafts are right
-ROUNDS = 4  # of the search for the drafts to feed; each comes nearer to the best choice
-PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tokens
 
 
 @flax.struct.dataclass
@@ -49,8 +47,7 @@ class State:
     live: Array  # bool [B, 1 + D, R]
     kept: Array  # bool [B, 1 + D, R], what counts of it
     trust: Array  # i32 [B, R], the drafter's own trust in its last drafts
-    right: Array  # f32 [B, K], drafted tokens that were right, by trust; a sum that forgets
-    judged: Array  # f32 [B, K], drafted tokens that were judged
+    record: Record  # how often drafts were right
     guesses: Array  # i32 [B, R, D], the model's answers beyond what was accepted
     guessed: Array  # i32 [B, R], how many
     drafter: object  # the drafter's own
@@ -58,12 +55,22 @@ class State:
     trace: tracing.Trace | None = None  # what became of drafts, if it is kept
 
 
+class Verdict(NamedTuple):
+    """The findings of a call about its drafts, [B, R] each."""
+
+    asks: Array  # bool, the row was asked
+    run: Array  # i32, its drafted tokens up to the first wrong one
+    limit: Array  # i32, columns after its newest token that can count by the rows above it; below 0: not even that one
+    gain: Array  # i32, tokens by which it grows if it has begun
+    ends: Array  # bool, the last of these is its eos
+
+
 @dataclasses.dataclass(frozen=True)
 class Drafted:
     """The answers of `inner`, in fewer calls.
 
-    Drafted tokens that are too seldom right are not worth their column of the call: `_chosen` keeps those that are. How
-    often drafts are right is learned as they are judged, for each example and each degree of trust.
+    Drafted tokens that are too seldom right are not worth their column of the call: `choose_lengths` keeps those that
+    are.
     """
 
     inner: OnGrid
@@ -93,6 +100,10 @@ class Drafted:
         """As the inner strategy."""
         return self.inner.start(row)
 
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """As the inner strategy."""
+        return self.grid.position(row, time)
+
     @property
     def reads_source(self) -> bool:
         """The drafter does."""
@@ -103,7 +114,7 @@ class Drafted:
         """If the drafter is a model."""
         return isinstance(self.drafter, Borrower)
 
-    def lent(self, model: Model[Tree], batch: int) -> "Drafted":
+    def lend(self, model: Model[Tree], batch: int) -> "Drafted":
         """See `Strategy`."""
         assert isinstance(self.drafter, Borrower), "it asks no model"
         # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
@@ -111,7 +122,7 @@ class Drafted:
         drafter = self.drafter.over(model, self.grid, self.width - 1, queries=few, batch=batch)
         return dataclasses.replace(self, drafter=drafter)
 
-    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> "Drafted":
+    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> "Drafted":
         """With the sizes of calls that it may choose from there, and the price of a call."""
         if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
             return dataclasses.replace(self, queries=(64, 256), fixed=256.0)
@@ -140,7 +151,6 @@ class Drafted:
         assert source is not None, "drafters read the source"
         rows, times, width = self.grid.rows, self.grid.time_max, self.width
         none, asked = jnp.zeros((batch, rows), jnp.int32), jnp.zeros((batch, width, rows), jnp.int32)
-        sums = jnp.zeros((batch, len(self.drafter.odds)))
         return State(
             tokens=jnp.zeros((batch, rows, times), jnp.int32),
             length=none,
@@ -155,8 +165,7 @@ class Drafted:
             live=asked > 0,
             kept=asked > 0,
             trust=none,
-            right=sums,
-            judged=sums,
+            record=Record.empty(batch, len(self.drafter.odds)),
             guesses=jnp.zeros((batch, rows, width - 1), jnp.int32),
             guessed=none,
             drafter=self.drafter.init(source, rows),
@@ -171,42 +180,40 @@ class Drafted:
         newest = self._first + state.length
         # Numbers, not flags [B]: of those beside rows LLVM makes a vector that it then cannot compile for AVX-512.
         begun = jnp.where(state.done, 0, state.started)
-        most = jnp.where(self._closed(state) | state.done, 0, self.grid.rows)
+        most = jnp.where(self._is_closed(state) | state.done, 0, self.grid.rows)
         is_open = (rows < begun[:, None]) & ~state.ended & (newest < times)
         begins = (rows >= state.started[:, None]) & (rows < most[:, None])
         drafter, draft = self.drafter.propose(
             state.drafter, Written(state.tokens, state.length, state.guesses, state.guessed), self.width - 1
         )
         before_eos = _before(draft.tokens == self.grid.eos, axis=2)
-        count = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)
-        count = jnp.where((is_open | begins) & self._has_room(state), jnp.maximum(count, 0), 0)
+        offered = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)
+        offered = jnp.where((is_open | begins) & self._has_room(state), jnp.maximum(offered, 0), 0)
 
-        def reached(count: Array) -> tuple[Array, Array]:
-            """The rows that are asked if so much is drafted, and how much of it can count."""
+        def reach(drafted: Array) -> tuple[Array, Array]:
+            """The rows that are asked if so many tokens of each are drafted, and how many of these can count."""
             # An ended row holds nobody up; none that starts later follows an empty one.
             closes = (state.length + before_eos == 0) & (self.grid.delay > 0)
-            far = jnp.where(before_eos < count, jnp.where(closes, -1, NEVER), newest + count)
-            limit = below(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
+            far = jnp.where(before_eos < drafted, jnp.where(closes, -1, NEVER), newest + drafted)
+            limit = over_earlier_rows(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
             asks = is_open | (begins & (limit >= newest))
-            return asks, jnp.where(asks, jnp.clip(limit - newest, 0, count), 0)
+            return asks, jnp.where(asks, jnp.clip(limit - newest, 0, drafted), 0)
 
-        def unfed(asks: Array) -> Array:
+        def find_unfed(asks: Array) -> Array:
             """Ended rows whose eos a row after them may see now."""
             highest = jnp.where(asks, rows, -1).max(axis=1)
             return state.ended & ~state.retired & (rows < highest[:, None])
 
-        certain, _ = reached(jnp.zeros_like(count))
-        needed = (certain | unfed(certain)).sum()
-        asks, count = reached(count)
+        certain, _ = reach(jnp.zeros_like(offered))
+        needed = (certain | find_unfed(certain)).sum()
+        _, useful = reach(offered)
         # A row that is asked only because of drafts hangs on one more of them.
-        asks, count = reached(self._chosen(count, self._odds(state, draft.trust), ~certain, needed))
-        feeds_eos = unfed(asks)
-
-        at_end = jnp.maximum(state.length - 1, 0)[:, :, None]
-        last = jnp.take_along_axis(state.tokens, at_end, axis=2)[:, :, 0]
-        last = jnp.where(state.length == 0, self.grid.bos, last)
-        fed = jnp.concatenate([last[:, None], draft.tokens.swapaxes(1, 2)], axis=1)
-        live = (asks[:, None] & (columns[:, None] <= count[:, None])) | (feeds_eos[:, None] & (columns == 0)[:, None])
+        asks, drafted = reach(
+            self.choose_lengths(useful, state.record.odds(self.drafter.odds, draft.trust), ~certain, needed)
+        )
+        feeds_eos = find_unfed(asks)
+        fed = jnp.concatenate([self._last_tokens(state)[:, None], draft.tokens.swapaxes(1, 2)], axis=1)
+        live = (asks[:, None] & (columns[:, None] <= drafted[:, None])) | (feeds_eos[:, None] & (columns == 0)[:, None])
         state = dataclasses.replace(
             state,
             retired=state.retired | feeds_eos,
@@ -226,36 +233,27 @@ class Drafted:
 
     def advance(self, state: State, answers: Array) -> State:
         """Accepts what counts of the answers."""
-        eos, rows, columns = self.grid.eos, jnp.arange(self.grid.rows), jnp.arange(self.width)
-        answers, live = answers.reshape(state.live.shape), state.live
-        newest, started = self._first + state.length, rows < state.started[:, None]
-        asks = live[:, 0] & ~state.ended
-        drafts = state.fed[:, 1:]
-        run = _before(~(live[:, 1:] & (drafts == answers[:, :-1])), axis=1)
-        right = columns[:-1, None] < run[:, None]
-        # How far a row's tokens are fed and right. An ended row whose eos is among them holds nobody up.
-        far = jnp.where((right & (drafts == eos)).any(axis=1), NEVER, newest + run)
-        far = jnp.where(asks, far, jnp.where(started, NEVER, -1))
-        limit = below(jax.lax.cummin, far, NEVER)
-        gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit - newest) + 1, 0), 0)
-        ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
-        ends = ends_here.any(axis=1)
-        gain = jnp.minimum(gain, _before(ends_here, axis=1) + 1)
-
-        ended, length, circle = state.ended | ends, state.length + gain, state.circle
+        rows, columns = jnp.arange(self.grid.rows), jnp.arange(self.width)
+        answers, live, started = answers.reshape(state.live.shape), state.live, rows < state.started[:, None]
+        verdict = self._verify(state, answers)
+        # As if every row that was asked had begun; `begins` then says which of them did.
+        ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
         place = jnp.arange(self.grid.time_max) - state.length[:, :, None]
         found = jnp.take_along_axis(answers.swapaxes(1, 2), jnp.clip(place, 0, self.width - 1), axis=2)
         if circle is not None:
             # Of a row that does not begin after all, too: it is later than what keeps that row from it.
             tokens = jnp.where(place >= 0, found, state.tokens)
-            circle = jnp.minimum(circle, self.grid.circle(tokens, length, ended, ends))
-        begins = started | ((gain > 0) & self.grid.may_begin(ended, length, circle))
-        gain, ends = jnp.where(begins, gain, 0), ends & begins
+            circle = jnp.minimum(circle, self.grid.circle(tokens, length, ended, verdict.ends))
+        begins = started | ((verdict.gain > 0) & self.grid.may_begin(ended, length, circle))
+        gain, ends = jnp.where(begins, verdict.gain, 0), verdict.ends & begins
         ended, length = state.ended | ends, state.length + gain
-        counts = jnp.where(begins & asks, jnp.minimum(run, limit - newest), -1)  # the last column that does
+
+        accepted = jnp.minimum(verdict.run, verdict.limit)
+        counts = jnp.where(begins & verdict.asks, accepted, -1)  # the last column that does
         kept = live & ((columns[:, None] <= counts[:, None]) | state.ended[:, None])
         fresh = (place >= 0) & (place < gain[:, :, None])
         beyond = jnp.clip(gain[:, :, None] + jnp.arange(self.width - 1), 0, self.width - 1)
+        fed = live.sum(axis=1)
         state = dataclasses.replace(
             state,
             tokens=jnp.where(fresh, found, state.tokens),
@@ -265,27 +263,40 @@ class Drafted:
             started=state.started + (begins & ~started).sum(axis=1),
             step=state.step + 1,
             kept=kept,
-            used=state.used + taken(_flat(live), _flat(kept)).max(),
+            used=state.used + count_slots(_flat(live), _flat(kept)).max(),
             guesses=jnp.take_along_axis(answers.swapaxes(1, 2), beyond, axis=2),
-            guessed=jnp.where(asks, jnp.maximum(live.sum(axis=1) - gain, 0), 0),
+            guessed=jnp.where(verdict.asks, jnp.maximum(fed - gain, 0), 0),
+            record=state.record.add(state.trust, drafted=fed - 1, run=verdict.run, counts=counts),
             circle=circle,
         )
-        state = self._learned(state, live.sum(axis=1) - 1, run, counts)
         finished = ended | (self._first + length >= self.grid.time_max)
-        over = (finished | (rows >= state.started[:, None])).all(axis=1) & self._closed(state)
+        over = (finished | (rows >= state.started[:, None])).all(axis=1) & self._is_closed(state)
         if state.trace is not None:
-            state = dataclasses.replace(
-                state,
-                trace=tracing.noted(
-                    state.trace,
-                    state.step - 1,
-                    drafted=drafts.swapaxes(1, 2),
-                    count=jnp.where(asks, live.sum(axis=1) - 1, -1),
-                    accepted=jnp.clip(counts, 0, gain),
-                    written=gain,
-                ),
+            trace = tracing.record(
+                state.trace,
+                state.step - 1,
+                drafted=state.fed[:, 1:].swapaxes(1, 2),
+                count=jnp.where(verdict.asks, fed - 1, -1),
+                accepted=jnp.clip(counts, 0, gain),
+                written=gain,
             )
+            state = dataclasses.replace(state, trace=trace)
         return dataclasses.replace(state, done=state.done | over)
+
+    def _verify(self, state: State, answers: Array) -> "Verdict":
+        """Compares the drafts of the last call with the model's answers i32 [B, 1 + D, R]."""
+        eos, live, columns = self.grid.eos, state.live, jnp.arange(self.width)
+        newest, started = self._first + state.length, jnp.arange(self.grid.rows) < state.started[:, None]
+        asks, drafts = live[:, 0] & ~state.ended, state.fed[:, 1:]
+        run = _before(~(live[:, 1:] & (drafts == answers[:, :-1])), axis=1)
+        right = columns[:-1, None] < run[:, None]
+        # How far a row's tokens are fed and right. An ended row whose eos is among them holds nobody up.
+        far = jnp.where((right & (drafts == eos)).any(axis=1), NEVER, newest + run)
+        far = jnp.where(asks, far, jnp.where(started, NEVER, -1))
+        limit = over_earlier_rows(jax.lax.cummin, far, NEVER) - newest
+        gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit) + 1, 0), 0)
+        ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
+        return Verdict(asks, run, limit, jnp.minimum(gain, _before(ends_here, axis=1) + 1), ends_here.any(axis=1))
 
     def kept(self, state: State) -> Array:
         """The mask of the tokens that the last call fed and that are right."""
@@ -318,13 +329,25 @@ class Drafted:
         """As counted."""
         return np.asarray(decoded.calls)
 
+    def choose_lengths(self, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
+        """Lengths of drafts at the price of its calls; arguments as of `draft_lengths.choose_lengths`."""
+        most = len(count) * self.rows
+        sizes = (*(n for n in self.queries if n < most), most) if self.rounded else None
+        return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=self.width - 1, sizes=sizes)
+
+    def _last_tokens(self, state: State) -> Array:
+        """i32 [B, R], the newest token of each row, its bos if there is none."""
+        at_end = jnp.maximum(state.length - 1, 0)[:, :, None]
+        last = jnp.take_along_axis(state.tokens, at_end, axis=2)[:, :, 0]
+        return jnp.where(state.length == 0, self.grid.bos, last)
+
     @property
     def _first(self) -> Array:
         """i32 [R], the time of each row's bos."""
         first: Array = start(jnp.arange(self.grid.rows), self.grid.delay)
         return first
 
-    def _closed(self, state: State) -> Array:
+    def _is_closed(self, state: State) -> Array:
         """bool [B], no row starts any more."""
         rows = jnp.arange(self.grid.rows)
         barred = (rows == state.started[:, None]) & ~self.grid.may_begin(state.ended, state.length, state.circle)
@@ -334,49 +357,6 @@ class Drafted:
         """Whether the slots suffice for drafts now and none in any later call: there is a call a time-step at most."""
         later = self.grid.rows * (self.grid.time_max - state.step - 1)
         return state.used + self.rows + later <= self.slots
-
-    def _odds(self, state: State, trust: Array) -> Array:
-        """f32 [B, R], how often a token of such a draft is right if those before it are."""
-        odds = (PRIOR * jnp.asarray(self.drafter.odds) + state.right) / (PRIOR + state.judged)
-        return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
-
-    def _chosen(self, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
-        """i32 [B, R], tokens to draft of those at hand: as many as get on fastest.
-
-        A call of n columns costs `fixed` + n. It writes one token for each row, and those drafted ones that are right.
-        The best drafts come first, and so many of them that the call writes most at the cost of one column. If calls
-        cost their size, they fill one of the sizes.
-        """
-        place = jnp.arange(1, self.width)
-        chances = odds[:, :, None] ** (place + hangs[:, :, None])
-        chances = jnp.where(place <= count[:, :, None], chances, 0.0)
-        if not self.rounded:
-            # The best choice are all drafts that write more than the mean column of the call in which they are fed.
-            mean = needed / (self.fixed + needed)
-            for _ in range(ROUNDS):
-                better = chances > mean
-                mean = (needed + jnp.where(better, chances, 0).sum()) / (self.fixed + needed + better.sum())
-            return (chances > mean).sum(axis=2)
-        chances = chances.reshape(-1)
-        best, order = jax.lax.top_k(chances, chances.size)  # of equals the first comes first
-        right = jnp.pad(jnp.cumsum(best), (1, 0))  # of the best k, how many will be
-        most = count.shape[0] * self.rows
-        sizes = jnp.asarray([*(n for n in self.queries if n < most), most])
-        free = jnp.clip(sizes - needed, 0, chances.size)
-        speed = (needed + right[free]) / (self.fixed + jnp.where(sizes < needed, NEVER, sizes))
-        drafted = free[speed.argmax()]
-        last = jnp.maximum(drafted - 1, 0)
-        better = (chances > best[last]) | ((chances == best[last]) & (jnp.arange(chances.size) <= order[last]))
-        return (better.reshape(*count.shape, -1) & (place <= count[:, :, None]) & (drafted > 0)).sum(axis=2)
-
-    def _learned(self, state: State, drafted: Array, run: Array, counts: Array) -> State:
-        """The state with the last call's drafts [B, R] in its sums; those up to a row's first wrong one are judged."""
-        of = state.trust[:, :, None] == jnp.arange(len(self.drafter.odds))
-        right = jnp.maximum(counts, 0)
-        judged = right + ((counts == run) & (run < drafted))
-        sums = (jnp.where(of, x[:, :, None], 0).sum(axis=1) for x in (right, judged))
-        right, judged = (MEMORY * old + new for old, new in zip((state.right, state.judged), sums, strict=True))
-        return dataclasses.replace(state, right=right, judged=judged)
 
 
 def _flat(x: Array) -> Array:

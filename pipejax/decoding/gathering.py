@@ -1,14 +1,18 @@
 """The queries of a step: the live ones of a batch, gathered, and the coordinates of all that was fed before.
 
 Shapes as in `core`: B batch, S queries that an example may ask, N queries of a step over the whole batch, Q queries of
-one example, C cache slots in reach, T time-steps.
+one example, C cache slots in reach, T time-steps. A query has a place among the Q of its example, and a number among
+the N of the step.
 """
+
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from pipejax import grid
+from pipejax.grid import Numbers
 
 Array = jax.Array
 
@@ -53,13 +57,13 @@ class Step:
     filled: Filled  # theirs included
 
 
-def taken(live: Array, kept: Array) -> Array:
-    """i32 [B], slots of a step up to the last that is kept; those after it are free for the next step."""
+def count_slots(live: Array, kept: Array) -> Array:
+    """Counts, i32 [B], the slots of a step up to the last that is kept; the next step takes those after it."""
     return jnp.where(live & kept, jnp.cumsum(live, axis=1), 0).max(axis=1)
 
 
-def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates, where nobody sees the rejected queries.
+def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
+    """Hides rejected queries: nobody sees them by the coordinates that come back.
 
     Args:
       rejected: bool [B, S].
@@ -72,7 +76,14 @@ def without(rejected: Array, live: Array, filled: Filled, start: Array) -> Fille
     return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
 
 
-def gather(query: Query, filled: Filled, start: Array, queries: int, width: int) -> tuple[Step, Array, Filled]:
+def gather(
+    query: Query,
+    filled: Filled,
+    start: Array,
+    queries: int,
+    width: int,
+    position: Callable[[Numbers, Numbers], Numbers] = grid.position,
+) -> tuple[Step, Array, Filled]:
     """Gathers the live queries of a batch.
 
     Args:
@@ -81,9 +92,10 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
       start: i32 [B|1], the slot of each example's first query.
       queries: N.
       width: Q.
+      position: of a slot, from row and time.
 
     Returns:
-      what to ask the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
+      the question to the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
     """
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))
@@ -101,7 +113,7 @@ def gather(query: Query, filled: Filled, start: Array, queries: int, width: int)
     if query.lineage is None:
         # Fillers stand at NOWHERE as well, and would see the empty slots.
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
-        positions = grid.position(row, time), grid.position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
+        positions = position(row, time), position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
     else:  # whatever rows it runs through, a line is as long as it took
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")

@@ -11,6 +11,7 @@ import flax.struct
 import jax
 import numpy as np
 
+from pipejax import grid
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.trace import Trace
 from pipejax.grid import Numbers
@@ -33,7 +34,11 @@ class SourceIds:
 
 @flax.struct.dataclass
 class Decoded:
-    """The result of a strategy: rows of tokens without bos and eos."""
+    """The result of a strategy: rows of tokens without bos and eos.
+
+    Of one example in two batches, the last digits of `log_probs` may differ and, with drafts, `calls` and `trace`;
+    tokens only where two are equally likely but for rounding.
+    """
 
     tokens: Array  # i32 [B, R, W], R rows, W their longest; meaningless beyond `lengths`
     lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
@@ -76,6 +81,9 @@ class Stepper(Protocol):
     def slots(self) -> int:
         """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
 
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """The position of a slot, in training too: less that of a slot that it sees, it is how far that lies back."""
+
     def init(self, batch: int, source: SourceIds | None = None) -> Tree:
         """The state before the first step; `source`: for strategies that read it."""
 
@@ -90,7 +98,7 @@ class Stepper(Protocol):
         """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
 
     def kept(self, state: Tree) -> Array | None:
-        """bool [B, S], True at queries of the last step that later ones may see; None: at all."""
+        """bool [B, S], of the queries of the last step those that later queries may see; None: all of them."""
 
     def done(self, state: Tree) -> Array:
         """bool [B], True at finished examples."""
@@ -115,9 +123,9 @@ class Strategy(Stepper, Protocol):
 
     @property
     def borrows(self) -> bool:
-        """Whether it asks a small model of its own, which `lent` gives it."""
+        """Whether it asks a small model of its own, which `lend` gives it."""
 
-    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
+    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
         """The strategy as it is the fastest there.
 
         Args:
@@ -126,7 +134,7 @@ class Strategy(Stepper, Protocol):
           skips_fillers: whether a step costs the queries that are asked, and not those that it has room for.
         """
 
-    def lent(self, model: Model[Tree], batch: int) -> "Strategy":
+    def lend(self, model: Model[Tree], batch: int) -> "Strategy":
         """The strategy with the small model's decoder of a batch, if it `borrows` one; traced."""
 
     def calls(self, decoded: Decoded) -> np.ndarray:
@@ -147,11 +155,15 @@ class Plain:
         """None: nothing can be wished of its answers."""
         return 0, 0
 
-    def suited(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """The paper's."""
+        return grid.position(row, time)
+
+    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
         """See `Strategy`."""
         return self
 
-    def lent(self, model: Model[Tree], batch: int) -> Self:
+    def lend(self, model: Model[Tree], batch: int) -> Self:
         """See `Strategy`."""
         return self
 
@@ -167,5 +179,5 @@ class Plain:
 class Refillable(Strategy, Protocol):
     """A strategy each of whose examples has a state of its own: all arrays of its state have a first axis of B."""
 
-    def stopped(self, state: Tree, which: Array) -> Tree:
+    def stop(self, state: Tree, which: Array) -> Tree:
         """The state with the examples bool [B] done."""

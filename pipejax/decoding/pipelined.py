@@ -24,9 +24,9 @@ class State:
     tokens: Array  # i32 [B, S, T + 1], generated ones by row and absolute time
     last: Array  # i32 [B, S], the newest token of each row
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
-    end: Array  # i32 [B, S], time at which a row's eos was generated, else NEVER
-    retired: Array  # bool [B, S], that eos was fed
-    complete: Array  # bool [B], some row ended at once, or the answer runs in circles
+    end: Array  # i32 [B, S], the time at which the eos of each row was generated, else NEVER
+    retired: Array  # bool [B, S], True where that eos was fed as well
+    complete: Array  # bool [B], True: no further row starts, as one was empty or the answer runs in circles
     done: Array  # bool [B]
     steps: Array  # i32 [B], time-steps taken
 
@@ -60,7 +60,7 @@ class Pipelined(Plain):
     @property
     def rows(self) -> int:
         """Those that start before time runs out."""
-        return grid.beginning(self.delay, self.time_max, self.sub_max)
+        return grid.count_rows(self.delay, self.time_max, self.sub_max)
 
     @property
     def slots(self) -> int:
@@ -113,11 +113,11 @@ class Pipelined(Plain):
         due = grid.is_start(state.time, self.delay) & (state.started < self.rows) & ~state.done
         if not self.literal:
             due &= ~state.complete
-        started = state.started + due * grid.starting(self.delay, self.rows)
+        started = state.started + due * grid.count_starts(self.delay, self.rows)
         born = (rows >= state.started[:, None]) & (rows < started[:, None])
         is_open = self._open(started, state.end, state.done)
-        highest = jnp.where(is_open, rows, -1).max(axis=1)
-        ended = (state.end != NEVER) & ~state.retired & (rows < highest[:, None])
+        last_open = jnp.where(is_open, rows, -1).max(axis=1)
+        ended = (state.end != NEVER) & ~state.retired & (rows < last_open[:, None])
         fed = jnp.where(born, self.bos, jnp.where(ended, self.eos, state.last))
         time = jnp.where(ended, state.end, state.time[:, None])
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
@@ -138,7 +138,7 @@ class Pipelined(Plain):
         tokens = jnp.where(fresh, next_tokens[:, :, None], state.tokens)
         if self.unique and not self.literal:
             length = end - grid.start(rows, self.delay)
-            complete |= self.circle(self._moved(tokens), length, end != NEVER, ends) < NEVER
+            complete |= self.circle(self._align(tokens), length, end != NEVER, ends) < NEVER
         over = (~exists | (end != NEVER)).all(axis=1)
         if not self.literal:
             over &= complete | (state.started == self.sub_max)
@@ -161,7 +161,7 @@ class Pipelined(Plain):
         """bool [B, S], True at rows that have started and not ended, of examples that are not done."""
         return (jnp.arange(self.rows) < started[:, None]) & (end == NEVER) & ~done[:, None]
 
-    def stopped(self, state: State, which: Array) -> State:
+    def stop(self, state: State, which: Array) -> State:
         """See `Refillable`."""
         return dataclasses.replace(state, done=state.done | which)
 
@@ -173,14 +173,14 @@ class Pipelined(Plain):
         """The rows, each moved to start at its first token (line 14)."""
         rows = jnp.arange(self.rows)
         exists = rows < state.started[:, None]
-        first, tokens = grid.start(rows, self.delay) + 1, self._moved(state.tokens)
+        first, tokens = grid.start(rows, self.delay) + 1, self._align(state.tokens)
         stop = jnp.minimum(state.end, state.steps[:, None] + 1)  # the eos, or just beyond the last token
         lengths = jnp.where(exists, jnp.maximum(stop - first, 0), 0)
         cut = (exists & (state.end == NEVER)).any(axis=1)
         truncated = self.cut(cut, state.complete, state.started)
         return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated)
 
-    def _moved(self, tokens: Array) -> Array:
+    def _align(self, tokens: Array) -> Array:
         """Of tokens [B, S, T + 1] by absolute time those [B, S, T] from each row's first on."""
         first = grid.start(jnp.arange(self.rows), self.delay) + 1
         places = jnp.minimum(first[:, None] + jnp.arange(self.time_max), self.time_max)
@@ -244,14 +244,14 @@ class Pipelined(Plain):
             return jnp.ones_like(ended)
         first = grid.start(jnp.arange(self.rows), self.delay)
         if not self.literal:
-            none_empty = ~below(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
+            none_empty = ~over_earlier_rows(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
             return none_empty if circle is None else none_empty & (first < circle[:, None])
         # It stops when all rows have ended: some row before it must be open when it starts.
-        latest = below(jax.lax.cummax, jnp.where(ended, first + length, NEVER), NEVER)
+        latest = over_earlier_rows(jax.lax.cummax, jnp.where(ended, first + length, NEVER), NEVER)
         return jax.lax.cummin((latest > first).astype(jnp.int32), axis=1).astype(bool)
 
 
-def below(scan: Callable[..., Array], x: Array, first: int) -> Array:
+def over_earlier_rows(scan: Callable[..., Array], x: Array, first: int) -> Array:
     """The running extreme [B, R] of all rows before each one; `first` at the first row."""
     return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 

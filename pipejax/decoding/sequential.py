@@ -81,7 +81,7 @@ class Sequential(Plain):
             given_up=state.given_up,
         )
 
-    def stopped(self, state: State, which: Array) -> State:
+    def stop(self, state: State, which: Array) -> State:
         """See `Refillable`."""
         return dataclasses.replace(state, given_up=state.given_up | which)
 

@@ -45,13 +45,13 @@ def empty(batch: int, calls: int, rows: int, drafts: int) -> Trace:
     return Trace(jnp.zeros((batch, calls, rows, drafts), jnp.int32), none - 1, none, none)
 
 
-def noted(trace: Trace, call: Array, **found: Array) -> Trace:
-    """The trace with what was found in a call, i32 [B, R] or [B, R, D], under the names of its fields."""
+def record(trace: Trace, call: Array, **found: Array) -> Trace:
+    """Writes the findings of a call into the trace: i32 [B, R] or [B, R, D], by the names of its fields."""
     return dataclasses.replace(trace, **{name: getattr(trace, name).at[:, call].set(x) for name, x in found.items()})
 
 
-def listed(trace: Trace, place: int, calls: int) -> list[list[Asked]]:
-    """Of each of so many calls the rows that were asked, ascending; of the example at a place, in NumPy."""
+def list_calls(trace: Trace, place: int, calls: int) -> list[list[Asked]]:
+    """Lists of each of so many calls the rows that were asked, ascending; of the example at a place, in NumPy."""
     drafted, count, accepted, written = (
         x[place, :calls].tolist() for x in (trace.drafted, trace.count, trace.accepted, trace.written)
     )

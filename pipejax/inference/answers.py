@@ -97,7 +97,7 @@ def record_of(
         spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows[:exist])]
         record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
     if found.trace is not None:
-        calls = decoding.listed(found.trace, place, record["calls"])
+        calls = decoding.list_calls(found.trace, place, record["calls"])
         # Rows are numbered as in `row_ids`: one without a token may stand before others (grid.stop=literal).
         last = kept[-1][0] if kept else -1
         later = [row for row in range(last + 1, exist) if row not in repeated]

@@ -25,7 +25,7 @@ from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
 from pipejax.inference.step_decoder import StepDecoder
-from pipejax.inference.weights import Layer, Weights, joined, lay_out, lay_out_layer, narrowed
+from pipejax.inference.weights import Layer, Weights, join, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization
 from pipejax.model.interface import Backbone, Module
 from pipejax.model.parameters import check_read
@@ -90,9 +90,9 @@ class Backend:
         """
         mask = jnp.arange(source.shape[1]) < length[:, None]
         memory: Memory = model.apply({"params": encoder}, source, mask, method="encode")
-        return Backend.widened(self, memory, memory_length(source.shape[1]))
+        return Backend.widen(self, memory, memory_length(source.shape[1]))
 
-    def widened(self, memory: Memory, slots: int) -> Memory:
+    def widen(self, memory: Memory, slots: int) -> Memory:
         """The memory with so many slots, at least as many as it has; those added are masked."""
         more = slots - memory.mask.shape[1]
         return Memory(
@@ -120,7 +120,7 @@ class Backend:
         """Whether a program that runs can be told to pause."""
         return False
 
-    def left(self, count: Array, switch: Array) -> Array:
+    def listen(self, count: Array, switch: Array) -> Array:
         """The count i32 of steps left, below zero if the program is told to pause.
 
         `switch`: u32 [2], the address of an i32 of the host's that is not 0 then, low half first.
@@ -194,12 +194,12 @@ class Xla(Backend):
         """A layer of the decoder from its parameters: the part that makes its memory of a source, and the rest."""
         projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
         held = quantization.hold(projections, model.dtype, self.weights)
-        return held, lay_out_layer(layer, partial(narrowed, weights=self.weights, dtype=model.dtype))
+        return held, lay_out_layer(layer, partial(narrow, weights=self.weights, dtype=model.dtype))
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
         """The arrays that are in no layer, from parameters without layers: the encoder's, and the decoder's."""
         held = quantization.hold({key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights)
-        return held, lay_out(model.config, params, partial(narrowed, weights=self.weights, dtype=model.dtype))
+        return held, lay_out(model.config, params, partial(narrow, weights=self.weights, dtype=model.dtype))
 
     def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
         """All that `encode` reads."""
@@ -235,14 +235,14 @@ class OwnKernel(Xla):
 
     def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
         matrix = partial(kernel_decoder.matrix, weights=self.weights)
-        memory = joined(layer["cross_attention"]["key"], layer["cross_attention"]["value"])
+        memory = join(layer["cross_attention"]["key"], layer["cross_attention"]["value"])
         return matrix(memory), lay_out_layer(layer, matrix)
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
         laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
         own = params["encoder"]
         encoder = kernel_decoder.Encoder(
-            embedding=narrowed(params["shared"]["embedding"], self.weights, jnp.float32),
+            embedding=narrow(params["shared"]["embedding"], self.weights, jnp.float32),
             bias=own["relative_bias"]["embedding"],
             norm=own["norm"]["scale"],
             layers=(),
@@ -260,9 +260,9 @@ class OwnKernel(Xla):
             model.config, encoder, source, length, slots=slots, weights=self.weights, level=self.level
         )
 
-    def widened(self, memory: Memory, slots: int) -> Memory:
+    def widen(self, memory: Memory, slots: int) -> Memory:
         """See `Backend`."""
-        return kernel_decoder.widened(memory, slots)
+        return kernel_decoder.widen(memory, slots)
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
@@ -283,9 +283,9 @@ class OwnKernel(Xla):
         """See `Backend`."""
         return True
 
-    def left(self, count: Array, switch: Array) -> Array:
+    def listen(self, count: Array, switch: Array) -> Array:
         """See `Backend`."""
-        return kernel_decoder.left(count, switch, level=self.level)
+        return kernel_decoder.listen(count, switch, level=self.level)
 
 
 XLA = Xla()

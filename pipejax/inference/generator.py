@@ -116,7 +116,7 @@ class Generator:
 
         Args:
           given: the sources: a list, a data frame or another table whose rows are records.
-          strategy: None: `default_strategy`.
+          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           batch_size: on each device; None: `decode.batch_size`.
           drafter: one of your own instead of `decode.draft` (docs/drafting.md).
           settings: values of this call alone for keys of the sections decode and grid, such as temperature=0.7. The
@@ -147,7 +147,7 @@ class Generator:
 
         Args:
           given: the source.
-          strategy: None: `default_strategy`.
+          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           settings: as of `decode`.
 
         Raises:
@@ -165,9 +165,9 @@ class Generator:
                 raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
         if source.prefixes or source.max_rows is not None:
             raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
-        return self._streamed(source, method, self.make_strategy(strategy))
+        return self._stream(source, method, self.make_strategy(strategy))
 
-    def _streamed(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
+    def _stream(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
         config, batches = self.config.decode, self._streams.setdefault((made, method), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
@@ -205,7 +205,7 @@ class Generator:
         Args:
           lengths: of sources, in tokens.
           batch_sizes: of lists.
-          strategy: None: `default_strategy`.
+          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           settings: as of `decode`.
 
         Returns:
@@ -354,7 +354,7 @@ class Generator:
                 logger.warning(line)
         made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         small.check(self._opened.small, made, method)
-        return self.programs.suited(made) if made.reads_source else made  # else nothing is laid out before it must be
+        return self.programs.suit(made) if made.reads_source else made  # else nothing is laid out before it must be
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""

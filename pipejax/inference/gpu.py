@@ -53,18 +53,18 @@ class GpuDecoder(StepDecoder):
             return super()._times(matrix, columns, dtype)
         return self._product(matrix, columns, dtype=jnp.dtype(dtype or self.dtype))[0].T
 
-    def _added(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
+    def _add(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
         if not self._multiplies(matrix, columns):
-            return super()._added(matrix, columns, residual)
+            return super()._add(matrix, columns, residual)
         # XLA adds the parts up in the kernel that it has for the norm after them anyway.
         parts = self._product(matrix, columns, dtype=jnp.dtype(jnp.float32), split=True)
         return (residual.astype(jnp.float32) + parts.sum(axis=0).T).astype(residual.dtype)
 
-    def _activated(self, x: Array, layer: Layer) -> Array:
+    def _activate(self, x: Array, layer: Layer) -> Array:
         matrix = layer.feed_inwards
         if self.config.feed_forward != "relu" or not self._multiplies(matrix, x):
-            return super()._activated(x, layer)
-        return self._product(matrix, self._normed(x, layer.feed_norm), relu=True, dtype=jnp.dtype(self.dtype))[0].T
+            return super()._activate(x, layer)
+        return self._product(matrix, self._normalize(x, layer.feed_norm), relu=True, dtype=jnp.dtype(self.dtype))[0].T
 
     def _product(self, matrix: Matrix, columns: Array, **options: Any) -> Array:
         return _product(matrix.rows, columns.T, interpret=self.interpret, **options)
@@ -137,7 +137,7 @@ def trial(queries: int, *, interpret: bool = False) -> Array:
 
     def compute(decoder: Any) -> Any:
         matrix = Matrix(rows, jnp.zeros(0))
-        products = decoder._of_normed(matrix, x, norm, dtype=jnp.float32), decoder._added(matrix, x, residual)
+        products = decoder._of_normed(matrix, x, norm, dtype=jnp.float32), decoder._add(matrix, x, residual)
         looked_up = decoder._attend_memory(0, projected[: heads * width])
         return products, looked_up, decoder._attend_cache(projected, keys, values, bias, first)
 

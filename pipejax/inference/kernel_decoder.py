@@ -18,8 +18,8 @@ from pipejax.config import T5Config
 from pipejax.decoding import Step
 from pipejax.inference import kernels
 from pipejax.inference.kernels import fields
-from pipejax.inference.step_decoder import Cache, grown
-from pipejax.inference.weights import Matrix, Weights, joined, narrowed
+from pipejax.inference.step_decoder import Cache, grow
+from pipejax.inference.weights import Matrix, Weights, join, narrow
 from pipejax.model.layers import RelativeBias
 from pipejax.model.t5 import Memory
 
@@ -35,7 +35,7 @@ def fits(config: T5Config) -> bool:
 
 def matrix(rows: Array, *, weights: str) -> Matrix:
     """A matrix [O, I] in panels, held in what `weights` says; outputs are filled up to whole panels with zeros."""
-    held = narrowed(rows, weights, jnp.float32)
+    held = narrow(rows, weights, jnp.float32)
     more = -rows.shape[0] % kernels.PANEL
     scale = jnp.pad(held.scale, (0, more)) if held.scale.size else held.scale
     return Matrix(kernels.panels(jnp.pad(held.rows, ((0, more), (0, 0)))), scale)
@@ -46,7 +46,7 @@ def memory_dtype(weights: str) -> np.dtype:
     return np.dtype(jnp.bfloat16 if weights in ("bfloat16", "int8") else jnp.float32)
 
 
-def widened(memory: Memory, slots: int) -> Memory:
+def widen(memory: Memory, slots: int) -> Memory:
     """The memory with so many slots, a multiple of 16; those added are masked."""
 
     def longer(x: Array, axis: int) -> Array:
@@ -73,7 +73,7 @@ class KernelDecoder:
     def cache(self, slots: int, old: Cache | None) -> Cache:
         """See `Model`."""
         slots += -slots % kernels.PANEL
-        return grown(self.config, self.memory.mask.shape[0], jnp.float32, slots, old)
+        return grow(self.config, self.memory.mask.shape[0], jnp.float32, slots, old)
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
@@ -142,11 +142,11 @@ def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
     held = functools.partial(matrix, weights=weights)
     return EncoderLayer(
         norm=own["norm"]["scale"],
-        inwards=held(joined(own["query"], own["key"], own["value"])),
-        outwards=held(joined(own["output"])),
+        inwards=held(join(own["query"], own["key"], own["value"])),
+        outwards=held(join(own["output"])),
         feed_norm=feed["norm"]["scale"],
-        feed_inwards=held(joined(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
-        feed_outwards=held(joined(feed["wo"])),
+        feed_inwards=held(join(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
+        feed_outwards=held(join(feed["wo"])),
     )
 
 
@@ -195,7 +195,7 @@ def encode(
     return Memory(tuple(found[::2]), tuple(found[1::2]), jnp.arange(slots) < length[:, None])
 
 
-def left(count: Array, switch: Array, *, level: kernels.Level) -> Array:
+def listen(count: Array, switch: Array, *, level: kernels.Level) -> Array:
     """The count i32 of steps left, below zero once the host has thrown the switch, an i32 at the address u32 [2].
 
     It is looked at when the program comes here, not when it begins: the count is another one in each step, so nothing

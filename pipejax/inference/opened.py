@@ -40,10 +40,10 @@ class Opened:
     def programs(self) -> Programs:
         """The weights on the devices, and what is compiled for them; made when they are first asked for."""
         with self._lock:
-            self._made = self._made or self._prepared()
+            self._made = self._made or self._prepare()
             return self._made
 
-    def _prepared(self) -> Programs:
+    def _prepare(self) -> Programs:
         config, dtype = self._config, dtype_of(self._config)
         assert config.model is not None
         backend = backends.choose(self._backend, config.model, dtype, config.decode.weights)

@@ -72,7 +72,7 @@ class Drafting:
     model: Module
     backend: Backend
 
-    def lent(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
+    def lend(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
         """The strategy with the decoder of a batch; traced.
 
         Args:
@@ -80,7 +80,7 @@ class Drafting:
           weights: those of `Ready.decoding`.
           source: with what the model made of it.
         """
-        return strategy.lent(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
+        return strategy.lend(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
 
 
 def decode_batch(
@@ -115,7 +115,7 @@ def decode_batch(
     if drafting:
         weights, small = weights
         assert source is not None
-        strategy = drafting.lent(strategy, small, source)
+        strategy = drafting.lend(strategy, small, source)
     decoder = backend.decoder(model, weights, memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
@@ -154,10 +154,10 @@ class Programs:
         self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 
-    def suited(self, strategy: Strategy) -> Strategy:
+    def suit(self, strategy: Strategy) -> Strategy:
         """The strategy as it is the fastest with these weights on these devices."""
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
-        return strategy.suited(platform, costs=self._call_costs, skips_fillers=fillers)
+        return strategy.suit(platform, costs=self._call_costs, skips_fillers=fillers)
 
     def on_first(self) -> Ready:
         """The weights on the first device."""
@@ -272,7 +272,7 @@ class Programs:
                     self._copies[device] = jax.tree.map(lambda x, own=own: own[id(x)], self._ready)
             copies = [self._copies[device] for device in self.devices[:across]]
             place = NamedSharding(self._mesh(across), P())
-            self._placed[across] = jax.tree.map(partial(_assembled, place=place), *copies)
+            self._placed[across] = jax.tree.map(partial(_assemble, place=place), *copies)
         return self._placed[across]
 
     def _mesh(self, across: int) -> Mesh:
@@ -337,6 +337,6 @@ def _whole_on(x: jax.Array, *, device: jax.Device) -> jax.Array:
     return here[device] if device in here else jax.device_put(next(iter(here.values())), device)
 
 
-def _assembled(*copies: jax.Array, place: NamedSharding) -> jax.Array:
+def _assemble(*copies: jax.Array, place: NamedSharding) -> jax.Array:
     """Copies of an array on the devices of a mesh as one array; nothing moves."""
     return jax.make_array_from_single_device_arrays(copies[0].shape, place, list(copies))

@@ -75,7 +75,7 @@ class RunningBatch:
         self._switch = switch or Switch()
         self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
         self._empty = jax.jit(self._emptied, static_argnames=("slots", "length"))
-        self._widen = jax.jit(self._backend.widened, static_argnums=1)
+        self._widen = jax.jit(self._backend.widen, static_argnums=1)
         self._place = jax.jit(_placed, donate_argnums=0)
         self._grow = jax.jit(self._grown, static_argnames="slots")
         self._go_on = jax.jit(self._gone_on, donate_argnums=2)
@@ -147,7 +147,7 @@ class RunningBatch:
         """
         begun = time.perf_counter()
         often = often or not self._backend.can_listen
-        decoded, done, taken = self._advanced(min(self._steps, most) if often else most)
+        decoded, done, taken = self._run_steps(min(self._steps, most) if often else most)
         self._steps = int(np.clip(SLICE * max(taken, 1) / (time.perf_counter() - begun), 1, MOST_STEPS))
         return decoded, done
 
@@ -169,7 +169,7 @@ class RunningBatch:
         first, begin, end = (x[rows].tolist() for x in (self.starts, known, lengths))
         return sorted((first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k]))
 
-    def _advanced(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
+    def _run_steps(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """The answers as far as they are written, which are done, and the number of steps taken."""
         assert self._memory is not None, "nobody has a place"
         wishes, is_scored = Wishes(forced=self._forced), self._scored.any()
@@ -193,16 +193,16 @@ class RunningBatch:
 
     def _emptied(self, weights: Weights, memory: Memory, *, slots: int, length: int) -> tuple[Memory, Carry]:
         """A memory and a carry whose places nobody uses; `memory`: of one source."""
-        wide = self._backend.widened(memory, length)
+        wide = self._backend.widen(memory, length)
         many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), wide)
         decoder = self._decoder(weights, many)
         state, wishes = self.strategy.init(self.places), Wishes(scores=True)
-        state = self.strategy.stopped(state, jnp.ones(self.places, bool))
+        state = self.strategy.stop(state, jnp.ones(self.places, bool))
         carry = decoding.begin(self.strategy, decoder, state, self._sizes, wishes=wishes, apart=True)
-        return many, decoding.with_slots(decoder, carry, slots)
+        return many, decoding.grow(decoder, carry, slots)
 
     def _grown(self, weights: Weights, memory: Memory, carry: Carry, *, slots: int) -> Carry:
-        return decoding.with_slots(self._decoder(weights, memory), carry, slots)
+        return decoding.grow(self._decoder(weights, memory), carry, slots)
 
     def _gone_on(
         self,
@@ -218,7 +218,7 @@ class RunningBatch:
     ) -> tuple[Decoded, Array, Array | None, Carry]:
         """The answers as far as they are written, which are done, the number of steps left, and the carry."""
         strategy, sizes = self.strategy, self._sizes
-        carry = decoding.refilled(strategy, carry, begins=begins, ends=ends, sizes=sizes)
+        carry = decoding.refill(strategy, carry, begins=begins, ends=ends, sizes=sizes)
         decoder, slots = self._decoder(weights, memory), carry.filled.row.shape[1]
         found: Stretch = decoding.decode(
             strategy,
@@ -227,11 +227,11 @@ class RunningBatch:
             sizes=sizes,
             slots=slots,
             wishes=wishes,
-            most=most,
-            left=lambda count: self._backend.left(count, switch),
+            pause_after=most,
+            listen=lambda count: self._backend.listen(count, switch),
             watched=watched,
         )
-        return found.decoded, strategy.done(found.carry.state), found.left, found.carry
+        return found.decoded, strategy.done(found.carry.state), found.steps_left, found.carry
 
 
 def _placed(memory: Memory, new: Memory, place: Array) -> Memory:

@@ -47,24 +47,24 @@ class StepDecoder:
 
     def cache(self, slots: int, old: Cache | None) -> Cache:
         """See `Model`."""
-        return grown(self.config, self.memory.mask.shape[0], self.dtype, slots, old)
+        return grow(self.config, self.memory.mask.shape[0], self.dtype, slots, old)
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
         w = self.weights
         bias = self._bias(step)
-        x = self._embedded(step.tokens)
+        x = self._embed(step.tokens)
         keys, values = [], []
         for i, layer in enumerate(w.layers):
             projected = _at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
             found, k, v = self._attend_cache(projected, cache.keys[i], cache.values[i], bias, step.start)
             keys.append(k)
             values.append(v)
-            x = self._added(layer.self_outwards, _gathered(found, step), x)
+            x = self._add(layer.self_outwards, _gather(found, step), x)
 
             query = _at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
-            x = self._added(layer.cross_outwards, _gathered(self._attend_memory(i, query), step), x)
-            x = self._added(layer.feed_outwards, self._activated(x, layer), x)
+            x = self._add(layer.cross_outwards, _gather(self._attend_memory(i, query), step), x)
+            x = self._add(layer.feed_outwards, self._activate(x, layer), x)
         factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
         return self._of_normed(w.head, x, w.norm, factor, jnp.float32), Cache(tuple(keys), tuple(values))
 
@@ -73,7 +73,7 @@ class StepDecoder:
         logits, cache = self(step, cache)
         return first_argmax(logits), cache
 
-    def _embedded(self, tokens: Array) -> Array:
+    def _embed(self, tokens: Array) -> Array:
         """[D, N]."""
         table = self.weights.embedding or self.weights.head
         found = table.rows[tokens].astype(self.dtype)
@@ -83,9 +83,9 @@ class StepDecoder:
         self, matrix: Matrix, x: Array, scale: Array, factor: float = 1.0, dtype: DTypeLike | None = None
     ) -> Array:
         """The matrix [O, I] times the norm of the columns x [I, N], times a factor: [O, N]; `dtype`: None is x's."""
-        return self._times(matrix, self._normed(x, scale, factor), dtype)
+        return self._times(matrix, self._normalize(x, scale, factor), dtype)
 
-    def _normed(self, x: Array, scale: Array, factor: float = 1.0) -> Array:
+    def _normalize(self, x: Array, scale: Array, factor: float = 1.0) -> Array:
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
         hidden = (wide * inverse * scale[:, None]).astype(self.dtype)
@@ -95,7 +95,7 @@ class StepDecoder:
         found = jnp.matmul(matrix.rows.astype(self.dtype), columns, preferred_element_type=dtype)
         return found * matrix.scale[:, None].astype(found.dtype) if matrix.scale.size else found
 
-    def _added(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
+    def _add(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
         """The residual [O, N] plus the matrix times the columns [I, N]."""
         return residual + self._times(matrix, columns)
 
@@ -113,7 +113,7 @@ class StepDecoder:
         """
         query, key, value = jnp.split(self._by_head(projected), 3, axis=1)
         key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
-        keys, values = _written(keys, key, start, axis=2), _written(values, value.swapaxes(1, 2), start, axis=1)
+        keys, values = _write(keys, key, start, axis=2), _write(values, value.swapaxes(1, 2), start, axis=1)
         return _by_query(attend(query, keys, values, bias)), keys, values
 
     def _attend_memory(self, number: int, query: Array) -> Array:
@@ -126,7 +126,7 @@ class StepDecoder:
         batch = self.memory.mask.shape[0]
         return columns.reshape(-1, self.config.d_kv, batch, columns.shape[1] // batch).transpose(2, 0, 1, 3)
 
-    def _activated(self, x: Array, layer: Layer) -> Array:
+    def _activate(self, x: Array, layer: Layer) -> Array:
         if self.config.feed_forward == "relu":
             return jax.nn.relu(self._of_normed(layer.feed_inwards, x, layer.feed_norm))
         gate, value = jnp.split(self._of_normed(layer.feed_inwards, x, layer.feed_norm), 2)
@@ -145,7 +145,7 @@ class StepDecoder:
         return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
 
 
-def _written(cache: Array, new: Array, start: Array, *, axis: int) -> Array:
+def _write(cache: Array, new: Array, start: Array, *, axis: int) -> Array:
     """The cache [B * H, ..] with what is new in each example's slots along that axis."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start[0], axis=axis)
@@ -164,7 +164,7 @@ def _at_places(x: Array, step: Step) -> Array:
     return jnp.take(x, step.query_at_place.reshape(-1), axis=1, mode="clip")  # fillers get any query
 
 
-def _gathered(found: Array, step: Step) -> Array:
+def _gather(found: Array, step: Step) -> Array:
     """[.., B Q] -> [.., N]."""
     return found if step.place_of_query is None else jnp.take(found, step.place_of_query, axis=1, mode="clip")
 
@@ -174,7 +174,7 @@ def _by_query(found: Array) -> Array:
     return found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
 
 
-def grown(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache | None) -> Cache:
+def grow(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache | None) -> Cache:
     """A cache of that many slots.
 
     Args:

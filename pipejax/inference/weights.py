@@ -54,7 +54,7 @@ class Weights:
     bias: Array  # f32 [H, distances], the last for all that is farther
 
 
-def narrowed(rows: Array, weights: str, dtype: Any) -> Matrix:
+def narrow(rows: Array, weights: str, dtype: Any) -> Matrix:
     """A matrix [O, I] held in what `weights` says; "auto": in that dtype."""
     if weights == "int8":
         return Matrix(*quantize(rows, axis=1))
@@ -81,17 +81,17 @@ def lay_out_layer(layer: Tree, matrix: Callable[[Array], Matrix]) -> Layer:
     own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
     return Layer(
         self_norm=own["norm"]["scale"],
-        self_inwards=matrix(joined(own["query"], own["key"], own["value"])),
-        self_outwards=matrix(joined(own["output"])),
+        self_inwards=matrix(join(own["query"], own["key"], own["value"])),
+        self_outwards=matrix(join(own["output"])),
         cross_norm=cross["norm"]["scale"],
-        cross_query=matrix(joined(cross["query"])),
-        cross_outwards=matrix(joined(cross["output"])),
+        cross_query=matrix(join(cross["query"])),
+        cross_outwards=matrix(join(cross["output"])),
         feed_norm=feed["norm"]["scale"],
-        feed_inwards=matrix(joined(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
-        feed_outwards=matrix(joined(feed["wo"])),
+        feed_inwards=matrix(join(*(feed[name] for name in ("wi", "wi_0", "wi_1") if name in feed))),
+        feed_outwards=matrix(join(feed["wo"])),
     )
 
 
-def joined(*projections: Any) -> Array:
+def join(*projections: Any) -> Array:
     """The projections of an input as one matrix [O, I]."""
     return jnp.concatenate([x["kernel"].T for x in projections])

@@ -10,7 +10,7 @@ from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
 from pipejax.methods.interface import ABILITIES, Given, Ids, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
 from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
-from pipejax.methods.spelling import Spells, prefix_ids, shown, spell
+from pipejax.methods.spelling import Spells, prefix_ids, separator_ids, shown, spell
 from pipejax.system.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "make_strategy",
     "names",
     "prefix_ids",
+    "separator_ids",
     "shown",
     "spell",
     "split_rows",

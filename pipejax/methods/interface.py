@@ -88,6 +88,14 @@ class Method:
         return f"`generate` does not know {self.label}: what it writes means little."
 
     @property
+    def in_torch(self) -> dict[str, Any] | None:
+        """The settings with which `pipejax/convert/rows_in_torch.py` writes the same answers; None: nothing does.
+
+        Row names are texts.
+        """
+        return None
+
+    @property
     def setting(self) -> str:
         """The setting by which it was asked for, for messages."""
         return f"strategy: found {self.name}"

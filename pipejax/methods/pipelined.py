@@ -48,6 +48,16 @@ class Pipelined(Method):
         """The first row."""
         return "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
 
+    @property
+    def in_torch(self) -> dict[str, Any] | None:
+        """Algorithm 1, unless a subclass decodes or reads answers in another way."""
+        ours = Pipelined.strategy, Pipelined.order, Pipelined.read
+        if (type(self).strategy, type(self).order, type(self).read) != ours:
+            return None
+        grid, literal = self.grid, self.grid.stop == "literal"
+        settings = {"delay": grid.delay, "time_max": grid.time_max, "sub_max": grid.sub_max, "literal": literal}
+        return settings | {"unique": self.unique, "row_names": list(grid.row_names)}
+
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5).
 
@@ -87,7 +97,7 @@ class Pipelined(Method):
 
     def given(self, given: Given) -> Given:
         """As the source says, if so many rows begin in time."""
-        fit = grid.beginning(self.grid.delay, self.grid.time_max, self.grid.sub_max)
+        fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
             raise UserError(
                 f"{given.where}: found {len(given.prefixes)} rows with prefixes; expected at most {fit}, the rows that "
@@ -112,7 +122,7 @@ class NamedRows(Pipelined):
                 "grid.delay: found 0 without grid.row_names; expected the names of the rows, since nothing else tells "
                 "rows apart that start at once"
             )
-        fit = grid.beginning(delay, self.grid.time_max, self.grid.sub_max)
+        fit = grid.count_rows(delay, self.grid.time_max, self.grid.sub_max)
         if names > fit:
             raise UserError(
                 f"grid.row_names: found {names}; expected at most {fit}, the rows that begin under grid.sub_max = "

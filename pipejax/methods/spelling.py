@@ -58,6 +58,13 @@ def prefix_ids(tokenizer: Spells, text: str, where: str, eos: int | None = None)
     return ids
 
 
+def separator_ids(tokenizer: Spells, separator: str) -> list[int]:
+    """The ids between two rows that a separator joins in a text; none where it leaves no token."""
+    word, words = tokenizer.encode("a"), tokenizer.encode(f"a{separator}a")
+    size = len(word)
+    return words[size:-size] if words[:size] == words[-size:] == word else tokenizer.encode(separator)
+
+
 @functools.lru_cache(maxsize=1024)
 def _prefix_ids(tokenizer: Spells, text: str) -> tuple[int, ...]:
     """The same few come again with every example."""

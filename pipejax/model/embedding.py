@@ -44,18 +44,18 @@ def _backward(dtype: DTypeLike, shards: int, kept: tuple[Array, Tokens], gradien
     found = jax.lax.platform_dependent(
         jnp.concatenate([each.reshape(shards, -1) for each in tokens], axis=1),
         jnp.concatenate([each.reshape(shards, -1, table.shape[1]) for each in gradients], axis=1),
-        cpu=partial(_scattered, vocabulary=table.shape[0]),  # additions come one after the other there
-        default=partial(summed_by_token, vocabulary=table.shape[0]),
+        cpu=partial(_scatter, vocabulary=table.shape[0]),  # additions come one after the other there
+        default=partial(sum_by_token, vocabulary=table.shape[0]),
     )
     return found.astype(table.dtype), tuple(np.zeros(each.shape, jax.dtypes.float0) for each in tokens)
 
 
-def _scattered(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
+def _scatter(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
     zero = jnp.zeros((vocabulary, gradient.shape[-1]), jnp.float32)
     return zero.at[tokens].add(gradient.astype(jnp.float32))
 
 
-def summed_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
+def sum_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
     """f32 [V, D], the sum of gradient [S, N, D] over the places of each token of tokens i32 [S, N].
 
     Equal tokens lie side by side when sorted. A product with what is equal within a block of K of them gives each

@@ -40,16 +40,16 @@ def _forward(table: Array, bucket: Array) -> tuple[Array, tuple[Array, Array]]:
 
 def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, np.ndarray]:
     table, bucket = kept
-    found = jax.lax.platform_dependent(table, bucket, gradient, cpu=_scattered, default=_multiplied)
+    found = jax.lax.platform_dependent(table, bucket, gradient, cpu=_scatter, default=_multiply)
     return found, np.zeros(bucket.shape, jax.dtypes.float0)
 
 
-def _scattered(table: Array, bucket: Array, gradient: Array) -> Array:
+def _scatter(table: Array, bucket: Array, gradient: Array) -> Array:
     """As JAX differentiates a lookup: on a CPU, where additions come one after the other anyway, it is the fastest."""
     return jnp.zeros_like(table).at[bucket].add(jnp.moveaxis(gradient, 1, -1))
 
 
-def _multiplied(table: Array, bucket: Array, gradient: Array) -> Array:
+def _multiply(table: Array, bucket: Array, gradient: Array) -> Array:
     (groups, queries, keys), count = bucket.shape, table.shape[0]
     least = -(-groups * queries * keys * count // ELEMENTS)
     parts = next(n for n in range(1, queries + 1) if queries % n == 0 and n >= min(least, queries))

@@ -184,22 +184,22 @@ class RunDirectory:
         if (self.path / "metrics.jsonl").is_file():
             kept = (
                 line
-                for line, values in self._logged()
+                for line, values in self._log()
                 if values["step"] <= step and values["event"] not in ("stopped", "end")
             )
             write_text(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
-    def _logged(self) -> list[tuple[str, Line]]:
+    def _log(self) -> list[tuple[str, Line]]:
         path = self.path / "metrics.jsonl"
         return run_log.read(path) if path.is_file() else []
 
     def logged(self, event: str) -> list[Line]:
         """The lines of that event; in processes that do not write none."""
-        return [values for _, values in self._logged() if values["event"] == event] if self.writes else []
+        return [values for _, values in self._log() if values["event"] == event] if self.writes else []
 
     def has(self, event: str, step: int) -> bool:
         """Whether the log has such a line of that step; all processes are told what the first one finds."""
-        found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._logged())
+        found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._log())
         return distributed.same(found)
 
     def finish(self, last: Line) -> None:

@@ -37,6 +37,7 @@ with extra("train", "training"):
 Array = jax.Array
 Arrays = dict[str, Array]  # of a batch, by name
 ArrayShapes = Mapping[str, tuple[int, ...]]  # of a batch's arrays
+Position = Callable[[Array, Array], Array]
 SOURCES = ("source", "source_length")  # arrays of a batch with a row for each example; the others have G rows
 
 
@@ -49,7 +50,12 @@ class TrainState:
 
 
 def batch_loss(
-    model: Module, params: Tree, batch: Arrays, dropout: Array | None, loss: Loss = losses.cross_entropy
+    model: Module,
+    params: Tree,
+    batch: Arrays,
+    dropout: Array | None,
+    loss: Loss = losses.cross_entropy,
+    position: Position = grid.position,
 ) -> tuple[Array, Array]:
     """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
 
@@ -59,6 +65,7 @@ def batch_loss(
       batch: arrays by name, padded.
       dropout: a key; None: no dropout.
       loss: of logits, targets and weights.
+      position: of a slot, from row and time.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -75,7 +82,7 @@ def batch_loss(
         source_mask,
         batch["inputs"],
         mask,
-        grid.position(row, time_),
+        position(row, time_),
         example[:, :, None] == owner,
         deterministic=dropout is None,
         rngs=None if dropout is None else {"dropout": dropout},
@@ -112,6 +119,7 @@ def train_step(
     key: Array,
     *,
     loss: Loss = losses.cross_entropy,
+    position: Position = grid.position,
     accumulate: int = 1,
     clip_norm: float = 1.0,
     is_trained: Callable[[str], bool] = lambda path: True,
@@ -125,9 +133,9 @@ def train_step(
     by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
     finite, the state stays as it was, to the bit.
 
-    Where the state stays as it was, the update is a branch that is not taken, or with `branch` False, a choice of each
-    array. On a CPU, XLA works in the donated buffers inside a branch only; on a GPU a branch waits for the host, and
-    the choice is made where the update is computed.
+    The program decides on the update by a branch or, with `branch` False, by a choice between old and new in each
+    array. On a CPU, XLA works in the donated buffers inside a branch only. On a GPU a branch waits for the host; a
+    choice is computed together with the update.
 
     Args:
       model: the module of a backbone.
@@ -136,17 +144,18 @@ def train_step(
       batch: arrays by name, padded.
       key: of dropout.
       loss: of logits, targets and weights.
+      position: of a slot, from row and time.
       accumulate: the parts of the batch.
       clip_norm: the largest norm of the mean gradient.
       is_trained: whether the parameter of a path is trained.
       place: moves parameters to where they lie when they are used.
       rate: only told in the metrics.
-      branch: whether the update is a branch, and not a choice.
+      branch: whether the update is a branch.
     """
     trained, fixed = split(state.params, is_trained)
 
     def summed(trained: Tree, part: Arrays, key: Array) -> tuple[Array, Array]:
-        return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None, loss)
+        return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None, loss, position)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -218,8 +227,10 @@ class Trainer:
             partial(sharding.gather_tables, config.model, mesh=self.mesh),
         )
         self.method = methods.trained(config)
+        ids = methods.Ids(config.model.decoder_start_token_id, config.model.eos_token_id)
+        asked = {"loss": self.method.loss, "position": self.method.strategy(ids).position}
         options: dict[str, Any] = {
-            "loss": self.method.loss,
+            **asked,
             "accumulate": train.accumulate,
             "is_trained": self._is_trained,
             "place": place,
@@ -235,7 +246,7 @@ class Trainer:
         self._programs: dict[tuple[Any, ...], Future[Any]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         loss = partial(batch_loss, config.model.module(dtype=dtype, remat=train.remat, pin=pin), dropout=None)
-        loss = partial(loss, loss=self.method.loss)
+        loss = partial(loss, **asked)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
     def _birth(self, key: Array) -> TrainState:
@@ -286,7 +297,7 @@ class Trainer:
         """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
         key = _key(batch)
         known = self._programs.get(key)
-        # What waits behind another one is quicker compiled here; what failed beside the work may do alone.
+        # A program that waits behind another one is compiled sooner here; one that failed there may succeed now.
         if known is None or known.cancel() or known.exception():
             known = self._programs[key] = Future()
             known.set_result(self._compile(batch))

@@ -12,6 +12,7 @@ import numpy as np
 
 Params = dict[str, Any]
 NextTokens = Callable[[list[list[int]]], list[int]]
+Distances = Callable[[Sequence[tuple[int, int]]], list[list[int]]]  # of (row, time) pairs, each query's a list
 
 
 def random_params(
@@ -234,7 +235,12 @@ def distances(cells: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def grid_logits(
-    params: Params, config: Any, encoded: np.ndarray, rows: Sequence[Sequence[int]], delay: int
+    params: Params,
+    config: Any,
+    encoded: np.ndarray,
+    rows: Sequence[Sequence[int]],
+    delay: int,
+    distances: Distances = distances,
 ) -> list[np.ndarray]:
     """The logits after every token of every row: one [length of the row, V] for each row."""
     cells = coordinates(rows, delay)
@@ -255,12 +261,14 @@ def teacher_forced_loss(
     delay: int,
     *,
     empty_row: bool = True,
+    distances: Distances = distances,
 ) -> float:
     """Mean over its sum(m_i + 1) + 1 targets of the loss of one example (paper, equation 6).
 
     Args:
       rows: the target rows without bos and eos.
       empty_row: whether the empty row is appended, as it is unless the target was cut.
+      distances: of the cells.
     """
     bos, eos = config.decoder_start_token_id, config.eos_token_id
     layout = [[bos, *row, eos] for row in rows]
@@ -268,7 +276,7 @@ def teacher_forced_loss(
         layout.append([bos, eos])
     encoded = encode(params, config, source_ids)
     losses = []
-    for row, logits in zip(layout, grid_logits(params, config, encoded, layout, delay), strict=True):
+    for row, logits in zip(layout, grid_logits(params, config, encoded, layout, delay, distances), strict=True):
         for j in range(len(row) - 1):
             shifted = logits[j] - logits[j].max()
             losses.append(np.log(np.exp(shifted).sum()) - shifted[row[j + 1]])
@@ -385,18 +393,25 @@ def scripted_next_tokens(targets: Sequence[Sequence[int]], *, eos: int = 1) -> N
 
 
 def grid_next_tokens(
-    params: Params, config: Any, encoded: np.ndarray, delay: int, *, margins: list[float] | None = None
+    params: Params,
+    config: Any,
+    encoded: np.ndarray,
+    delay: int,
+    *,
+    margins: list[float] | None = None,
+    distances: Distances = distances,
 ) -> NextTokens:
     """For `algorithm1`: the greedy choice of the T5, computed anew from all tokens at every step.
 
     Args:
       margins: gets, for each choice of an open row, the best logit less the second. A small one marks a
         choice that another precision may make otherwise.
+      distances: of the cells.
     """
 
     def next_tokens(rows: list[list[int]]) -> list[int]:
         chosen = []
-        for row, logits in zip(rows, grid_logits(params, config, encoded, rows, delay), strict=True):
+        for row, logits in zip(rows, grid_logits(params, config, encoded, rows, delay, distances), strict=True):
             chosen.append(int(np.argmax(logits[-1])))
             if margins is not None and row[-1] != config.eos_token_id:
                 margins.append(margin(logits[-1]))

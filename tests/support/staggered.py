@@ -89,7 +89,7 @@ class Steps(Plain):
         tokens = jnp.where(here, answers[:, :, None], state.tokens)
         return State(time, tokens, count, ended, state.done | over)
 
-    def stopped(self, state: State, which: jax.Array) -> State:
+    def stop(self, state: State, which: jax.Array) -> State:
         return dataclasses.replace(state, done=state.done | which)
 
     def done(self, state: State) -> jax.Array:

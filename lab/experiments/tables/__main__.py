@@ -5,7 +5,9 @@
 
 --run trains and evaluates what is missing: each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, made by train.py
 from configs/TASK.py and the settings of that size and objective, and evaluated by `python -m pipejax evaluate` at batch
-1, so runs made elsewhere can be put there too.
+1, so runs made elsewhere can be put there too. Decoding computes in float32, as the paper's memory figures say that
+theirs did, and in bfloat16 on a second line; where a config has wider bounds than the paper's 50 steps and 20 rows,
+rows are decoded under these as well. With --set data.tokenizer=DIR, T5's, answers are counted under both bounds.
 The same command goes on after an interruption. Writes DIR/tables.md, figure_4.png, figure_5.png and results.json. The
 size "scratch" is a small T5 pretrained by `python -m lab.experiments.pretraining`, for those without a GPU: the
 comparison is the same, the scores are not comparable with the paper's.
@@ -17,12 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.experiments.tables import paper, report
-from lab.experiments.tables.cells import SIZES, Cell, Scores, Way, gap, grid_of, make, read
+from lab.experiments.tables import bounds, paper, report
+from lab.experiments.tables.cells import DTYPES, SIZES, Cell, Scores, Way, gap, grid_of, make, read, ways_of
 from pipejax import metrics
 from pipejax.config import STRATEGIES
 from pipejax.data import make_task
 from pipejax.data.statistics import measure
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import write_text
@@ -39,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sizes", default="base", metavar="A,B", help=f"of {', '.join(SIZES)} (default: base)")
     parser.add_argument("--delays", default="", metavar="2,3", help="Δt of Table 5 beside 1, with --run")
     parser.add_argument("--splits", default="dev,test", metavar="A,B", help="to evaluate (default: dev,test)")
+    known = ",".join(DTYPES)
+    parser.add_argument("--dtypes", default=known, metavar="A,B", help=f"of decoding (default: {known})")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first so many documents of each, with --run")
     parser.add_argument("--crossed", action="store_true", help="each model with the other decoder as well")
     parser.add_argument("--beams", type=int, default=1, metavar="N", help="sequential models with beam search as well")
@@ -46,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     tasks, sizes = _chosen("--tasks", flags.tasks, paper.TITLES), _chosen("--sizes", flags.sizes, SIZES)
     splits = _chosen("--splits", flags.splits, ("dev", "test"))
+    dtypes = _chosen("--dtypes", flags.dtypes, DTYPES)
     delays = [int(delay) for delay in _chosen("--delays", flags.delays, ("2", "3"))] if flags.delays else []
     for flag, value in (("--limit", flags.limit), ("--beams", flags.beams)):
         if value is not None and value < 1:
@@ -64,14 +70,15 @@ def main(argv: Sequence[str]) -> int:
         for cell in cells:
             cell.config(flags.overrides)  # a wrong setting shows before hours of work
         for cell in cells:
-            ways = [Way(strategy) for strategy in STRATEGIES if flags.crossed and cell.delay == 1]
-            ways = ways or [Way(cell.objective)]
+            ways = ways_of(cell, dtypes, flags.overrides)
+            if flags.crossed and cell.delay == 1:
+                ways += [Way(strategy, dtype=dtypes[0]) for strategy in STRATEGIES if strategy != cell.objective]
             if flags.beams > 1 and cell.objective == "sequential":
-                ways.append(Way("sequential", flags.beams))
+                ways.append(Way("sequential", flags.beams, dtypes[0]))
             options = {"splits": splits, "overrides": flags.overrides, "limit": flags.limit, "ways": ways}
             if code := make(cell, workdir.absolute(), **options):
                 return code
-    _write(output, workdir, tasks, sizes, splits, flags.beams, flags.overrides)
+    _write(output, workdir, tasks, sizes, splits, dtypes, flags.beams, flags.overrides)
     return 0
 
 
@@ -81,39 +88,44 @@ def _write(
     tasks: list[str],
     sizes: list[str],
     splits: list[str],
+    dtypes: list[str],
     beams: int,
     overrides: Sequence[str],
 ) -> None:
     every = grid_of(tasks, sizes, dict.fromkeys(paper.TABLES[4], paper.DELAYS[1:]))
-    ways = [Way("sequential"), *([Way("sequential", beams)] if beams > 1 else []), Way("pipelined")]
-    evaluated = {
+    first = dtypes[0]
+    beam = [Way("sequential", beams, first)] if beams > 1 else []
+    ways = [Way("sequential", dtype=first), *beam, Way("pipelined", dtype=first)]
+    own = {cell: ways_of(cell, dtypes, overrides) for cell in every}
+    results = {
         (cell, split, way): found
         for cell in every
         for split in splits
-        for way in ways
+        for way in dict.fromkeys([*own[cell], *ways])
         if (found := read(cell, workdir, split, way))
     }
-    results = {(c, split): found for (c, split, way), found in evaluated.items() if way == Way(c.objective)}
     gaps = {}
-    for task, size, split in {(cell.task, cell.size, split) for cell, split in results}:
+    for task, size, split in {(cell.task, cell.size, split) for cell, split, _ in results}:
         both = {objective: Cell(task, size, objective) for objective in STRATEGIES}
-        if all((cell, split) in results for cell in both.values()):
-            found = results[both["pipelined"], split]
-            if found["examples"] != results[both["sequential"], split]["examples"]:
+        pair = [results.get((both[s], split, Way(s, dtype=first))) for s in STRATEGIES]
+        if pair[0] and pair[1]:
+            if pair[0]["examples"] != pair[1]["examples"]:
                 raise UserError(f"{both['pipelined'].name}: found other documents evaluated than of its counterpart")
-            gaps[task, size, split] = gap(both, workdir, split, found["metric"])
-    parts = [("Table 1: the data sets", report.table_1(_statistics(tasks, sizes[0], overrides)))]
+            gaps[task, size, split] = gap(both, workdir, split, pair[0]["metric"], first)
+    statistics, counted = _statistics(tasks, sizes[0], overrides)
+    parts = [("Table 1: the data sets", report.table_1(statistics))]
+    parts.append(("The bounds on steps and rows, test split", "\n".join(bounds.table(counted)) if counted else ""))
     for number, members in paper.TABLES.items():
         wanted = [task for task in members if task in tasks]
-        text = report.table_of_scores(wanted, sizes, splits, results, gaps) if wanted else ""
+        text = report.table_of_scores(wanted, sizes, splits, own, results, gaps) if wanted else ""
         parts.append((f"Table {number}: {', '.join(paper.TITLES[task] for task in members)}", text))
     sentences = [task for task in paper.TABLES[4] if task in tasks]
-    parts.append(("Table 5: Δt, test split", report.table_5(sentences, sizes[0], results)))
+    parts.append(("Table 5: Δt, test split", report.table_5(sentences, sizes[0], first, results)))
     last = splits[-1]
-    several = [c for c in every if c.delay == 1 and sum((c, last, way) in evaluated for way in ways) > 1]
-    text = report.crossed(several, ways, last, lambda cell, way: evaluated.get((cell, last, way)))
+    several = [c for c in every if c.delay == 1 and sum((c, last, way) in results for way in ways) > 1]
+    text = report.crossed(several, ways, last, results)
     parts.append(("Models and decoders", text))
-    pictures = _draw(output, tasks, sizes[0], last, results)
+    pictures = _draw(output, tasks, sizes[0], last, first, results)
     text = "\n\n".join(f"## {title}\n\n{body or 'Nothing measured.'}" for title, body in parts)
     head = (
         'Columns headed "paper" are the numbers of arXiv 2506.23431; all others were measured here. Gaps are '
@@ -121,36 +133,42 @@ def _write(
         f"memory are of the {last} split at batch 1.\n"
     )
     write_text(output / "tables.md", f"{head}\n{text}\n{pictures}")
-    values = [{**dataclasses.asdict(cell), "split": split, **found} for (cell, split), found in results.items()]
+    values = [{**dataclasses.asdict(c), "split": s, **way._asdict(), **found} for (c, s, way), found in results.items()]
     rows = [{"task": t, "size": s, "split": p, "gap": found} for (t, s, p), found in sorted(gaps.items())]
     write_text(output / "results.json", json.dumps({"results": values, "gaps": rows}, indent=1) + "\n")
     cli.note(f"{len(results)} evaluations; written to {output / 'tables.md'}")
 
 
-def _statistics(tasks: Sequence[str], size: str, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of the tasks whose data are here."""
+def _statistics(
+    tasks: Sequence[str], size: str, overrides: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Table 1 of the tasks whose data are here; and what their bounds cut, if a tokenizer is named."""
     found: dict[str, dict[str, Any]] = {}
+    counted = list[dict[str, Any]]()
     for task in tasks:
         cell = Cell(task, size, "pipelined")
         try:
             config = cell.config(overrides)
             task_data = make_task(config.data)
             test = task_data.examples("test")
-            counted = len(task_data.examples("train"))
+            train = len(task_data.examples("train"))
+            tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
         except UserError as error:
             cli.note(f"Table 1, {paper.TITLES[task]}: {error}")
             continue
         progress = Progress(f"reading {paper.TITLES[task]}", len(test), unit="example")
-        found[task] = measure(test, None, config.data, config.grid, tick=progress.add) | {"train": counted}
+        found[task] = measure(test, None, config.data, config.grid, tick=progress.add) | {"train": train}
         progress.close()
-    return found
+        if tokenizer:
+            counted += bounds.lines_of(paper.TITLES[task], test, tokenizer, config.data, config.grid)
+    return found, counted
 
 
-def _draw(output: Path, tasks: Sequence[str], size: str, split: str, results: report.Results) -> str:
+def _draw(output: Path, tasks: Sequence[str], size: str, split: str, dtype: str, results: report.Results) -> str:
     """Draws the figures of which something was measured, and says so in Markdown."""
     pairs: dict[str, tuple[Scores, Scores]] = {}
     for task in tasks:
-        both = [results.get((Cell(task, size, objective), split)) for objective in ("sequential", "pipelined")]
+        both = [results.get((Cell(task, size, s), split, Way(s, dtype=dtype))) for s in ("sequential", "pipelined")]
         if both[0] and both[1]:
             pairs[task] = both[0], both[1]
     if not pairs:

@@ -24,6 +24,8 @@ SIZES: dict[str, tuple[str, ...]] = {
     "large": ("train.init_from=checkpoints/t5-large", "train.remat=layers", "mesh.fsdp=2"),
     "scratch": (),
 }
+DTYPES = ("float32", "bfloat16")  # of decoding; the paper's memory figures are those of float32 weights
+TIME_MAX, SUB_MAX = 50, 20  # the bounds that the paper prints, for all data sets (section 4.3)
 Scores = dict[str, Any]  # what `python -m pipejax evaluate` writes
 
 
@@ -60,11 +62,26 @@ class Way(NamedTuple):
 
     strategy: str
     beams: int = 1  # of the sequential strategy
+    dtype: str = DTYPES[0]
+    printed: bool = False  # under the bounds that the paper prints, not those of the config
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        beams = f"-{self.beams}-beams" if self.beams > 1 else ""
+        return f"{self.strategy}{beams}" + (f", as printed ({TIME_MAX}/{SUB_MAX})" if self.printed else "")
 
     @property
     def name(self) -> str:
-        """Of its files, and for people."""
-        return self.strategy if self.beams == 1 else f"{self.strategy}-{self.beams}-beams"
+        """Of its files."""
+        beams = f"-{self.beams}-beams" if self.beams > 1 else ""
+        return f"{self.strategy}{beams}{f'-{TIME_MAX}x{SUB_MAX}' if self.printed else ''}-{self.dtype}"
+
+    @property
+    def settings(self) -> list[str]:
+        """All that is set beyond the run's config."""
+        bounds = [f"grid.time_max={TIME_MAX}", f"grid.sub_max={SUB_MAX}"] if self.printed else []
+        return [f"decode.beams={self.beams}", f"decode.dtype={self.dtype}", *bounds]
 
 
 def evaluation(run: Path, split: str, way: Way) -> Path:
@@ -96,9 +113,9 @@ def make(
                 continue
             path.parent.mkdir(exist_ok=True)
             flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", way.strategy]
-            flags += ["--set", f"decode.beams={way.beams}"]
+            flags += [flag for setting in way.settings for flag in ("--set", setting)]
             flags += ["--limit", str(limit)] if limit else []
-            logger.info(f"--- {cell.name}, {way.name} on {split}")
+            logger.info(f"--- {cell.name}, {way.label} in {way.dtype} on {split}")
             code = _run(
                 *("-m", "pipejax", "evaluate", *flags, "--json", str(path)),
                 *("--predictions", str(path.with_suffix(".jsonl"))),
@@ -144,10 +161,13 @@ def read(cell: Cell, workdir: Path, split: str, way: Way) -> Scores | None:
     return found
 
 
-def gap(cells: dict[str, Cell], workdir: Path, split: str, metric: str) -> dict[str, tuple[float, float, float]]:
+def gap(
+    cells: dict[str, Cell], workdir: Path, split: str, metric: str, dtype: str
+) -> dict[str, tuple[float, float, float]]:
     """Pipelined minus sequential, with the 95 % interval of a paired bootstrap over the documents."""
     files = [
-        evaluation(workdir / cells[s].name, split, Way(s)).with_suffix(".jsonl") for s in ("sequential", "pipelined")
+        evaluation(workdir / cells[s].name, split, Way(s, dtype=dtype)).with_suffix(".jsonl")
+        for s in ("sequential", "pipelined")
     ]
     first, second = (list[Any](line for _, line in read_file(str(path))) for path in files)
     if [line["id"] for line in first] != [line["id"] for line in second]:
@@ -163,6 +183,15 @@ def grid_of(tasks: Sequence[str], sizes: Sequence[str], delays: dict[str, Sequen
         Cell(task, size, "pipelined", delay) for task in tasks for size in sizes[:1] for delay in delays.get(task, ())
     ]
     return [cell for cell in cells if cell.path.is_file()]
+
+
+def ways_of(cell: Cell, dtypes: Sequence[str], overrides: Sequence[str] = ()) -> list[Way]:
+    """As it was trained, in each dtype; rows in the first one under the printed bounds too, unless they are its own."""
+    own = [Way(cell.objective, dtype=dtype) for dtype in dtypes]
+    bounds = cell.config(overrides).grid
+    if cell.objective == "pipelined" and (bounds.time_max, bounds.sub_max) != (TIME_MAX, SUB_MAX):
+        own.insert(1, own[0]._replace(printed=True))
+    return own
 
 
 def _run(*command: str) -> int:

@@ -1,6 +1,6 @@
 """The tables as Markdown: what was measured here, and beside it, in columns of its own, what the paper reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lab.experiments.tables import paper
@@ -8,7 +8,7 @@ from lab.experiments.tables.cells import Cell, Scores, Way
 
 NONE = "–"  # not measured, or not in the paper
 Gap = dict[str, tuple[float, float, float]]
-Results = dict[tuple[Cell, str], Scores]  # by cell and split, each decoded as it was trained
+Results = dict[tuple[Cell, str, Way], Scores]  # by cell, split and way
 LABELS = {
     "em_f1": "EM",
     "pm_f1": "PM",
@@ -50,30 +50,36 @@ def table_of_scores(
     tasks: Sequence[str],
     sizes: Sequence[str],
     splits: Sequence[str],
+    ways: dict[Cell, list[Way]],
     results: Results,
     gaps: dict[tuple[str, str, str], Gap],
 ) -> str:
-    """Tables 2 to 4: quality, speed and memory of both decoders, a line each, and the gap below them."""
+    """Tables 2 to 4: quality, speed and memory of both decoders, a line each way, and the gap of the first two."""
     scores = paper.SCORES[_metric(tasks[0])]
-    head = ["data set", "model", "decoder"]
+    head = ["data set", "model", "decoder", "dtype"]
     head += [title for split in splits for score in scores for title in (f"{split} {LABELS[score]}", "paper")]
     head += ["documents", "steps", "examples/s", "paper", "peak memory", "paper"]
     lines = []
     for task in tasks:
         for size in sizes:
             both = [Cell(task, size, objective) for objective in ("sequential", "pipelined")]
-            if not any((cell, split) in results for cell in both for split in splits):
+            pairs = [(cell, way) for cell in both for way in ways.get(cell, [])]
+            there = [pair for pair in pairs if any((pair[0], split, pair[1]) in results for split in splits)]
+            if not there:
                 continue
-            for cell in both:
-                lines.append(_line(cell, both[0], scores, splits, results))
+            for cell, way in pairs:
+                if (cell, way) in there or way == ways[cell][0]:
+                    lines.append(_line(cell, way, both[0], scores, splits, results))
             if found := {split: gaps[task, size, split] for split in splits if (task, size, split) in gaps}:
                 cells = [_interval(found.get(split, {}).get(score)) for split in splits for score in scores]
-                lines.append(["", "", "gap", *(x for cell in cells for x in (cell, "")), *[""] * 6])
+                dtype = ways[both[0]][0].dtype
+                lines.append(["", "", "gap", dtype, *(x for cell in cells for x in (cell, "")), *[""] * 6])
     return _markdown(head, lines) if lines else ""
 
 
-def table_5(tasks: Sequence[str], size: str, results: Results) -> str:
+def table_5(tasks: Sequence[str], size: str, dtype: str, results: Results) -> str:
     """The pipelined decoder under several Δt, on the test split."""
+    way = Way("pipelined", dtype=dtype)
     scores = paper.SCORES["rouge"]
     head = [
         "data set",
@@ -86,10 +92,10 @@ def table_5(tasks: Sequence[str], size: str, results: Results) -> str:
     lines = []
     for task in tasks:
         cells = [Cell(task, size, "pipelined", delay) for delay in paper.DELAYS]
-        if sum((cell, "test") in results for cell in cells) < 2:
+        if sum((cell, "test", way) in results for cell in cells) < 2:
             continue
         for cell in cells:
-            found, reported = results.get((cell, "test")), paper.TABLE_5.get((task, cell.delay))
+            found, reported = results.get((cell, "test", way)), paper.TABLE_5.get((task, cell.delay))
             known = reported if size == "base" else None
             ours = [_number(_of(found, score)) for score in scores]
             line = _beside(ours, [_number(x) for x in known.scores["test"]] if known else [NONE] * len(scores))
@@ -98,14 +104,12 @@ def table_5(tasks: Sequence[str], size: str, results: Results) -> str:
     return _markdown(head, lines) if lines else ""
 
 
-def crossed(
-    cells: Sequence[Cell], ways: Sequence[Way], split: str, scores_of: Callable[[Cell, Way], Scores | None]
-) -> str:
+def crossed(cells: Sequence[Cell], ways: Sequence[Way], split: str, results: Results) -> str:
     """Each model decoded in several ways: what the objective is worth, and what the decoder."""
     lines = []
     for cell in cells:
         for way in ways:
-            if (found := scores_of(cell, way)) is None:
+            if (found := results.get((cell, split, way))) is None:
                 continue
             values = [_number(found[score]) for score in paper.SCORES[found["metric"]]]
             named = ", ".join(
@@ -113,30 +117,32 @@ def crossed(
             )
             cut = f"{100 * sum(found['truncated'].values()) / found['examples']:.1f} %"
             speed = _number(found["examples_per_second"], 2)
-            model = [paper.TITLES[cell.task], cell.size, cell.objective, way.name]
+            model = [paper.TITLES[cell.task], cell.size, cell.objective, way.label, way.dtype]
             lines.append([*model, named, _number(found["steps"]), speed, cut])
-    head = ["data set", "model", "trained as", "decoded as", split, "steps", "examples/s", "cut"]
+    head = ["data set", "model", "trained as", "decoded as", "dtype", split, "steps", "examples/s", "cut"]
     return _markdown(head, lines) if lines else ""
 
 
-def _line(cell: Cell, sequential: Cell, scores: Sequence[str], splits: Sequence[str], results: Results) -> list[str]:
-    reported = paper.REPORTED.get((cell.task, cell.size, cell.objective))
-    line = [paper.TITLES[cell.task], cell.size, cell.objective]
+def _line(
+    cell: Cell, way: Way, sequential: Cell, scores: Sequence[str], splits: Sequence[str], results: Results
+) -> list[str]:
+    reported = paper.REPORTED.get((cell.task, cell.size, cell.objective)) if way.dtype == "float32" else None
+    line = [paper.TITLES[cell.task], cell.size, way.label, way.dtype]
     for split in splits:
-        found = results.get((cell, split))
+        found = results.get((cell, split, way))
         theirs = reported.scores.get(split) if reported else None
         line += _beside(
             [_number(_of(found, score)) for score in scores],
             [_number(x) for x in theirs] if theirs else [NONE] * len(scores),
         )
     last = splits[-1]
-    found, base = results.get((cell, last)), results.get((sequential, last))
+    found, base = results.get((cell, last, way)), results.get((sequential, last, Way("sequential", dtype=way.dtype)))
     line += [_number(_of(found, "examples"), 0), _number(_of(found, "steps"))]
-    ours, theirs_up = _of(found, "examples_per_second"), paper.SPEED_UPS.get((cell.task, cell.size))
-    before = _of(base, "examples_per_second")
+    ours, before = _of(found, "examples_per_second"), _of(base, "examples_per_second")
     pipelined = cell.objective == "pipelined"
     line.append(_speed(ours, ours / before if pipelined and ours and before else None, 2))
-    line.append(_speed(reported.examples_per_second if reported else None, theirs_up if pipelined else None, 1))
+    theirs_up = paper.SPEED_UPS.get((cell.task, cell.size)) if pipelined else None
+    line.append(_speed(reported.examples_per_second if reported else None, theirs_up, 1))
     return [*line, _memory(found), f"{reported.memory:,} M" if reported and reported.memory else NONE]
 
 

@@ -278,7 +278,7 @@ async def _stream(completion: Completion, scope: Scope, receive: Receive, send: 
         completion.close("error")
         with contextlib.suppress(TimeoutError):  # a client that reads nothing gets no error either
             async with asyncio.timeout(5):
-                await say(f"data: {_dump(_noted(error).body())}", more=False)
+                await say(f"data: {_dump(_note(error).body())}", more=False)
 
 
 async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
@@ -303,7 +303,7 @@ async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
     raise Refused(504, "the time for a request is over", code="timeout", headers={"x-should-retry": "false"})
 
 
-def _noted(error: Exception) -> Refused:
+def _note(error: Exception) -> Refused:
     """The refusal that the client is told; of our own mistakes the log gets the traceback."""
     if not isinstance(error, Refused):
         logger.error("a request failed by a mistake of the server")
@@ -313,7 +313,7 @@ def _noted(error: Exception) -> Refused:
 
 def refusal(error: Exception) -> Response:
     """The answer to what cannot be answered."""
-    refused = _noted(error)
+    refused = _note(error)
     return _json(refused.body(), refused.status, refused.headers)
 
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.decoding.choice import first_argmax
-from pipejax.decoding.core import Sizes, begin, decode, with_slots
+from pipejax.decoding.core import Sizes, begin, decode, grow
 from pipejax.decoding.drafters.interface import Draft, Written
 from pipejax.decoding.gathering import NOWHERE, Filled, Query
 from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds
-from pipejax.decoding.pipelined import NEVER, Pipelined, below
-from pipejax.grid import start
+from pipejax.decoding.pipelined import NEVER, Pipelined, over_earlier_rows
+from pipejax.grid import Numbers, start
 from pipejax.system import Tree
 
 MARKS = (0.6, 0.9)  # mean probability of a draft's tokens at which its degree of trust rises
@@ -61,6 +61,10 @@ class Looking(Plain):
         """All that is written, and one draft."""
         return self.grid.slots + self.grid.rows * (self.most + 1)
 
+    def position(self, row: Numbers, time: Numbers) -> Numbers:
+        """As on the large one's grid."""
+        return self.grid.position(row, time)
+
     def init(self, batch: int, source: SourceIds | None = None) -> Ahead:
         """Nothing is written."""
         none = jnp.zeros((batch, self.grid.rows), jnp.int32)
@@ -94,7 +98,7 @@ class Looking(Plain):
         drafts &= state.ended | (state.length - state.known < self.most)
         drafts &= (state.length > 0) | self.grid.may_begin(state.ended, state.length)
         far = jnp.where(written | drafts, newest, first + state.fed - 1)
-        limit = below(jax.lax.cummin, jnp.where(state.ended, NEVER, far), NEVER)
+        limit = over_earlier_rows(jax.lax.cummin, jnp.where(state.ended, NEVER, far), NEVER)
         live = unfed & (written | (drafts & (limit >= newest)))[:, None]
         at = jnp.clip(cell - 1, 0, times - 1).swapaxes(1, 2)
         fed = jnp.take_along_axis(state.tokens, at, axis=2).swapaxes(1, 2)
@@ -174,15 +178,15 @@ class FromModel:
 
     def init(self, source: SourceIds, rows: int) -> Memory:
         """An empty cache."""
-        looking, sizes, decoder = self._lent()
+        looking, sizes, decoder = self._lend()
         batch = len(source.ids)
         carry = begin(looking, decoder, looking.init(batch), sizes, apart=True)
-        carry = with_slots(decoder, carry, sizes.slots[-1])
+        carry = grow(decoder, carry, sizes.slots[-1])
         return Memory(jnp.zeros((batch, rows), jnp.int32), carry.used, carry.filled, carry.cache)
 
     def propose(self, state: Memory, written: Written, most: int) -> tuple[Memory, Draft]:
         """Its greedy decoding of the same grid, from where each row stands."""
-        looking, sizes, decoder = self._lent()
+        looking, sizes, decoder = self._lend()
         begun = looking.begun(written.tokens, written.length, state.fed)
         carry = begin(looking, decoder, begun, sizes, apart=True)
         # The first step feeds what is written, and perhaps the bos of a row that is certain to begin if any more do.
@@ -200,6 +204,6 @@ class FromModel:
         tokens = jnp.take_along_axis(drafted.tokens, place, axis=2)
         return Memory(fed, used, filled, carry.cache), Draft(tokens, count, jnp.asarray(trust))
 
-    def _lent(self) -> tuple[Looking, Sizes, Model[Tree]]:
+    def _lend(self) -> tuple[Looking, Sizes, Model[Tree]]:
         assert self.looking and self.sizes and self.decoder, "no T5 was lent to the drafter"
         return self.looking, self.sizes, self.decoder

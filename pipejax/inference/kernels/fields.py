@@ -28,16 +28,16 @@ def arrays(table: str, given: Mapping[str, Any]) -> list[jax.Array]:
     Raises:
       TypeError: something is missing, or the table does not have it.
     """
-    leaves: list[jax.Array] = jax.tree.leaves(_ordered(table, given))
+    leaves: list[jax.Array] = jax.tree.leaves(_order(table, given))
     return leaves
 
 
 def numbers(table: str, given: Mapping[str, int]) -> np.ndarray:
     """i64, the attribute of a table of numbers; raises as `arrays` does."""
-    return np.asarray(_ordered(table, given), np.int64)
+    return np.asarray(_order(table, given), np.int64)
 
 
-def _ordered(table: str, given: Mapping[str, Any]) -> list[Any]:
+def _order(table: str, given: Mapping[str, Any]) -> list[Any]:
     names = TABLES[table]
     missing, unknown = [x for x in names if x not in given], [x for x in given if x not in names]
     if missing or unknown:

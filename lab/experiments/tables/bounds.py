@@ -1,0 +1,115 @@
+"""What bounds on time-steps and rows do to real answers: each data set under its own bounds, and under the paper's.
+
+    PIPEJAX_DATA=DIR python -m lab.experiments.tables.bounds [--json FILE]
+
+DIR holds the data sets below as JSON lines with "source" and "targets", and T5's tokenizer in t5_tokenizer/. Counts
+alone, without a model: it would write the gold rows. The step ratio is that of whole sequential answers to pipelined
+ones that the bounds end, so where bounds cut answers it grows for having written less; "same tokens" is the ratio with
+a sequential decoder that writes no more than the pipelined one.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.systems import save
+from lab.experiments.tables.cells import SUB_MAX, TIME_MAX
+from pipejax.config import DataConfig, GridConfig
+from pipejax.data import PUBLISHED
+from pipejax.data.examples import Example
+from pipejax.data.formats import read_records
+from pipejax.data.statistics import Statistics, measure
+from pipejax.data.text import plain
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
+
+COMMAND = "PIPEJAX_DATA=data python -m lab.experiments.tables.bounds --json OUT"
+PRINTED = GridConfig(delay=1, time_max=TIME_MAX, sub_max=SUB_MAX)
+FILES = {
+    "msqa": ("MSQA test", "multispanqa/test.jsonl"),
+    "kp20k": ("KP20k test", "kp20k/test.jsonl.gz"),
+    "kptimes": ("KPTimes test", "kptimes/test.jsonl.gz"),
+    "wikihow": ("wikiHow", "wikihow/articles_229.jsonl"),
+    "cnn_dailymail": ("CNN/DM validation", "cnn_dailymail/validation_1000.jsonl.gz"),
+    "sumpubmed": ("SumPubMed test", "sumpubmed/test.jsonl.gz"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Counts, prints a table, writes JSON."""
+    parser = cli.Parser(prog="python -m lab.experiments.tables.bounds", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
+    directory = os.environ.get("PIPEJAX_DATA", "")
+    data = Path(directory or "absent")
+    if not data.is_dir():
+        raise UserError(f"PIPEJAX_DATA: found {directory!r}; expected the directory of the data sets")
+    tokenizer, results = Tokenizer.load(data / "t5_tokenizer"), list[dict[str, Any]]()
+    for name, (title, path) in FILES.items():
+        published = PUBLISHED[name]
+        examples = read(data / path, published.placeholders)
+        config = DataConfig(task=name, max_target=published.max_target, separator=published.separator)
+        results += lines_of(title, examples, tokenizer, config, published.grid)
+    print("\n".join(table(results)))
+    if flags.json:
+        save(flags.json, {"results": results, "command": COMMAND})
+    return 0
+
+
+def read(path: Path, placeholders: tuple[tuple[str, str], ...]) -> list[Example]:
+    """The examples of a file, spelt as in training."""
+    found = []
+    records: Iterable[tuple[str, Any]] = read_records(path)
+    for place, record in records:
+        rows = (plain(row, placeholders) for row in record["targets"])
+        found.append(Example(place, plain(record["source"], placeholders), tuple(row for row in rows if row)))
+    return found
+
+
+def lines_of(
+    title: str, examples: Sequence[Example], tokenizer: Tokenizer, data: DataConfig, own: GridConfig
+) -> list[dict[str, Any]]:
+    """The counts under the data set's own bounds, and under the paper's."""
+    found = []
+    for bounds in dict.fromkeys((own, PRINTED)):
+        progress = Progress(f"counting {title}", len(examples), unit="example")
+        counts = measure(examples, tokenizer, data, bounds, tick=progress.add)
+        progress.close()
+        found.append({"set": title, **line(counts, bounds)})
+    return found
+
+
+def line(counts: Statistics, bounds: GridConfig) -> dict[str, Any]:
+    """The counts that the table shows."""
+    return {
+        "time_max": bounds.time_max,
+        "sub_max": bounds.sub_max,
+        "answers": counts["examples"],
+        "free_ratio": counts["step_ratio"],
+        "cut": counts["cut_percent"]["either"],
+        "kept": counts["kept_percent"],
+        "bounded_ratio": counts["bounded_ratio"],
+        "kept_ratio": counts["kept_ratio"],
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown."""
+    head = ["data set", "documents", "step ratio, no bounds", "bounds", "answers cut, %", "tokens kept, %"]
+    lines, before = [[*head, "step ratio", "same tokens"], ["---", "--:", "--:", "---", *["--:"] * 4]], ""
+    for r in results:
+        named = [r["set"], f"{r['answers']:,}", f"{r['free_ratio']:.2f}"] if r["set"] != before else [""] * 3
+        before = r["set"]
+        bounds = f"{r['time_max']}/{r['sub_max']}"
+        bounds = f"as printed ({bounds})" if (r["time_max"], r["sub_max"]) == (TIME_MAX, SUB_MAX) else bounds
+        cells = [f"{r['cut']:.1f}", f"{r['kept']:.1f}", f"{r['bounded_ratio']:.2f}", f"{r['kept_ratio']:.2f}"]
+        lines.append([*named, bounds, *cells])
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+if __name__ == "__main__":
+    cli.run(main)

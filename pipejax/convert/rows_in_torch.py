@@ -1,0 +1,228 @@
+"""Pipelined decoding for transformers: `model.generate(..., custom_generate=DIRECTORY, trust_remote_code=True)`.
+
+Algorithm 1 of Huang et al., "Pipelined Decoder for Efficient Context-Aware Text Generation" (arXiv 2506.23431) writes
+the rows of an answer side by side. A new row starts every DELAY time-steps, and each step writes a token of each open
+row. A token sees those of its own and of earlier rows up to its own time. It lies as far from another one as T5 is
+told: the difference of their positions, row + time.
+
+This file needs torch and transformers alone. `generate` returns the rows joined by SEPARATOR; with
+`return_dict_in_generate=True` an object with `sequences`, `rows`, `steps` and `truncated`. Each setting below may be
+given to `generate` as well, in lower case.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+DELAY = 1  # time-steps between the starts of two rows; 0: all of ROW_NAMES start at once
+TIME_MAX = 50  # time-steps at the most
+SUB_MAX = 20  # rows at the most
+LITERAL = False  # the paper's stop: as soon as all rows that have started have ended
+UNIQUE = False  # a row that repeats an earlier one is left out; two such in turn end the answer
+ROW_NAMES: list[list[int]] = []  # token ids with which each row begins, in turn; none: rows are free
+SEPARATOR: list[int] = []  # token ids between two rows in `sequences`
+
+GREEDY = (  # arguments of `generate` that ask for something else
+    *("do_sample", "num_beams", "assistant_model", "logits_processor", "stopping_criteria", "streamer"),
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "prefix_allowed_tokens_fn", "inputs_embeds"),
+)
+
+
+@dataclass
+class PipelinedOutput(ModelOutput):  # type: ignore[misc]
+    """The answers of a batch."""
+
+    sequences: Any = None  # i64 [B, N]: the start token, the rows joined by the separator, eos, padding
+    rows: Any = None  # token ids of each row of each answer
+    steps: Any = None  # time-steps of Algorithm 1
+    truncated: Any = None  # the bound that cut an answer: "time_max" or "sub_max"
+
+
+class Answer:
+    """The rows of one answer. Row i starts at time i * delay, with bos; its j-th token stands j steps later."""
+
+    def __init__(self, settings: dict[str, Any], bos: int, eos: int) -> None:
+        self.delay, self.time_max, self.sub_max = settings["delay"], settings["time_max"], settings["sub_max"]
+        self.literal, self.unique, self.names = settings["literal"], settings["unique"], settings["row_names"]
+        self.bos, self.eos = bos, eos
+        self.rows: list[list[int]] = []  # tokens; the last is eos if the row has ended
+        self.open: list[int] = []  # rows that the last query asked for
+        self.eos_fed: set[int] = set()
+        self.time = self.steps = 0
+        self.complete = self.done = False  # complete: no row starts any more
+
+    def may_start(self) -> bool:
+        """Whether an empty row, or an answer that runs in circles, has not ended the starting of rows."""
+        return self.literal or not self.complete
+
+    def is_open(self, i: int) -> bool:
+        """Whether a row has not ended."""
+        return not self.rows[i] or self.rows[i][-1] != self.eos
+
+    def query(self) -> list[tuple[int, int, int]]:
+        """Starts rows (lines 5-7) and gives what this step feeds (line 8): row, time and token of each.
+
+        The eos of a row is fed once, at its place, together with the next token of a later row.
+        """
+        if self.delay == 0 and not self.rows:
+            self.rows = [[] for _ in self.names]
+        elif self.delay and self.time % self.delay == 0 and len(self.rows) < self.sub_max and self.may_start():
+            self.rows.append([])
+        self.open = [i for i in range(len(self.rows)) if self.is_open(i)]
+        ended = [i for i in range(max(self.open)) if i not in self.open and i not in self.eos_fed]
+        self.eos_fed.update(ended)
+        open_ones = [(i, self.time, self.rows[i][-1] if self.rows[i] else self.bos) for i in self.open]
+        return open_ones + [(i, i * self.delay + len(self.rows[i]), self.eos) for i in ended]
+
+    def advance(self, tokens: list[int]) -> None:
+        """Adds a token to each open row (lines 9-11), and looks whether it is over (lines 12-13)."""
+        for i, token in zip(self.open, tokens, strict=False):
+            row, name = self.rows[i], self.names[i] if i < len(self.names) else []
+            if len(row) < len(name):
+                token = name[len(row)]
+            elif self.names and i >= len(self.names):
+                token = self.eos  # all rows that have a name are there
+            row.append(token)
+        self.time += 1
+        self.complete |= [self.eos] in self.rows or (self.unique and not self.literal and self.runs_in_circles())
+        may_go_on = not (self.literal or self.complete or self.delay == 0 or len(self.rows) == self.sub_max)
+        is_open = any(map(self.is_open, range(len(self.rows))))
+        self.done = not is_open and not may_go_on
+        if not is_open and not self.done:  # time goes to the next start; steps without an open row need no decoder
+            self.time = min(-(-self.time // self.delay) * self.delay, self.time_max)
+        self.steps, self.done = self.time, self.done or self.time == self.time_max
+
+    def repeats(self, i: int) -> bool:
+        """Whether a row has ended as an earlier one did."""
+        return not self.is_open(i) and self.rows[i] in self.rows[:i]
+
+    def runs_in_circles(self) -> bool:
+        """Whether two rows in turn repeat earlier ones."""
+        return any(self.repeats(i) and self.repeats(i + 1) for i in range(len(self.rows) - 1))
+
+    def result(self) -> list[list[int]]:
+        """The rows without eos (line 14); empty ones, and with `unique` repeated ones, are left out."""
+        rows = [[token for token in row if token != self.eos] for row in self.rows]
+        return [row for i, row in enumerate(rows) if row and not (self.unique and row in rows[:i])]
+
+    def truncated(self) -> str | None:
+        """The bound that cut the answer."""
+        if any(map(self.is_open, range(len(self.rows)))):
+            return "time_max"
+        if self.complete or self.delay == 0:
+            return None
+        if len(self.rows) == self.sub_max:
+            return "sub_max"
+        return None if self.literal else "time_max"
+
+
+class Decoder:
+    """T5's decoder with a cache of keys and values, one slot for each token that was fed."""
+
+    def __init__(self, model: Any, memory: torch.Tensor, memory_mask: torch.Tensor) -> None:
+        self.model, self.blocks = model, model.get_decoder().block
+        self.memory_bias = torch.where(memory_mask.bool(), 0.0, -math.inf)[:, None, None]
+        crosses = [block.layer[1].EncDecAttention for block in self.blocks]
+        self.memories = [(self._heads(x.k(memory), x), self._heads(x.v(memory), x)) for x in crosses]
+        self.caches: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self.blocks)
+        none = torch.zeros(len(memory), 0, dtype=torch.long, device=memory.device)
+        self.row, self.time = none, none  # of each slot
+
+    def __call__(self, asked: list[list[tuple[int, int, int]]]) -> torch.Tensor:
+        """Feeds rows, times and tokens to each example of a batch; returns the most likely next tokens [B, Q]."""
+        width = max(map(len, asked))
+        padded = [queries + [(-1, -1, 0)] * (width - len(queries)) for queries in asked]  # row -1: nobody sees it
+        row, time, tokens = torch.tensor(padded, device=self.row.device).unbind(-1)
+        self.row, self.time = torch.cat([self.row, row], 1), torch.cat([self.time, time], 1)
+        key_row, key_time = self.row[:, None], self.time[:, None]
+        visible = (key_row <= row[..., None]) & (key_time <= time[..., None]) & ((key_row >= 0) | (row < 0)[..., None])
+        distance = ((row + time)[..., None] - (key_row + key_time)).clamp(min=0)
+        x = self.model.get_input_embeddings()(tokens)
+        for i, block in enumerate(self.blocks):
+            attention, norm = block.layer[0].SelfAttention, block.layer[0].layer_norm
+            if hasattr(attention, "relative_attention_bias"):  # of T5 the first layer alone, of UMT5 each one
+                bias = self._bias(attention, distance).masked_fill(~visible[:, None], -math.inf)
+            y = norm(x)
+            new = self._heads(attention.k(y), attention), self._heads(attention.v(y), attention)
+            if (old := self.caches[i]) is not None:
+                new = torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
+            self.caches[i] = new
+            x = clamp(x + self._attend(attention, y, *new, bias))
+            cross = block.layer[1].EncDecAttention
+            x = clamp(x + self._attend(cross, block.layer[1].layer_norm(x), *self.memories[i], self.memory_bias))
+            x = clamp(block.layer[2](x))
+        x = self.model.get_decoder().final_layer_norm(x)
+        config = self.model.config
+        if getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
+            x = x * config.d_model**-0.5
+        return self.model.lm_head(x).argmax(-1)
+
+    @staticmethod
+    def _heads(x: torch.Tensor, attention: Any) -> torch.Tensor:
+        """[B, N, H * K] -> [B, H, N, K]."""
+        return x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2)
+
+    def _attend(self, attention: Any, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Any) -> Any:
+        """Attention of the states x [B, Q, D] over keys and values [B, H, C, K]."""
+        scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias  # T5 divides by no root
+        weights = scores.float().softmax(-1).to(values.dtype)
+        return attention.o((weights @ values).transpose(1, 2).flatten(2))
+
+    def _bias(self, attention: Any, distance: torch.Tensor) -> torch.Tensor:
+        """[B, H, Q, C]: the bias that T5 learned for each distance back; far ones share a bucket."""
+        buckets = attention.relative_attention_num_buckets
+        exact, most = buckets // 2, attention.relative_attention_max_distance
+        share = torch.log(distance.clamp(min=1).float() / exact) / math.log(most / exact)
+        far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
+        found = torch.where(distance < exact, distance, far)
+        return attention.relative_attention_bias(found).permute(0, 3, 1, 2)
+
+
+def clamp(x: torch.Tensor) -> torch.Tensor:
+    """T5 overflows in float16, as transformers takes care of, too."""
+    most = torch.finfo(x.dtype).max - 1000
+    return x.clamp(-most, most) if x.dtype == torch.float16 else x
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def generate(model: Any, inputs: torch.Tensor | None = None, **given: Any) -> Any:
+    """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
+    config = given.get("generation_config") or model.generation_config
+    if found := [key for key in GREEDY if given.get(key) not in (None, False, [], 1)]:
+        raise ValueError(f"{found[0]}: rows are written greedily, within time_max and sub_max")
+    names = "delay", "time_max", "sub_max", "literal", "unique", "row_names", "separator"
+    settings = {name: given[name] if name in given else globals()[name.upper()] for name in names}
+    if settings["delay"] == 0 and not settings["row_names"]:
+        raise ValueError("delay: found 0 without row_names; nothing else tells rows apart that start at once")
+    ids = given.get("input_ids") if inputs is None else inputs
+    mask = given.get("attention_mask")
+    if mask is None:
+        mask = ids != config.pad_token_id if ids is not None else None
+    encoded = given.get("encoder_outputs")
+    memory = model.get_encoder()(input_ids=ids, attention_mask=mask)[0] if encoded is None else encoded[0]
+    mask = torch.ones(memory.shape[:2], device=memory.device) if mask is None else mask
+    special = [f"{name}_token_id" for name in ("decoder_start", "eos", "pad")]
+    own = [getattr(config, key, None) for key in special]
+    bos, eos, pad = (getattr(model.config, key) if x is None else x for key, x in zip(special, own, strict=True))
+    answers = [Answer(settings, bos, eos) for _ in memory]
+    decoder = Decoder(model, memory, mask)
+    while any(not answer.done for answer in answers):
+        asked = [[] if answer.done else answer.query() for answer in answers]
+        for answer, tokens in zip(answers, decoder(asked).tolist(), strict=True):
+            if not answer.done:
+                answer.advance(tokens)
+    rows = [answer.result() for answer in answers]
+    joined = [[bos, *join(of_answer, settings["separator"]), eos] for of_answer in rows]
+    longest = max(map(len, joined))
+    sequences = torch.tensor([x + [pad or 0] * (longest - len(x)) for x in joined], device=memory.device)
+    if not given.get("return_dict_in_generate", config.return_dict_in_generate):
+        return sequences
+    return PipelinedOutput(sequences, rows, [x.steps for x in answers], [x.truncated() for x in answers])
+
+
+def join(rows: list[list[int]], separator: list[int]) -> list[int]:
+    """The tokens of all rows, with the separator between two."""
+    return [token for i, row in enumerate(rows) for token in (separator if i else []) + row]
