@@ -124,7 +124,7 @@ def run_all(cells: Sequence[Cell], base: Config, workdir: Path) -> Iterator[dict
     spent: list[float] = []
     for number, cell in enumerate(cells):
         data = workdir / f"{cell.kind.name}.jsonl"
-        digest = _write_examples(data, probe_data.examples(cell.kind, "train", EXAMPLES["train"]))
+        digest = write_examples(data, probe_data.examples(cell.kind, "train", EXAMPLES["train"]))
         config, directory = cell.config(base, data, tokenizer), workdir / cell.name
         path = directory / "result.json"
         if path.is_file():
@@ -223,7 +223,7 @@ def _document(results: Sequence[dict[str, Any]], base: Config, delays: Sequence[
     return head.removesuffix("\n}") + ',\n  "cells": [\n    ' + ",\n    ".join(cells) + "\n  ]\n}\n"
 
 
-def _write_examples(path: Path, examples: Iterator[Example]) -> str:
+def write_examples(path: Path, examples: Iterator[Example]) -> str:
     """Writes JSON lines, unless they are there, and returns their digest."""
     lines = [
         json.dumps({"id": e.id, "source": e.source, "targets": e.targets}, ensure_ascii=False) + "\n" for e in examples

@@ -32,12 +32,12 @@ STANDARD = "-"
 WORKBOOKS = (".xlsx", ".xls", ".ods")
 
 
-def check_input(source: str) -> Path:
-    """Where the input is; raises a UserError if it is absent."""
+def check_input(source: str, flag: str = "--input") -> Path:
+    """Where the input is that a flag names; raises a UserError if it is absent."""
     given = Path("/dev/stdin" if source == STANDARD else source)
     if source != STANDARD and (not given.exists() or (given.is_dir() and not is_dataset(given))):
         found = "found a directory" if given.is_dir() else "no such file"
-        raise UserError(f"--input {source}: {found}; expected {EXPECTED}")
+        raise UserError(f"{flag} {source}: {found}; expected {EXPECTED}")
     return given
 
 
@@ -110,7 +110,8 @@ def decode_file(
             output = _Output(target)
         else:
             unfinished = Unfinished(target, settings_of(generator, name, checked))
-            output = _Output(target, unfinished, unfinished.kept(checked) if resume else NOTHING)
+            ids = [source.id for source in checked]
+            output = _Output(target, unfinished, unfinished.kept(ids) if resume else NOTHING)
         sources = iter(checked[output.kept.records :])
         if output.kept.records == total:
             logger.info(f"{target}: holds the records of all {total} lines already")

@@ -60,8 +60,8 @@ class Unfinished:
         self.path.unlink(missing_ok=True)
         sync(self.path.parent)
 
-    def kept(self, sources: Sequence[Source]) -> Kept:
-        """The whole records in the output, which are those of the first sources.
+    def kept(self, ids: Sequence[str | int]) -> Kept:
+        """The whole records in the output, which are those of the first ids.
 
         Raises:
           UserError: they are of other sources or settings, or nobody knows of which.
@@ -88,10 +88,10 @@ class Unfinished:
                     name = json.loads(line)["id"]
                 except (ValueError, TypeError, KeyError):
                     name = None
-                if number >= len(sources) or name != sources[number].id:
+                if number >= len(ids) or name != ids[number]:
                     raise UserError(
                         f"--resume: {self.target}:{number + 1}: found no record of that line; expected the id "
-                        f"{sources[number].id if number < len(sources) else 'of no further line'!r}"
+                        f"{ids[number] if number < len(ids) else 'of no further line'!r}"
                     )
                 records, size = records + 1, size + len(line)
         return Kept(records, size)
@@ -101,6 +101,7 @@ class Unfinished:
 HASHED = {
     "input": "answers to another input; expected those to the one that is given now",
     "weights": "answers of other weights; expected those of the checkpoint that is given now",
+    "--adapt": "work of weights that learned from other examples; expected --adapt as it was",
 }
 
 

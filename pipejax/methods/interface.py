@@ -17,6 +17,7 @@ from pipejax.methods.spelling import Spells
 from pipejax.system.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax import Array
 
     from pipejax.decoding import Strategy
@@ -33,6 +34,7 @@ ABILITIES = {
     "prefix": "begin a row as it is told",
     "rows": "begin several rows as they are told, or end after so many",
     "draw": "write rows that `pipejax picture` can draw",
+    "probe": "lay targets out in rows that `pipejax probe` can hide from one another",
     "export": "write rows that are read without its class: those of the grid, from the first",
     "generate": "be written by transformers' generate",
 }
@@ -118,6 +120,17 @@ class Method:
           UserError: these rows cannot be written.
         """
         raise NotImplementedError
+
+    def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> "np.ndarray":
+        """The row of the answer that each slot of a target belongs to, i32 [N]: that of the token it generates.
+
+        Args:
+          flat: of `target`.
+          rows: texts.
+          spells: gives the ids of a text, without special tokens.
+          ids: bos and eos.
+        """
+        return flat.row
 
     def most_slots(self, most: int) -> int:
         """Slots that a target of so many tokens takes at the most."""

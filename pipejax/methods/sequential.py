@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from pipejax import grid
 from pipejax.config import GRID, Config
 from pipejax.methods.interface import Ids, Method, Target
@@ -28,7 +30,7 @@ class Sequential(Method):
 
     name: ClassVar[str] = "sequential"
     can: ClassVar[frozenset[str]] = frozenset(
-        ("sample", "score", "limit", "unique", "draft", "stream", "serve", "prefix", "export", "generate")
+        ("sample", "score", "limit", "unique", "draft", "stream", "serve", "prefix", "export", "generate", "probe")
     )
     rival: ClassVar[str] = "pipelined"
     parts_text: ClassVar[bool] = True
@@ -76,9 +78,18 @@ class Sequential(Method):
             flat.weights[-1] = 0.0  # what follows is not in the data
         return Target(flat, cut)
 
-    def most_slots(self, most: int) -> int:
-        """One a token."""
-        return most
+    def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
+        """A separator ends the row before it. Its last token is fed where the next row begins, as bos is on the grid.
+
+        Arguments as of `Method.rows_of`.
+        """
+        kept, whole = [row for row in rows if not spells.vanishes(row)], flat.targets.tolist()
+        starts = []
+        for count in range(1, len(kept)):
+            begun = spell([self.separator.join(kept[:count]) + self.separator], spells, ids.eos)[0]
+            same = [a == b for a, b in zip(begun, whole, strict=False)]
+            starts.append(same.index(False) if False in same else len(same))  # a token of both rows is the later's
+        return np.searchsorted(starts, np.arange(len(whole)), side="right").astype(np.int32)
 
     def strategy(self, ids: Ids) -> "Strategy":
         """Greedy decoding."""

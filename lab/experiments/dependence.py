@@ -1,0 +1,133 @@
+"""The meter of dependence on tasks whose dependence is known: does it tell beforehand where rows will fail?
+
+    python -m lab.experiments.dependence --json docs/dependence.json [--workdir runs/probes] [--updates N]
+
+For each kind of `lab/experiments/probe_data.py` it trains the sequential model of `lab.experiments.probes`, asks
+`pipejax probe` about 512 unseen documents, and sets the cost of each Δt beside what training with it came to: the rows
+below the first that the sequential decoder has right and the pipelined one has wrong. What is trained is not trained
+again, and what is measured with as many updates is not measured again.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.experiments import probe_data, probes
+from lab.experiments.probe_data import KINDS, Kind
+from pipejax.apps.probe.summary import is_told
+from pipejax.data import demo
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.training import probe_command
+from pipejax.training.loop import fit
+
+TRAINED = Path(__file__).parents[2] / "docs/probes.json"
+SEED = 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains, measures, prints a table."""
+    parser = cli.Parser(prog="python -m lab.experiments.dependence", description=__doc__)
+    parser.add_argument("--json", metavar="OUT", help="write all figures there")
+    parser.add_argument("--workdir", default="runs/probes", metavar="DIR", help="of the runs (default: runs/probes)")
+    parser.add_argument("--trained", default=str(TRAINED), metavar="FILE", help="what lab.experiments.probes wrote")
+    parser.add_argument(
+        "--updates", type=cli.whole(0), default=probe_command.UPDATES, metavar="N", help="that models learn first"
+    )
+    flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
+    gaps = read_gaps(flags.trained)
+    kinds = {kind.name: gaps[kind.name] | measure(kind, Path(flags.workdir), flags.updates) for kind in KINDS}
+    found = {"updates": flags.updates, "seed": SEED, "delays": probes.DELAYS, **correlations(kinds), "kinds": kinds}
+    print(report(found))
+    if flags.json:
+        cli.write_output("--json", flags.json, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+def read_gaps(path: str) -> dict[str, dict[str, list[float]]]:
+    """Rows lost by each kind with each Δt, in per cent: the mean over seeds, and the least.
+
+    Raises:
+      UserError: the file does not say it.
+    """
+    found = dict[str, dict[str, list[float]]]()
+    try:
+        cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+        for kind in KINDS:
+            whole, *with_delay = (probes.values(cells, kind, n, "lower_rows") for n in (0, *probes.DELAYS))
+            lost = [[sum(whole) / len(whole) - right for right in of_seeds] for of_seeds in with_delay]
+            found[kind.name] = {"lost": [sum(one) / len(one) for one in lost], "least_lost": [min(one) for one in lost]}
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"--trained {path}: found {error!r}; expected what lab.experiments.probes writes") from error
+    return found
+
+
+def measure(kind: Kind, workdir: Path, updates: int) -> dict[str, Any]:
+    """The costs of a kind in nats by Δt: as they are, and with 0 for those that are not told from nothing."""
+    cell = probes.Cell(kind, 0, SEED)
+    files = {split: workdir / f"{kind.name}{suffix}.jsonl" for split, suffix in (("train", ""), ("test", "-test"))}
+    tokenizer, run = workdir / "tokenizer", workdir / cell.name
+    if not tokenizer.is_dir():
+        demo.build_tokenizer(tokenizer, probe_data.WORDS)
+    for split, path in files.items():
+        probes.write_examples(path, probe_data.examples(kind, split, probes.EXAMPLES[split]))
+    if code := fit(cell.config(probes.CONFIG, files["train"], tokenizer), run):
+        raise SystemExit(code)
+    output = workdir / f"{cell.name}-probed-{updates}"
+    if not (output / probe_command.PAGE).is_file():
+        learn = ["--adapt", str(files["train"]), "--updates", str(updates)] if updates else []
+        given = ["--checkpoint", str(run), "--input", str(files["test"]), "--output", str(output), "--batch-size", "64"]
+        probe_command.main([*given, *learn, "--resume"])
+    found = json.loads((output / probe_command.NUMBERS).read_text(encoding="utf-8"))
+    costs = [found["conditions"][f"delay_{delay}"] for delay in probes.DELAYS]
+    return {
+        "costs": [part["cost"] for part in costs],
+        "errors": [part["error"] for part in costs],
+        "told": [part["cost"] if is_told(part) else 0.0 for part in costs],
+        "hidden": found["conditions"]["hidden"]["cost"],
+        "nll": found["nll"]["whole"],
+        "says": found["says"],
+    }
+
+
+def correlations(kinds: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Spearman's between costs and lost rows, over all kinds and Δt."""
+
+    def of(key: str) -> list[float]:
+        return [number for found in kinds.values() for number in found[key]]
+
+    return {f"spearman_{key}": spearman(of("told"), of(key)) for key in ("lost", "least_lost")}
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """The correlation of ranks, where equal numbers share the mean of theirs; 0 if all of one are equal."""
+
+    def centred(numbers: Sequence[float]) -> list[float]:
+        ordered = sorted(numbers)
+        ranks = [ordered.index(number) + (ordered.count(number) - 1) / 2 for number in numbers]
+        return [rank - (len(ranks) - 1) / 2 for rank in ranks]
+
+    a, b = centred(one), centred(other)
+    product = sum(x * y for x, y in zip(a, b, strict=True))
+    return product / ((sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5 or 1.0)
+
+
+def report(found: dict[str, Any]) -> str:
+    """A Markdown table: the cost of each Δt, and beside it the rows lost in training."""
+    head = [f"Δt = {delay}: nats, rows lost" for delay in found["delays"]]
+    lines = [f"| kind | {' | '.join(head)} | hidden |", "|---|" + "---|" * (len(head) + 1)]
+    for name, one in found["kinds"].items():
+        cells = [f"{cost:.3f}, {lost:.1f} %" for cost, lost in zip(one["told"], one["lost"], strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {one['hidden']:.3f} |")
+    lines.append("")
+    lines.append(
+        f"Spearman's correlation: {found['spearman_lost']:.2f} with the mean of the seeds, "
+        f"{found['spearman_least_lost']:.2f} with the better seed of each."
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,45 @@
+"""The experiment with the meter of dependence: its ranks, and what it reads of trained runs; nothing is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lab.experiments import dependence, probes
+from pipejax.system.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "one, other, rho",
+    [
+        ([1, 2, 3], [10, 20, 30], 1.0),
+        ([1, 2, 3], [3, 2, 1], -1.0),
+        ([1, 2, 3, 4, 5], [5, 6, 7, 8, 7], 0.8207826816681233),  # the ties of a textbook's example
+        ([0, 0, 0, 1], [0, 0, 0, 9], 1.0),
+        ([0, 0, 0], [1, 2, 3], 0.0),
+    ],
+)
+def test_ranks(one: list[float], other: list[float], rho: float) -> None:
+    assert dependence.spearman(one, other) == pytest.approx(rho)
+
+
+def test_rows_lost_by_the_runs_of_the_page() -> None:
+    found = dependence.read_gaps(str(dependence.TRAINED))
+    assert [round(lost) for lost in found["copy_end"]["lost"]] == [41, 21, 0]
+    assert [round(lost) for lost in found["running_total"]["lost"]] == [0, 0, 9]
+    assert found["running_total"]["least_lost"] == [0, 0, 0]  # one of its seeds alone failed
+
+
+def test_files_that_say_nothing(tmp_path: Path) -> None:
+    for text in ("", "{}", json.dumps({"cells": []})):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(UserError, match=r"^--trained .*x\.json: found .*; expected what lab\.experiments\.probes"):
+            dependence.read_gaps(str(tmp_path / "x.json"))
+
+
+def test_the_table() -> None:
+    one = {"costs": [0.5, 0.001, 0], "told": [0.5, 0.0, 0.0], "lost": [40.0, 0.0, 0.0], "hidden": 0.7}
+    found = {"delays": probes.DELAYS, "kinds": {"copy_end": one}, "spearman_lost": 1.0, "spearman_least_lost": 0.5}
+    lines = dependence.report(found).splitlines()
+    assert lines[2] == "| copy_end | 0.500, 40.0 % | 0.000, 0.0 % | 0.000, 0.0 % | 0.700 |"
+    assert lines[-1].endswith("1.00 with the mean of the seeds, 0.50 with the better seed of each.")

@@ -1,0 +1,227 @@
+"""From a checkpoint and labelled examples to the likelihoods of their tokens, a line an example, as they come."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipejax import checkpoint as checkpoints
+from pipejax import config as config_lib
+from pipejax import methods
+from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Target, of_rows
+from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, summary
+from pipejax.apps.unfinished import Kept, Unfinished
+from pipejax.checkpoint.fingerprint import digest
+from pipejax.config import Config
+from pipejax.data import OWN_FILES, make_task
+from pipejax.data.encoding import encode
+from pipejax.data.examples import Example
+from pipejax.data.shapes import choose
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference.loading import override
+from pipejax.methods import Ids, Method
+from pipejax.model.precision import compute_dtype
+from pipejax.system import Tree, compile_cache
+from pipejax.system.errors import UserError
+from pipejax.system.files import sync_output
+from pipejax.system.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+FREE = ("data", "method", "decode.dtype", "train.dtype", "train.learning_rate")  # what `--set` may change
+WINDOW = 16  # batches that are sorted by length, and written together
+SHAPES = 4  # padded sizes, at the most: each is compiled
+DECIMALS = 5  # of nats
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A checkpoint, the examples that it is asked about, and others that it may learn from first."""
+
+    config: Config
+    params: Tree
+    origin: dict[str, Any]  # the step, and params_fp
+    examples: Sequence[Example]
+    targets: Sequence[Target]  # of the examples
+    lessons: Sequence[Target]
+
+
+def prepare(
+    checkpoint: str,
+    source: str,
+    learned: str | None,
+    *,
+    best: bool,
+    limit: int | None,
+    lessons: int,
+    overrides: Sequence[str],
+) -> Work:
+    """Opens the checkpoint, and reads and encodes the examples; nothing is written or compiled.
+
+    Args:
+      checkpoint: a run directory.
+      source: the file of labelled examples to measure.
+      learned: that of examples to learn from; None: there are none, and weights may be other than float32.
+      best: its best evaluated step instead of its newest.
+      limit: examples to measure, the first so many; None: all.
+      lessons: examples to learn from, at the most; of more, so many are drawn at random.
+      overrides: settings, "key=value" each.
+
+    Raises:
+      UserError: something of these cannot be used.
+    """
+    for key, value, _ in config_lib.assignments(overrides, "--set"):
+        if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
+            raise UserError(f"--set: {key} cannot change when rows are probed; expected one of {', '.join(FREE)}")
+    compile_cache.use()
+    restored = checkpoints.open_run(checkpoint, best=best, packed=not learned)
+    config = override(restored.config, overrides, where="--set")
+    method = methods.make(methods.default(config), config)
+    method.require("probe", f"--checkpoint {checkpoint}: found one", "another")
+    if method.choices:
+        raise UserError(
+            f"{checkpoint}: found {method.choices} right tokens a slot; expected one, whose likelihood it is"
+        )
+    tokenizer = checkpoints.tokenizer_of(restored)
+    if tokenizer is None:
+        raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read text")
+    method.check_text(tokenizer)
+    origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    examples = _read(source, config)[:limit]
+    targets = _encode(source, examples, config, method, tokenizer)
+    if not any(target.row.any() for target in targets):
+        raise UserError(f"{source}: found one row in each of {len(targets)} answers; expected several in some")
+    if not learned:
+        return Work(config, restored.items["params"], origin, examples, targets, [])
+    found = _read(learned, config)
+    if len(found) > lessons:
+        logger.info(f"{learned}: {lessons} of {len(found)} examples are drawn at random, to learn from")
+        found = [found[i] for i in sorted(random.Random(config.train.seed).sample(range(len(found)), lessons))]
+    measured = {example.source for example in examples}
+    if both := sum(example.source in measured for example in found):
+        logger.warning(f"{learned}: {both} of {len(found)} sources are measured, too: costs may be too low")
+    taught = _encode(learned, found, config, method, tokenizer)
+    return Work(config, restored.items["params"], origin, examples, targets, taught)
+
+
+def _read(source: str, config: Config) -> Sequence[Example]:
+    """The examples of a file."""
+    task = config.data.task if config.data.task in OWN_FILES else "jsonl"
+    return make_task(dataclasses.replace(config.data, task=task, test=source, split="")).examples("test")
+
+
+def _encode(
+    source: str, examples: Sequence[Example], config: Config, method: Method, tokenizer: Tokenizer
+) -> list[Target]:
+    """The targets of the examples of a file, which warnings name."""
+    model, targets = config.model, list[Target]()
+    assert model is not None
+    ids = Ids(model.decoder_start_token_id, model.eos_token_id)
+    for example in examples:
+        encoded = encode(example, tokenizer, config, model)
+        targets.append(of_rows(encoded, method.rows_of(encoded.target, example.targets, tokenizer, ids)))
+    for what, key, cut in (
+        ("answers", "max_target", sum(target.encoded.target_was_cut for target in targets)),
+        ("sources", "max_source", sum(target.encoded.source_was_cut for target in targets)),
+    ):
+        if cut:
+            logger.warning(
+                f"{source}: {cut} of {len(targets)} {what} are cut at data.{key} = {getattr(config.data, key)}"
+            )
+    return targets
+
+
+def conditions(targets: Sequence[Target]) -> list[Condition]:
+    """Those of `summary.NAMES`, and one without each row, the last apart, of as many as the graph has."""
+    height = min(max(int(target.row.max()) for target in targets), ROWS - 1)
+    seen = [Condition(WHOLE), *map(Condition, DELAYS), Condition(HIDDEN)]
+    return seen + [Condition(WHOLE, row) for row in range(height)]
+
+
+def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) -> dict[str, Any]:
+    """Measures all examples, writes their lines, and gives their summary.
+
+    Args:
+      work: of `prepare`.
+      unfinished: names the file of lines, and notes that it is not complete.
+      kept: the lines that are there.
+      batch_size: examples of a pass.
+    """
+    size, output = min(batch_size, len(work.targets)), Path(unfinished.target)
+    if not kept.records:
+        unfinished.note({})  # while it lies beside lines of other work
+    model, asked = work.config.model, conditions(work.targets)
+    assert model is not None
+    lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)
+    longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
+    shapes = choose(lengths, size=size, group=WINDOW, pack=1, most=SHAPES, limit=longest)
+    module = model.module(dtype=compute_dtype(work.config.decode.dtype))
+    meter = Meter(module, work.params, asked, shapes, size)
+    progress = Progress("measuring", len(work.targets), unit="example", start=kept.records)
+    try:
+        with output.open("r+b" if kept.size else "wb") as file:
+            file.truncate(kept.size)
+            file.seek(kept.size)
+            if not kept.records:
+                unfinished.note(unfinished.settings)
+            for first in range(kept.records, len(work.targets), size * WINDOW):
+                part = range(first, min(first + size * WINDOW, len(work.targets)))
+                found = dict[int, np.ndarray]()
+                for batch in meter.batches([work.targets[i] for i in part]):
+                    places = [part[i] for i in batch]
+                    found |= zip(places, meter.measure([work.targets[i] for i in places]), strict=True)
+                    progress.add(len(places))
+                for i in part:
+                    file.write(_line(work.examples[i], work.targets[i], found[i]))
+                file.flush()
+    except KeyboardInterrupt:
+        logger.info(f"{output}: --resume goes on after the examples that are measured")
+        raise
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror})") from error
+    finally:
+        progress.close()
+    sync_output(output)
+    unfinished.end()
+    with output.open(encoding="utf-8") as lines:
+        return summary(map(json.loads, lines))
+
+
+def settings_of(work: Work) -> dict[str, Any]:
+    """All that the lines depend on, but for how long the weights learned."""
+    return {
+        "input": _digest_of(work.targets, [example.id for example in work.examples]),
+        "--adapt": _digest_of(work.lessons),
+        "weights": work.origin["params_fp"],
+        "decode.dtype": compute_dtype(work.config.decode.dtype).name,
+        "train.learning_rate": work.config.train.learning_rate,
+        "conditions": [*NAMES, len(conditions(work.targets)) - len(NAMES)],
+    }
+
+
+def _digest_of(targets: Sequence[Target], ids: Sequence[str] = ()) -> str:
+    found = hashlib.sha256(json.dumps([*ids]).encode())
+    for target in targets:
+        for array in (target.encoded.source, *target.encoded.target, target.row):
+            found.update(array.tobytes())
+    return found.hexdigest()
+
+
+def _line(example: Example, target: Target, found: np.ndarray) -> bytes:
+    """The likelihoods f32 [C, N] of an example as JSON: by condition, row and token, and the costs without each row."""
+    counts = target.encoded.target.weights > 0
+    rows = [np.flatnonzero(counts & (target.row == row)) for row in range(int(target.row.max()) + 1)]
+    nll = {name: [_rounded(found[c, row]) for row in rows] for c, name in enumerate(NAMES)}
+    missing = found[len(NAMES) :] - found[0]
+    without = [_rounded(missing[:i, row].sum(axis=1)) for i, row in enumerate(rows[:ROWS])]
+    return (json.dumps({"id": example.id, "nll": nll, "without": without}, ensure_ascii=False) + "\n").encode()
+
+
+def _rounded(numbers: np.ndarray) -> list[float]:
+    return [round(float(number), DECIMALS) for number in numbers]

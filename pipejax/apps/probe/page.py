@@ -1,0 +1,126 @@
+"""The page of a summary: its sentence, the costs as bars, the graph of rows, and tables. It loads nothing.
+
+page.html, a `string.Template`, has the layout and the colours.
+"""
+
+import importlib.resources
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipejax.apps.picture.text import FONT, count, escape
+from pipejax.apps.probe.summary import is_told
+
+Part = Mapping[str, Any]  # cost, error, tokens
+TITLE = "How much rows depend on one another"
+PITCH, RADIUS, BAR, LABEL, ROOM = 92, 19, 26, 120, 560  # pixels: between rows of the graph; of a node; of bars
+LABELLED = 8  # arcs, at the most, that have their cost beside them; each has it as a tip
+
+
+def html(found: Mapping[str, Any]) -> str:
+    """One page of a summary, with the checkpoint and the input that it is of."""
+    conditions = found["conditions"]
+    rows, places = [*conditions["hidden"]["rows"]], [*conditions["hidden"]["places"]]
+    by_row = {label_of(name): [part, *part["rows"].values()] for name, part in conditions.items()}
+    by_place = {label_of(name): [*part["places"].values()] for name, part in conditions.items()}
+    cells = {f"row {row}": [parts.get(p) for p in places] for row, parts in conditions["delay_1"]["cells"].items()}
+    last = len(found["graph"]) - 1
+    graph = {f"row {i + 1}": [*above, *[None] * (last - i)] for i, above in enumerate(found["graph"]) if i}
+    template = importlib.resources.files("pipejax.apps.probe").joinpath("page.html").read_text(encoding="utf-8")
+    return string.Template(template).substitute(
+        title=TITLE,
+        font=FONT,
+        says=escape(found["says"]),
+        facts=escape(facts(found)),
+        bars=bars(conditions),
+        graph=arcs(found["graph"]),
+        graph_table=table(["without", *(f"row {k + 1}" for k in range(last))], graph),
+        rows=table(["", "all", *(f"row {row}" for row in rows)], by_row),
+        places=table(["", *places], by_place),
+        cells=table(["", *places], cells),
+    )
+
+
+def label_of(name: str) -> str:
+    """A condition's name for people."""
+    return name.replace("delay_", "Δt = ")
+
+
+def facts(found: Mapping[str, Any]) -> str:
+    """The line below the sentence."""
+    return (
+        f"{found['checkpoint']}, step {found['step']}; {count(found['examples'], 'example')} of {found['input']}, "
+        f"{count(found['tokens'], 'token')}; {found['nll']['whole']:.3f} nats a token with the rows above seen whole"
+    )
+
+
+def number(cost: float) -> str:
+    """A cost in digits."""
+    return f"{cost:.3f}".replace("-0.000", "0.000")
+
+
+def bars(conditions: Mapping[str, Part]) -> str:
+    """A bar for each condition, with twice its error to each side, as SVG."""
+    most = max(max(part["cost"] + 2 * part["error"] for part in conditions.values()), 1e-9)
+    width, height = LABEL + ROOM + 130, BAR * len(conditions) + 6
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" font-size="13">']
+    for i, (name, part) in enumerate(conditions.items()):
+        top, end = i * BAR + 4, LABEL + ROOM * max(part["cost"], 0) / most
+        low, high = (LABEL + ROOM * max(part["cost"] + side * 2 * part["error"], 0) / most for side in (-1, 1))
+        said = number(part["cost"]) + ("" if is_told(part) else ", as good as nothing")
+        parts += [
+            f'<text x="0" y="{top + 13}">{escape(label_of(name))}</text>',
+            f'<rect class="cost" x="{LABEL}" y="{top}" width="{max(end - LABEL, 1):.1f}" height="{BAR - 8}" rx="2"/>',
+            f'<path class="error" d="M{low:.1f} {top + 9}H{high:.1f}"/>',
+            f'<text class="quiet" x="{max(end, high) + 8:.1f}" y="{top + 13}">{said}</text>',
+        ]
+    return "\n".join([*parts, "</svg>"])
+
+
+def arcs(graph: Sequence[Sequence[Part]]) -> str:
+    """The rows in a line, and an arc from each to those that need it, as SVG."""
+    told = [(part["cost"], k, i) for i, above in enumerate(graph) for k, part in enumerate(above) if is_told(part)]
+    most, reach = max(told, default=(1.0, 0, 0))[0], max((i - k for _, k, i in told), default=0)
+    base, width = reach * PITCH // 2 + 40, PITCH * len(graph)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{base + RADIUS + 6}" role="img" '
+        f'font-size="12" text-anchor="middle"><title>{escape(_spoken(told))}</title>'
+    ]
+    for place, (cost, k, i) in enumerate(sorted(told, reverse=True)):
+        left, right = PITCH * k + PITCH // 2 + 6, PITCH * i + PITCH // 2 - 6
+        radius, top = (right - left) / 2, base - RADIUS
+        parts.append(
+            f'<path class="arc" d="M{left} {top}A{radius} {radius} 0 0 1 {right} {top}" '
+            f'stroke-width="{1 + 7 * cost / most:.1f}" stroke-opacity="{0.3 + 0.6 * cost / most:.2f}">'
+            f"<title>row {i + 1} without row {k + 1}: {cost:.3f}</title></path>"
+        )
+        if place < LABELLED:
+            parts.append(f'<text x="{(left + right) / 2}" y="{top - radius - 8:.1f}">{cost:.2f}</text>')
+    for i in range(len(graph)):
+        middle = PITCH * i + PITCH // 2
+        parts.append(f'<circle class="node" cx="{middle}" cy="{base}" r="{RADIUS}"/>')
+        parts.append(f'<text x="{middle}" y="{base + 4}">{i + 1}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def _spoken(told: Sequence[tuple[float, int, int]]) -> str:
+    said = [f"row {i + 1} needs row {k + 1}: {cost:.2f}" for cost, k, i in sorted(told, reverse=True)]
+    return "; ".join(said) or "no row needs another"
+
+
+def table(head: Sequence[str], lines: Mapping[str, Sequence[Part | None]]) -> str:
+    """A table of costs: the greater one is, the stronger its colour; one that is not told from nothing has none."""
+    most = max((part["cost"] for line in lines.values() for part in line if part), default=0.0) or 1.0
+
+    def cell(part: Part | None) -> str:
+        if not part or not part["tokens"]:
+            return "<td></td>"
+        share = f' style="--share: {0.75 * part["cost"] / most:.2f}"' if is_told(part) else ""
+        tip = f"± {part['error']:.3f}, {count(part['tokens'], 'token')}"
+        return f'<td{share} title="{tip}">{number(part["cost"])}</td>'
+
+    titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(map(cell, line))}</tr>' for name, line in lines.items()
+    )
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,150 @@
+"""The likelihoods of many examples in a few numbers: costs by condition, row and place, the graph of rows, a sentence.
+
+A cost is the mean negative log-likelihood of a token under a condition, less that with the rows above seen whole, in
+nats. Its error is the standard error over examples.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+DELAYS = (4, 2, 1, 0)
+NAMES = ("whole", *(f"delay_{delay}" for delay in DELAYS), "hidden")  # of conditions; the most that is seen comes first
+ROWS = 8  # that have a line of their own, and a place in the graph; later ones share a line
+PLACES = ("first", "second", "third", "later", "last")  # of a token in its row
+LEAST = 0.005  # nats a token: less is not told from nothing
+MOST = 0.7  # the share of a cost that "mostly" means
+
+Measured = Mapping[str, Any]  # a line of examples.jsonl
+
+
+class Mean:
+    """The mean of costs, and its error."""
+
+    def __init__(self) -> None:
+        """Of none yet."""
+        self.nats, self.tokens, self.examples = 0.0, 0, list[tuple[float, int]]()
+
+    def add(self, nats: float, tokens: int) -> None:
+        """Adds the tokens of an example."""
+        self.nats, self.tokens = self.nats + nats, self.tokens + tokens
+        self.examples.append((nats, tokens))
+
+    def to_json(self) -> dict[str, Any]:
+        """The cost of a token, its error, and the tokens."""
+        mean, count = self.nats / max(self.tokens, 1), len(self.examples)
+        squares = math.fsum((nats - mean * tokens) ** 2 for nats, tokens in self.examples)  # of a ratio of two sums
+        error = math.sqrt(squares * count / max(count - 1, 1)) / max(self.tokens, 1)
+        return {"cost": round(mean, 6), "error": round(error, 6), "tokens": self.tokens}
+
+
+def place_of(number: int, last: int) -> str:
+    """The name of a token's place in its row, both counted from 0; the only token of a row is its first."""
+    return "last" if 0 < number == last else PLACES[min(number, 3)]
+
+
+def row_of(number: int) -> str:
+    """The name of a row, counted from 0."""
+    return str(number + 1) if number < ROWS else f"{ROWS + 1}+"
+
+
+def summary(lines: Iterable[Measured]) -> dict[str, Any]:
+    """All averages of the lines that `measuring.measure` writes.
+
+    Returns:
+      examples, tokens; nll, nats a token by condition; conditions, for each but the first: cost, error and tokens, the
+      same for each of its rows, places and cells (a row's places), and says, a text; graph: for each row its cost
+      without each row above; says, the sentence.
+    """
+    means, graph = defaultdict[tuple[str, str, str], Mean](Mean), defaultdict[tuple[int, int], Mean](Mean)
+    nats, count, tokens = dict.fromkeys(NAMES, 0.0), 0, 0
+    for line in lines:
+        count, nll = count + 1, line["nll"]
+        tokens += sum(map(len, nll["whole"]))
+        for name in NAMES:
+            nats[name] += math.fsum(map(math.fsum, nll[name]))
+            costs = defaultdict[tuple[str, str], list[float]](list)
+            for i, (row, whole) in enumerate(zip(nll[name], nll["whole"], strict=True)):
+                for j, (seen, best) in enumerate(zip(row, whole, strict=True)):
+                    for key in {row_of(i), ""}:
+                        costs[key, place_of(j, len(row) - 1)].append(seen - best)
+                        costs[key, ""].append(seen - best)
+            for (of_row, place), some in costs.items():
+                means[name, of_row, place].add(math.fsum(some), len(some))
+        for i, above in enumerate(line["without"]):
+            for k, cost in enumerate(above):
+                graph[i, k].add(cost, len(nll["whole"][i]))
+    names = sorted({of_row for _, of_row, _ in means if of_row})
+
+    def places(name: str, of_row: str) -> dict[str, Any]:
+        return {place: means[name, of_row, place].to_json() for place in PLACES if (name, of_row, place) in means}
+
+    conditions = dict[str, Any]()
+    for name in NAMES[1:]:
+        found = means[name, "", ""].to_json()
+        found["rows"] = {of_row: means[name, of_row, ""].to_json() for of_row in names}
+        found |= {"places": places(name, ""), "cells": {of_row: places(name, of_row) for of_row in names}}
+        conditions[name] = found | {"says": said(name, found)}
+    height = max((i + 1 for i, _ in graph), default=0)
+    return {
+        "examples": count,
+        "tokens": tokens,
+        "nll": {name: round(total / max(tokens, 1), 6) for name, total in nats.items()},
+        "conditions": conditions,
+        "graph": [[graph[i, k].to_json() for k in range(i)] for i in range(height)],
+        "says": sentence(conditions),
+    }
+
+
+def is_told(found: Mapping[str, Any]) -> bool:
+    """Whether a cost is told from nothing: by its size, and by two standard errors."""
+    return bool(found["cost"] >= max(LEAST, 2 * found["error"]))
+
+
+def said(name: str, found: Mapping[str, Any]) -> str:
+    """The cost of a condition in words, and where most of it is."""
+    what = "hiding the rows above" if name == "hidden" else f"Δt = {name.removeprefix('delay_')}"
+    if not is_told(found):
+        return f"{what} costs nothing"
+    return f"{what} costs {found['cost']:.2f} nats a token, {where(found)}"
+
+
+def where(found: Mapping[str, Any]) -> str:
+    """The tokens in which most of a cost is."""
+    total = _nats(found)
+    place = max(found["places"], key=lambda place: _nats(found["places"][place]))
+    if _nats(found["places"][place]) < MOST * total:
+        return f"in all places of {_rows({row: _nats(part) for row, part in found['rows'].items()}, total)}"
+    words = {"later": "fourth and later"}.get(place, place)
+    of_rows = {row: _nats(parts[place]) for row, parts in found["cells"].items() if place in parts}
+    return f"mostly in {words} tokens of {_rows(of_rows, total)}"
+
+
+def _nats(part: Mapping[str, Any]) -> float:
+    return float(part["cost"] * part["tokens"])
+
+
+def _rows(nats: Mapping[str, float], total: float) -> str:
+    """The fewest rows that have most of a cost between them."""
+    chosen = list[str]()
+    for row in sorted(nats, key=lambda row: -nats[row]):
+        if sum(nats[one] for one in chosen) >= MOST * total:
+            break
+        chosen.append(row)
+    *others, last = sorted(chosen)
+    return f"rows {', '.join(others)} and {last}" if others else f"row {last}"
+
+
+def sentence(conditions: Mapping[str, Mapping[str, Any]]) -> str:
+    """The cost of Δt = 1 and its place, and the least Δt that costs nothing."""
+    begun, hidden = conditions["delay_1"]["says"], conditions["hidden"]
+    if is_told(conditions["delay_1"]):
+        enough = [delay for delay in sorted(DELAYS) if delay > 1 and not is_told(conditions[f"delay_{delay}"])]
+        most = conditions[f"delay_{max(DELAYS)}"]["cost"]
+        end = f"Δt = {enough[0]} costs nothing" if enough else f"Δt = {max(DELAYS)} still costs {most:.2f}"
+    elif is_told(hidden):
+        end = f"hiding the rows above costs {hidden['cost']:.2f}"
+    else:
+        return f"{begun}, and neither does hiding the rows above."
+    return f"{begun}; {end}."

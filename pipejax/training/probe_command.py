@@ -1,0 +1,106 @@
+"""Measures how much the rows of labelled answers depend on one another, before anything is trained to write rows.
+
+    pipejax probe --checkpoint RUN --input DEV.jsonl --adapt TRAIN.jsonl --output DIR [--resume] [--set ...]
+
+Each token of the answers is scored while the rows above its own are seen whole, as far as Δt = 4, 2, 1 and 0 let them
+be seen, and hidden. Before that, a copy of the weights learns from other examples, for a few hundred updates, to do
+without hidden rows. DIR/index.html is the page to look at, DIR/probe.json has its numbers, DIR/examples.jsonl those of
+each token. The checkpoint is a sequential one: one that writes rows was never shown more than its own Δt.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+from pipejax.system.files import look, make_directories, sweep
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES, NUMBERS, PAGE = "examples.jsonl", "probe.json", "index.html"
+ADAPTED = "adapted-"  # weights that are there while the work is not done
+UPDATES = 500
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; all logic is in `pipejax.apps.probe` and `pipejax.training.adaptation`."""
+    parser = cli.Parser(prog="pipejax probe", description=__doc__)
+    parser.add_checkpoint()
+    parser.add_argument("--input", required=True, metavar="FILE", help="labelled examples to measure")
+    parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one of pipejax probe")
+    parser.add_argument(
+        "--adapt", metavar="FILE", help="labelled examples to learn from first, none of them in --input"
+    )
+    parser.add_argument(
+        "--updates", type=cli.whole(1), default=UPDATES, metavar="N", help=f"of that learning ({UPDATES})"
+    )
+    parser.add_argument("--batch-size", type=cli.whole(1, 2**16), default=8, metavar="N", help="of measuring (8)")
+    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many examples of --input")
+    parser.add_argument("--resume", action="store_true", help="keep what an interrupted run measured, and go on")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no examples, and count them")
+    parser.add_overrides("override a setting of data, train.learning_rate, a dtype, or method (repeatable)")
+    flags = parser.parse_args(argv)
+    output = Path(flags.output)
+    check_output(output)
+
+    from pipejax.apps import records
+
+    for flag in ("input", "adapt"):
+        if (given := getattr(flags, flag)) == records.STANDARD:
+            raise UserError(f"--{flag} -: found standard input; expected a file")
+        if given:
+            records.check_input(given, f"--{flag}")
+
+    from pipejax.apps.probe import measuring, page  # starts JAX: after flags and places are known to be good
+    from pipejax.apps.unfinished import Kept, Unfinished
+    from pipejax.training.adaptation import BATCH, adapt
+
+    overrides = [*flags.overrides, *(["data.skip_bad=true"] if flags.skip_bad else [])]
+    work = measuring.prepare(
+        flags.checkpoint,
+        flags.input,
+        flags.adapt,
+        best=flags.best,
+        limit=flags.limit,
+        lessons=flags.updates * BATCH,
+        overrides=overrides,
+    )
+    settings = measuring.settings_of(work) | {"--updates": flags.updates if flags.adapt else 0}
+    unfinished = Unfinished(str(output / EXAMPLES), settings)
+    kept = unfinished.kept([example.id for example in work.examples]) if flags.resume else Kept(0, 0)
+    make_directories(output)
+    if not flags.resume:
+        sweep(output, EXAMPLES, f"{ADAPTED}*")
+    if flags.adapt:
+        place = output / f"{ADAPTED}{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]}"
+        asked = measuring.conditions(work.targets)
+        learned = adapt(work.config, work.params, work.lessons, asked, flags.updates, place)
+        work = dataclasses.replace(work, params=learned)
+    else:
+        logger.warning("without --adapt a cost is more than dependence: what is hidden was never missing in training")
+    told = {key: getattr(flags, key) for key in ("checkpoint", "input", "adapt")}
+    found = measuring.measure(work, unfinished, kept, batch_size=flags.batch_size)
+    found = {**told, "updates": settings["--updates"], **work.origin, **found}
+    cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    cli.write_output("--output", str(output / PAGE), page.html(found))
+    sweep(output, f"{ADAPTED}*")
+    logger.info(found["says"])
+    cli.note(f"{output / PAGE}: {found['examples']} examples, {found['tokens']} tokens")
+    return 0
+
+
+def check_output(output: Path) -> None:
+    """Raises a UserError unless the directory is new, empty, or one that this command wrote."""
+    kind = look(output, "--output")
+    if kind == "file":
+        raise UserError(f"--output {output}: found a file; expected a directory")
+    ours = [path for name in (EXAMPLES, NUMBERS, f"{ADAPTED}*") for path in output.glob(name)]
+    if kind and not ours and any(output.iterdir()):
+        raise UserError(
+            f"--output {output}: found a directory with other things in it; expected a new or an empty one, or one "
+            "that pipejax probe has begun"
+        )

@@ -1,0 +1,444 @@
+"""The meter of dependence: known models have the known likelihoods, and what is hidden changes nothing."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax import checkpoint, grid, methods
+from pipejax.apps.picture.text import escape
+from pipejax.apps.probe import likelihoods, measuring, summary
+from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Target, of_rows
+from pipejax.config import Config, DataConfig, GridConfig
+from pipejax.data import demo
+from pipejax.data.batches import collate
+from pipejax.data.encoding import Encoded, encode
+from pipejax.data.examples import Example
+from pipejax.data.shapes import choose
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.methods import Ids
+from pipejax.system.errors import UserError
+from pipejax.training import adaptation
+from pipejax.training.probe_command import main
+from pipejax.training.step import batch_loss
+from support import oracle
+from support.staggered import Staggered
+from support.tiny import DEEP, MODEL, change
+from support.umt5 import UMT5Config
+
+BOS, EOS, SEPARATOR, WORDS = 0, 1, 2, 9
+ALL = [*map(Condition, (WHOLE, 4, 2, 1, 0, HIDDEN)), *(Condition(WHOLE, row) for row in range(3))]
+
+
+# A model that is known: a token is twice as likely for each time that it is among those that are seen.
+
+
+class Counting:
+    """Logits are the counts of the tokens that a query sees, times ln 2; the source says nothing."""
+
+    config, dtype = SimpleNamespace(vocab_size=WORDS), np.dtype("float32")
+
+    def apply(self, variables: Any, *given: Any, method: str) -> Any:
+        if method == "logits":
+            return given[0] * math.log(2)
+        _, _, tokens, mask, _ = given
+        return mask.astype(jnp.float32) @ jax.nn.one_hot(tokens, WORDS)
+
+
+def known(seen: Sequence[int], token: int) -> float:
+    return math.log(sum(2 ** seen.count(word) for word in range(WORDS))) - seen.count(token) * math.log(2)
+
+
+def expected(rows: list[list[int]], condition: Condition, *, ends: Sequence[int], least: int = WHOLE) -> list[float]:
+    """The likelihoods of rows, each fed after a beginning of its own, in plain Python.
+
+    Token j of a row sees the first Δt + j - 1 tokens of the row above, one Δt more of each row further up.
+    """
+    fed = [[BOS if not i else ends[i - 1], *row] for i, row in enumerate(rows)]
+    found = []
+    for i, row in enumerate(rows):
+        for j, token in enumerate([*row, ends[i]]):
+            seen = fed[i][: j + 1]
+            for k in range(i):
+                count = min(condition.delay, least) * (i - k) + j
+                seen = seen + fed[k][: 1 if condition.without == k else 1 + max(count, 0)]
+            found.append(known(seen, token))
+    return found
+
+
+def drawn(rng: random.Random) -> list[list[int]]:
+    return [[rng.randrange(3, WORDS) for _ in range(rng.randint(1, 6))] for _ in range(rng.randint(1, 5))]
+
+
+def sequential(rows: list[list[int]]) -> tuple[Target, list[int]]:
+    """Rows that a separator parts, and the tokens that end each of them."""
+    ends = [SEPARATOR] * (len(rows) - 1) + [EOS]
+    flat = grid.flatten([[t for row in rows for t in [*row, SEPARATOR]][:-1]], delay=1, bos=BOS, eos=EOS, final=False)
+    row = np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) + 1 for row in rows])
+    return of_rows(Encoded("", np.asarray([EOS], np.int32), flat, False, False), row), ends
+
+
+def measured(targets: Sequence[Target], model: Any = None, params: Any = None) -> list[np.ndarray]:
+    lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in targets])
+    shapes = choose(lengths, size=3, group=2, pack=1, most=2, limit=(64, 64))
+    meter, found = Meter(model or Counting(), params or {}, ALL, shapes, 3), dict[int, np.ndarray]()
+    for batch in meter.batches(targets):
+        found |= zip(batch, meter.measure([targets[i] for i in batch]), strict=True)
+    return [found[i] for i in range(len(targets))]
+
+
+@pytest.mark.parametrize("slots", [1, 512])
+def test_a_known_model_has_the_known_likelihoods(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows parted by a separator, in one pass for all conditions or in one for each."""
+    monkeypatch.setattr(likelihoods, "SLOTS", slots)
+    rng = random.Random(0)
+    many = [drawn(rng) for _ in range(20)]
+    for rows, found in zip(many, measured([sequential(rows)[0] for rows in many]), strict=True):
+        for condition, nll in zip(ALL, found, strict=True):
+            assert nll == pytest.approx(expected(rows, condition, ends=sequential(rows)[1]), abs=1e-5)
+
+
+def test_rows_on_a_grid_see_no_more_than_they_were_trained_to() -> None:
+    rng = random.Random(1)
+    for delay in (1, 2, 3):
+        for rows in (drawn(rng) for _ in range(5)):
+            flat = grid.flatten(rows, delay=delay, bos=BOS, eos=EOS)
+            target = of_rows(Encoded("", np.asarray([EOS], np.int32), flat, False, False), flat.row)
+            (found,) = measured([target])
+            counts, every = flat.weights > 0, [*rows, []]
+            for condition, nll in zip(ALL, found, strict=True):
+                wanted = on_grid(every, condition, delay)
+                assert nll[counts] == pytest.approx(wanted, abs=1e-5)
+
+
+def on_grid(rows: list[list[int]], condition: Condition, delay: int) -> list[float]:
+    """As `expected`; every row begins with bos, and its eos is fed."""
+    fed, found = [[BOS, *row, EOS] for row in rows], []
+    for i, row in enumerate(rows):
+        for j, token in enumerate([*row, EOS]):
+            seen = fed[i][: j + 1]
+            for k in range(i):
+                count = min(condition.delay, delay) * (i - k) + j
+                seen = seen + fed[k][: 1 if condition.without == k else 1 + max(count, 0)]
+            found.append(known(seen, token))
+    return found
+
+
+# A real T5.
+
+
+@pytest.fixture(scope="module")
+def deep() -> tuple[Any, Any]:
+    return DEEP.module(), oracle.random_params(DEEP, np.random.default_rng(3))
+
+
+@pytest.mark.parametrize("backbone", [DEEP, UMT5Config(**dataclasses.asdict(DEEP))], ids=["T5", "UMT5"])
+def test_rows_seen_whole_are_those_of_training(backbone: Any) -> None:
+    rng, own = random.Random(2), (backbone.module(), backbone.init_params(jax.random.key(0)))
+    targets = [sequential(drawn(rng))[0] for _ in range(6)]
+    found = measured(targets, *own)
+    batch = {name: jnp.asarray(x) for name, x in collate([t.encoded for t in targets]).arrays.items()}
+    total, count = batch_loss(*own, batch, None)
+    assert sum(nll[0].sum() for nll in found) == pytest.approx(float(total), rel=1e-4)
+    assert count == sum(len(t.row) for t in targets)
+
+
+def test_hidden_tokens_change_nothing_by_any_way(deep: tuple[Any, Any]) -> None:
+    """Not through a row between, and not through layers: three rows, of which the first gets other tokens."""
+    rows = [[3, 4, 5, 6, 7], [4, 8, 5, 3], [7, 6, 4]]
+    other = [[3, 4, 8, 8, 5], *rows[1:]]
+    a, b = measured([sequential(rows)[0], sequential(other)[0]], *deep)
+    row, place = (getattr(sequential(rows)[0], name) for name in ("row", "place"))
+    for condition, one, two in zip(ALL, a, b, strict=True):
+        # Token 3 of the first row, the first that differs, is fed at place 3.
+        blind = (row > 0) & (place + condition.delay * row < 3)
+        if condition.without == 0:
+            blind = row > 0
+        assert one[blind] == pytest.approx(two[blind], abs=2e-5)
+        if not blind[row > 0].all():
+            assert np.abs(one - two)[(row > 0) & ~blind].max() > 1e-3
+    assert (np.abs(a[0] - b[0])[row > 0] > 1e-3).any()
+
+
+# Which row a slot is of.
+
+
+@pytest.mark.parametrize(
+    "separator, rows, said",
+    [
+        (" ; ", ["old lamps", "bread", "new red coins"], "0 0 0 1 1 2 2 2 2"),
+        (" ; ", ["bread"], "0 0"),
+        (" ; ", [], "0"),
+        (" ", ["old lamps .", "bread .", "coins"], "0 0 0 1 1 2 2"),  # nothing parts them: the last has the eos
+        (" . ; ", ["old lamps", "bread"], "0 0 0 0 1 1"),
+    ],
+)
+def test_slots_of_a_sequential_target(separator: str, rows: list[str], said: str, tokenizer_files: Path) -> None:
+    tokenizer = Tokenizer.load(tokenizer_files)
+    method = methods.Sequential(64, separator, 1)
+    ids = Ids(MODEL.decoder_start_token_id, MODEL.eos_token_id)
+    flat = method.target(rows, tokenizer, ids, most=64, where="x").flat
+    assert method.rows_of(flat, rows, tokenizer, ids).tolist() == [int(row) for row in said.split()]
+    cut = method.target(rows, tokenizer, ids, most=4, where="x").flat
+    found = method.rows_of(cut, rows, tokenizer, ids).tolist()
+    assert found == [int(row) for row in said.split()][: len(cut.inputs)] or found[:-1] == found[:-1]
+
+
+# Averages.
+
+
+def line(whole: list[list[float]], hidden: list[list[float]], without: list[list[float]], one: Any = None) -> Any:
+    nll = dict.fromkeys(summary.NAMES, whole) | {"hidden": hidden, "delay_1": one or whole}
+    return {"id": "", "nll": nll, "without": without}
+
+
+def test_averages_by_hand() -> None:
+    lines = [
+        line([[1, 1], [1, 1, 1, 1, 1]], [[1, 1], [4, 1, 2, 1, 1]], [[], [5.0]]),
+        line([[2], [2]], [[2], [2]], [[], [1.0]]),
+    ]
+    found = summary.summary(lines)
+    hidden = found["conditions"]["hidden"]
+    assert (found["examples"], found["tokens"], found["nll"]["whole"]) == (2, 9, pytest.approx(11 / 9, abs=1e-6))
+    assert hidden["cost"] == pytest.approx(4 / 9, abs=1e-6)
+    # Of a ratio: residuals 4 - 7 r and 0 - 2 r with r = 4/9.
+    residuals = (4 - 28 / 9) ** 2 + (8 / 9) ** 2
+    assert hidden["error"] == pytest.approx(math.sqrt(2 * residuals) / 9, abs=1e-6)
+    assert [hidden["rows"][row]["cost"] for row in "12"] == [0, pytest.approx(4 / 6, abs=1e-6)]
+    assert {place: part["tokens"] for place, part in hidden["places"].items()} == {
+        "first": 4,
+        "second": 1,
+        "third": 1,
+        "later": 1,
+        "last": 2,
+    }
+    assert hidden["cells"]["2"]["first"]["cost"] == 1.5 and hidden["cells"]["2"]["third"]["cost"] == 1
+    assert "third" not in hidden["cells"]["1"]
+    assert found["graph"][0] == [] and found["graph"][1][0]["cost"] == 1.0  # 6 nats, 6 tokens
+    assert found["conditions"]["delay_2"]["cost"] == 0
+
+
+def test_sentences() -> None:
+    flat = [[[0.0] * 3, [0.0] * 3, [0.0] * 3]] * 9
+    first = [[0.0] * 3, [0.15, 0, 0], [0.05, 0, 0]]
+    dear = [line(rows, first, [], first) for rows in flat]
+    assert summary.summary(dear)["says"] == (
+        "Δt = 1 costs 0.02 nats a token, mostly in first tokens of row 2; Δt = 2 costs nothing."
+    )
+    even = [[0.0] * 3, [0.9, 0, 0], [0.9, 0, 0]]
+    assert "mostly in first tokens of rows 2 and 3" in summary.summary([line(f, even, [], even) for f in flat])["says"]
+    spread = [[0.0] * 3, [0.3] * 3, [0.3] * 3]
+    assert ", in all places of rows 2 and 3; " in summary.summary([line(f, spread, [], spread) for f in flat])["says"]
+    hidden = summary.summary([line(f, first, []) for f in flat])["says"]
+    assert hidden == "Δt = 1 costs nothing; hiding the rows above costs 0.02."
+    assert summary.summary([line(f, f, []) for f in flat])["says"] == (
+        "Δt = 1 costs nothing, and neither does hiding the rows above."
+    )
+    noise = [line(f, first if i % 2 else [[-x for x in r] for r in first], []) for i, f in enumerate(flat)]
+    assert summary.summary(noise)["says"] == "Δt = 1 costs nothing, and neither does hiding the rows above."
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Path:
+    """A sequential checkpoint with random weights, and 40 examples beside it."""
+    place = tmp_path_factory.mktemp("probe")
+    config = change(Config(model=MODEL), train={"objective": "sequential"}, data={"separator": " ; "})
+    params = oracle.random_params(MODEL, np.random.default_rng(5))
+    checkpoint.save_params(place / "run", config, params, tokenizer_source=tokenizer_files)
+    chance = random.Random(0)
+    with (place / "labelled.jsonl").open("w") as file:
+        for i in range(40):
+            words = [chance.choice(demo.NOUNS) for _ in range(12)]
+            rows = [" ".join(chance.choices(words, k=chance.randint(1, 4))) for _ in range(chance.randint(0, 4))]
+            file.write(json.dumps({"id": f"e{i}", "source": " ".join(words), "targets": rows}) + "\n")
+    return place
+
+
+def probe(run: Path, output: Path, *more: str) -> dict[str, Any]:
+    given = ["--checkpoint", str(run / "run"), "--input", str(run / "labelled.jsonl"), "--output", str(output)]
+    assert main([*given, "--batch-size", "2", *more]) == 0
+    found: dict[str, Any] = json.loads((output / "probe.json").read_text())
+    return found
+
+
+def test_from_lines_to_a_page(run: Path, tmp_path: Path, said: list[str]) -> None:
+    found = probe(run, tmp_path / "out")
+    assert said[-1] == found["says"] and found["examples"] == 40
+    lines = [json.loads(line) for line in (tmp_path / "out" / "examples.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == [f"e{i}" for i in range(40)]
+    assert found["tokens"] == sum(len(row) for line in lines for row in line["nll"]["whole"])
+    assert found["nll"]["hidden"] != found["nll"]["whole"]
+    shown = (tmp_path / "out" / "index.html").read_text()
+    assert escape(found["says"]) in shown and "$" not in shown
+    assert not re.findall(r"(?:src|href)=|url\(|https?://(?!www\.w3\.org/2000/svg)", shown)
+    assert not [path.name for path in (tmp_path / "out").iterdir() if "unfinished" in path.name]
+    assert probe(run, tmp_path / "seven", "--limit", "7")["examples"] == 7
+
+
+def test_an_interrupted_probe_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = probe(run, tmp_path / "whole")
+    monkeypatch.setattr(measuring, "WINDOW", 3)
+    calls, measure = list[int](), Meter.measure
+
+    def stopped(self: Meter, targets: Sequence[Target]) -> list[np.ndarray]:
+        calls.append(len(targets))
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return measure(self, targets)
+
+    monkeypatch.setattr(Meter, "measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        probe(run, tmp_path / "out")
+    lines = tmp_path / "out" / "examples.jsonl"
+    assert lines.read_text().count("\n") == 12 and not (tmp_path / "out" / "probe.json").exists()
+    with lines.open("a") as file:
+        file.write('{"id": "e12", "nll"')  # as a kill leaves it
+    with pytest.raises(UserError, match=r"--resume: .*found answers to another input"):
+        probe(run, tmp_path / "out", "--resume", "--limit", "20")
+    calls[:] = [0] * 10
+    again = probe(run, tmp_path / "out", "--resume")
+    assert len(calls) == 10 + 14
+    for name in summary.NAMES:
+        assert again["nll"][name] == pytest.approx(whole["nll"][name], abs=1e-4)
+    with pytest.raises(UserError, match=r"--resume: .*it is complete, or of other work"):
+        probe(run, tmp_path / "out", "--resume")
+
+
+def test_weights_learn_to_do_without_first(
+    run: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: an interrupted probe goes on with them, whether they had learned all or a part. The checkpoint stays."""
+    few = ("--limit", "12", "--adapt", str(run / "labelled.jsonl"), "--updates", "20")
+    fast = ("--set", "train.learning_rate=0.01")
+    before = probe(run, tmp_path / "before", "--limit", "12")
+    assert any("without --adapt a cost is more than dependence" in line for line in said)
+    said.clear()
+    whole = probe(run, tmp_path / "whole", *few, *fast)
+    assert not any("without --adapt" in line for line in said)
+    assert any("12 of 40 sources are measured, too" in line for line in said)
+    for name in summary.NAMES:
+        assert whole["nll"][name] < before["nll"][name] - 0.1
+    assert (whole["updates"], whole["params_fp"]) == (20, before["params_fp"])
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"examples.jsonl", "probe.json", "index.html"}
+
+    monkeypatch.setattr(adaptation, "SAVED", 8)
+    calls = list[int]()
+
+    def stopped(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return likelihoods.padded(*given)
+
+    monkeypatch.setattr(adaptation, "padded", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        probe(run, tmp_path / "out", *few, *fast)
+    assert said[-1].endswith("--resume goes on after update 8")
+    monkeypatch.setattr(Meter, "measure", None)
+    with pytest.raises(TypeError):
+        probe(run, tmp_path / "out", *few, *fast, "--resume")
+    assert len(calls) == 12 + 12
+    with pytest.raises(TypeError):
+        probe(run, tmp_path / "out", *few, "--resume")  # at another rate: from the beginning
+    assert len(calls) == 24 + 20
+    monkeypatch.undo()
+    monkeypatch.setattr(adaptation, "padded", None)
+    again = probe(run, tmp_path / "out", *few, *fast, "--resume")
+    for name in summary.NAMES:
+        assert again["nll"][name] == pytest.approx(whole["nll"][name], abs=1e-4)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"examples.jsonl", "probe.json", "index.html"}
+
+
+def test_as_many_examples_as_are_learned_from(run: Path, tmp_path: Path, said: list[str]) -> None:
+    probe(run, tmp_path / "out", "--limit", "3", "--adapt", str(run / "labelled.jsonl"), "--updates", "2")
+    assert any("labelled.jsonl: 32 of 40 examples are drawn at random, to learn from" in line for line in said)
+
+
+def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likelihoods, "SLOTS", 1)
+    asked, update = list[int](), adaptation._update
+
+    def counted(module: Any, optimizer: Any, params: Any, state: Any, batch: Any, delay: Any, without: Any) -> Any:
+        asked.append(len(delay))
+        return update(module, optimizer, params, state, batch, delay, without)
+
+    monkeypatch.setattr(adaptation, "_update", counted)
+    config = change(Config(model=MODEL), train={"objective": "sequential", "learning_rate": 0.01})
+    rng = random.Random(4)
+    targets = [sequential(drawn(rng))[0] for _ in range(5)]
+    params = jax.tree.map(jnp.asarray, oracle.random_params(MODEL, np.random.default_rng(3)))
+    before = sum(nll.sum() for nll in measured(targets, MODEL.module(), params))
+    learned = adaptation.adapt(config, params, targets, ALL, 20, tmp_path / "learned")
+    assert sum(nll.sum() for nll in measured(targets, MODEL.module(), learned)) < 0.9 * before
+    assert set(asked) == {1}
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        (["--adapt", "absent.jsonl"], "--adapt absent.jsonl: no such file"),
+        (["--output", "{run}/labelled.jsonl"], "--output .*: found a file; expected a directory"),
+        (["--output", "{run}"], "--output .*: found a directory with other things in it; expected a new or an empty"),
+        (["--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
+        (["--input", "-"], "--input -: found standard input; expected a file"),
+        (["--checkpoint", "absent"], "absent: no such checkpoint directory"),
+        (["--set", "grid.delay=2"], "--set: grid.delay cannot change when rows are probed; expected one of data, "),
+        (["--set", "data.targets=answers"], '.*labelled.jsonl:1: found no "answers"; expected a list of texts'),
+        (["--set", "data.separator= zebra "], "data.separator: found ' zebra ', which the tokenizer does not give"),
+        (["--batch-size", "0"], "argument --batch-size: found 0; expected at least 1"),
+        (["--limit", "1"], ".*labelled.jsonl: found one row in each of 1 answers; expected several in some"),
+    ],
+)
+def test_refusals(run: Path, tmp_path: Path, more: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--checkpoint", str(run / "run"), "--input", str(run / "labelled.jsonl"), "--output", "out"]
+    with pytest.raises(UserError, match=f"^{line}"):
+        main([*given, *(word.format(run=run) for word in more)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_method_of_somebody_else(tmp_path: Path, run: Path, tokenizer_files: Path) -> None:
+    """One that cannot is refused in a line; one that lays rows out on the grid says that it can."""
+    config = dataclasses.replace(Config(model=MODEL), method=Staggered(rows=3, width=5))
+    params = oracle.random_params(MODEL, np.random.default_rng(5))
+    checkpoint.save_params(tmp_path / "run", config, params, tokenizer_source=tokenizer_files)
+    given = ["--input", str(run / "labelled.jsonl"), "--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"found one with staggered decoding; expected another, since it does not lay "):
+        main(["--checkpoint", str(tmp_path / "run"), *given])
+
+
+def test_a_run_that_writes_rows(tmp_path: Path, run: Path, tokenizer_files: Path) -> None:
+    """It was never shown more than its own Δt, so no larger one costs less."""
+    config = dataclasses.replace(
+        Config(model=MODEL), grid=GridConfig(delay=2), data=DataConfig(separator=" ; ", task="demo")
+    )
+    params = oracle.random_params(MODEL, np.random.default_rng(5))
+    checkpoint.save_params(tmp_path / "run", config, params, tokenizer_source=tokenizer_files)
+    given = ["--input", str(run / "labelled.jsonl"), "--output", str(tmp_path / "out"), "--limit", "20"]
+    assert main(["--checkpoint", str(tmp_path / "run"), *given]) == 0
+    found = json.loads((tmp_path / "out" / "probe.json").read_text())["nll"]
+    assert found["delay_4"] == found["delay_2"] == found["whole"]
+    assert len({found["whole"], found["delay_1"], found["delay_0"], found["hidden"]}) == 4
+
+
+def test_encoded_examples_keep_their_rows(tokenizer_files: Path) -> None:
+    tokenizer = Tokenizer.load(tokenizer_files)
+    config = change(Config(model=MODEL), train={"objective": "sequential"}, data={"separator": " ; "})
+    encoded = encode(Example("x", "bread", ("old lamps", "coins")), tokenizer, config, MODEL)
+    ids = Ids(MODEL.decoder_start_token_id, MODEL.eos_token_id)
+    target = of_rows(encoded, methods.trained(config).rows_of(encoded.target, ("old lamps", "coins"), tokenizer, ids))
+    assert target.row.tolist() == [0, 0, 0, 1, 1] and target.place.tolist() == [0, 1, 2, 0, 1]
+    assert NONE not in target.row.tolist()
