@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": ("decode a split of a task and score it", "pipejax.apps.evaluation"),
     "export": ("decoding as files that JAX alone runs", "pipejax.apps.export_command"),
     "convert": ("weights from and to Hugging Face, and to fewer bytes", "pipejax.convert.__main__"),
+    "push": ("share a run as a model of the Hugging Face hub", "pipejax.convert.push"),
     "plan": ("what a training will need of each device's memory", "pipejax.training.plan"),
     "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),

@@ -1,0 +1,75 @@
+"""The command line of `pipejax push CHECKPOINT OWNER/NAME`: a run as a model of the Hugging Face hub."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipejax.convert.huggingface import to_hf
+from pipejax.system.cli import Parser, note, run
+from pipejax.system.errors import UserError, first_line
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `pipejax push`; returns the exit code."""
+    parser = Parser(
+        prog="pipejax push",
+        description="converts a run as `pipejax convert to-hf` does, and uploads it to the Hugging Face hub with --yes",
+    )
+    parser.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
+    parser.add_argument("name", metavar="OWNER/NAME", help="of the model on the hub; a new one is created")
+    parser.add_argument("--yes", action="store_true", help="upload; without it, the files are listed and nothing else")
+    parser.add_argument("--private", action="store_true", help="a new model is seen by its owner alone")
+    parser.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
+    parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
+    parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
+    args = parser.parse_args(argv)
+    check_name(args.name)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / args.name.rpartition("/")[2]
+        to_hf(args.source, directory, best=args.best, base_model=args.base_model, scores=args.scores)
+        for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+            print(f"{file.stat().st_size:>13,}  {file.relative_to(directory)}")
+        if args.yes:
+            print(upload(directory, args.name, private=args.private))
+        else:
+            note(f"{args.name}: nothing was uploaded; --yes uploads these files")
+    return 0
+
+
+def check_name(name: str) -> None:
+    """Raises a UserError unless the hub takes the name, owner included."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{name}: found no name for the hub ({first_line(error)}); expected OWNER/NAME") from error
+    if "/" not in name:
+        raise UserError(f"{name}: found no owner; expected OWNER/NAME")
+
+
+def upload(directory: Path, name: str, *, private: bool) -> str:
+    """Uploads the files of a directory in one commit; gives the model's address.
+
+    Args:
+      directory: as `to_hf` writes it.
+      name: of the model, with its owner.
+      private: whether a new model is.
+
+    Raises:
+      UserError: the hub cannot be reached, or refuses.
+    """
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi(library_name="pipejax")
+    try:
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload by pipejax")
+    except Exception as error:  # the hub client and its HTTP libraries raise many kinds
+        raise UserError(f"{name}: cannot be uploaded ({first_line(error)})") from error
+    return str(address)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,131 @@
+"""`pipejax push` against an endpoint of the hub's API that keeps what it is sent."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from pipejax import checkpoint
+from pipejax.convert import push
+from pipejax.system.errors import UserError
+from support import oracle, tiny
+
+PARAMS = oracle.random_params(tiny.MODEL, np.random.default_rng(5))
+
+
+class Hub(HTTPServer):
+    """Keeps the names of models that were created, and the files that were committed."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.created: list[dict[str, Any]] = []
+        self.files: dict[str, bytes] = {}
+        self.refuses = False
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The calls of the hub's API that an upload makes."""
+
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+    def do_POST(self) -> None:
+        """Creates a model, tells how files are to be sent, takes a commit."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.server.refuses:
+            self.say({"error": "you may not"}, 403)
+        elif self.path == "/api/repos/create":
+            self.server.created.append(json.loads(body))
+            self.say({"url": "https://huggingface.co/owner/name", "name": "owner/name"})
+        elif "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            self.say({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.say({"commitUrl": f"https://huggingface.co/owner/name/commit/{40 * '0'}", "commitOid": 40 * "0"})
+        else:
+            self.say({"errors": [], "warnings": []})
+
+    def do_GET(self) -> None:
+        """A model that has no files yet."""
+        if self.server.refuses:
+            self.say({"error": "you may not"}, 403)
+        else:
+            self.say({"id": "owner/name", "sha": 40 * "0", "siblings": []})
+
+    def say(self, found: Any, code: int = 200) -> None:
+        """Answers with JSON."""
+        text = json.dumps(found).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    original = huggingface_hub.HfApi
+
+    def here(**options: Any) -> Any:
+        return original(endpoint=address, token="secret", **options)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", here)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def run(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in rows."""
+    directory = tmp_path_factory.mktemp("push") / "run"
+    checkpoint.save_params(directory, tiny.RUN_ON_ONE, PARAMS, tokenizer_source=tokenizer_files)
+    return directory
+
+
+def test_without_yes_nothing_is_uploaded(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert push.main([str(run), "owner/name"]) == 0
+    out, err = capsys.readouterr()
+    assert "  model.safetensors\n" in out and "  custom_generate/generate.py\n" in out
+    assert "owner/name: nothing was uploaded; --yes uploads these files" in err
+    assert not hub.created and not hub.files
+
+
+def test_what_is_uploaded_is_the_directory_of_to_hf(
+    hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert push.main([str(run), "owner/name", "--yes", "--private"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("/owner/name")
+    [created] = hub.created
+    assert created["name"] == "name" and created["organization"] == "owner"
+    assert created.get("private") is True or created.get("visibility") == "private"
+    push.to_hf(run, tmp_path / "name")
+    files = {
+        str(path.relative_to(tmp_path / "name")): path for path in (tmp_path / "name").rglob("*") if path.is_file()
+    }
+    assert hub.files == {name: path.read_bytes() for name, path in files.items()}
+
+
+def test_a_refusal_is_one_line(hub: Hub, run: Path) -> None:
+    hub.refuses = True
+    with pytest.raises(UserError, match=r"^owner/name: cannot be uploaded \(.*403.*\)$"):
+        push.main([str(run), "owner/name", "--yes"])
+    for name in ("name", "owner/na me", "a/b/c"):
+        with pytest.raises(UserError, match=rf"^{name}: found no .*; expected OWNER/NAME$"):
+            push.main([str(run), name])
