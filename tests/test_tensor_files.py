@@ -103,7 +103,8 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "nothing": (lambda directory: None, ("no weights", "model.safetensors")),
-    "bin": (put("pytorch_model.bin", b""), ("only pytorch_model.bin", "save_pretrained that as safetensors")),
+    "bin": (put("pytorch_model.bin", b""), ("pytorch_model.bin: found a damaged file", "torch's tensors")),
+    "lfs bin": (put("pytorch_model.bin", LFS), ("pytorch_model.bin: found a git-LFS pointer",)),
     "empty": (put("model.safetensors", b""), ("model.safetensors: found a damaged file",)),
     "lfs pointer": (
         put("model.safetensors", LFS),
@@ -114,8 +115,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "lfs msgpack": (put("flax_model.msgpack", LFS), ("flax_model.msgpack: found a git-LFS pointer",)),
     "web page": (put("model.safetensors", b"\n<!DOCTYPE html><html>"), ("model.safetensors: found a web page",)),
     "bin beside a training's": (
-        both(put("pytorch_model.bin", b""), put("training_args.bin", b""), put("optimizer.pt", b"")),
-        ("found only pytorch_model.bin (torch's",),
+        both(put("last.bin", b""), put("training_args.bin", b""), put("optimizer.pt", b"")),
+        ("found only last.bin (torch's", "save_pretrained that as safetensors"),
     ),
     "only a training's": (both(put("training_args.bin", b""), put("rng_state_0.pth", b"")), ("found no weights",)),
     "tensorflow": (both(put("tf_model.h5", b""), put("training_args.bin", b"")), ("only tf_model.h5 (TensorFlow's",)),

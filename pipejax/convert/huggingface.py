@@ -282,8 +282,9 @@ def _locate(source: str) -> Path:
             from huggingface_hub import snapshot_download
 
             directory = Path(snapshot_download(source, allow_patterns=patterns))
-            if not any(directory.glob("model*.safetensors")):
-                snapshot_download(source, allow_patterns="flax_model.msgpack")
+            for other in ("pytorch_model*.bin*", "flax_model.msgpack"):
+                if not any((*directory.glob("model*.safetensors"), *directory.glob("pytorch_model*.bin"))):
+                    snapshot_download(source, allow_patterns=other)
             return directory
         except Exception as error:  # the hub client and its HTTP libraries raise many kinds
             reason = first_line(error)

@@ -1,7 +1,4 @@
-"""Opens files of named tensors, safetensors and flax's msgpack, and reads one tensor at a time.
-
-This module knows nothing of T5. It never reads a pickle, which could run code.
-"""
+"""Opens files of named tensors (safetensors, torch's and flax's), and reads one at a time. It knows nothing of T5."""
 
 import fnmatch
 import json
@@ -18,6 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
+from pipejax.convert import torch_files
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look, stand_in
 
@@ -26,7 +24,6 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Weights in other forms, the likelier ones first, and what to do with them.
 RESAVE = "torch's: load it into its T5 there, and save_pretrained that as safetensors"
 OTHERS = {
-    "pytorch_model*.bin": RESAVE,
     "tf_model.h5": "TensorFlow's: open it with transformers 4, from_tf=True, and save_pretrained it",
     "flax_model-*.msgpack": "a part of flax weights: save them in one file",
     "adapter_model.*": "a LoRA adapter: merge it into its T5, with merge_and_unload of peft, and save that",
@@ -55,7 +52,7 @@ class Stored:
         """Reads the tensor; raises a UserError if that is impossible or a value is not finite."""
         try:
             array = self.fetch()
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, *torch_files.DAMAGES) as error:
             raise damaged(self.file, self.name, error) from error
         check_finite(f"{self.file}: {self.name}", array)
         return array
@@ -69,7 +66,9 @@ def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
     """
     openers = {
         "model.safetensors": _open_safetensors,
-        "model.safetensors.index.json": _open_index,
+        "model.safetensors.index.json": partial(_open_index, _open_safetensors),
+        "pytorch_model.bin": _open_torch,
+        "pytorch_model.bin.index.json": partial(_open_index, _open_torch),
         "flax_model.msgpack": _open_msgpack,
     }
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):
@@ -137,7 +136,17 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
     }
 
 
-def _open_index(index: Path) -> dict[str, Stored]:
+def _open_torch(file: Path) -> dict[str, Stored]:
+    """The tensors of a file of torch's, by name."""
+    try:
+        tensors = torch_files.open_tensors(file)
+    except (OSError, *torch_files.DAMAGES) as error:
+        raise damaged(file, "torch's tensors", error) from error
+    codes = {name: torch_files.STORAGES[tensor.storage.kind][0] for name, (tensor, _) in tensors.items()}
+    return {name: Stored(file, name, tensor.shape, codes[name], read) for name, (tensor, read) in tensors.items()}
+
+
+def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dict[str, Stored]:
     """The tensors of all shards that an index names; raises a UserError if shard and index disagree."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
@@ -153,7 +162,7 @@ def _open_index(index: Path) -> dict[str, Stored]:
                 f"{index}: weight_map: found {shard}, which does not exist; expected it to hold "
                 f"{min(listed)} ({len(listed)} tensors in all)"
             )
-        stored = _open_safetensors(file)
+        stored = opener(file)
         for name in sorted(stored.keys() ^ listed):
             problem = "found, but not" if name in stored else "missing; expected it, as it is"
             raise UserError(f"{file}: {name}: {problem} listed for this file in {index.name}")
