@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
-from pipejax.convert import push
+from pipejax.convert import huggingface, push
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -115,7 +115,7 @@ def test_what_is_uploaded_is_the_directory_of_to_hf(
     [created] = hub.created
     assert created["name"] == "name" and created["organization"] == "owner"
     assert created.get("private") is True or created.get("visibility") == "private"
-    push.to_hf(run, tmp_path / "name")
+    huggingface.to_hf(run, tmp_path / "name")
     files = {
         str(path.relative_to(tmp_path / "name")): path for path in (tmp_path / "name").rglob("*") if path.is_file()
     }

@@ -191,7 +191,7 @@ KINDS: tuple[Kind, ...] = (
     _run("a file in the way", lambda d: _replace(d, "file"), "found a file"),
     _run("other things in it", lambda d: _replace(d, "directory"), "other things"),
     Kind("run: no good step to decode", ("found no good step",), "decode", DECODE, lambda h: _damage_all(h / "run")),
-    Kind("run: no checkpoint to decode", ("found no checkpoints/",), "decode", ("--checkpoint={here}/hf", *DECODE[1:])),
+    Kind("run: no checkpoint to decode", ("found no checkpoints/",), "decode", ("--checkpoint={here}", *DECODE[1:])),
     Kind(
         "source: empty file", ("in.jsonl: found no lines",), "decode", DECODE, lambda h: (h / "in.jsonl").write_text("")
     ),

@@ -123,7 +123,7 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
     """
     require_free(Path(out))
     check_place(Path(out))
-    directory = _locate(str(source))
+    directory = locate(str(source))
     model, files = _read_architecture(directory, backbone)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = _copy_tokenizer(directory, Path(scratch) / "tokenizer")
@@ -269,7 +269,7 @@ def _to_tensors(model: Backbone, params: Params) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _locate(source: str) -> Path:
+def locate(source: str) -> Path:
     """The source, if it is a directory; else the directory to which the hub's model of that name is downloaded."""
     if (found := look(source)) == "directory":
         return Path(source)

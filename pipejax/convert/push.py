@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def check_name(name: str) -> None:
     """Raises a UserError unless the hub takes the name, owner included."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)

@@ -64,7 +64,7 @@ def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
     Raises:
       UserError: there are no weights, a file is damaged or contradicts the index, or a dtype is not in DTYPES.
     """
-    openers = {
+    openers: dict[str, Callable[[Path], dict[str, Stored]]] = {
         "model.safetensors": _open_safetensors,
         "model.safetensors.index.json": partial(_open_index, _open_safetensors),
         "pytorch_model.bin": _open_torch,

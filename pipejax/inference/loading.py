@@ -36,7 +36,12 @@ def load(
                 f"{where}: {key} cannot change when a checkpoint is decoded; expected one of {', '.join(DECODING_KEYS)}"
             )
     compile_cache.use()
-    restored = checkpoint.open_run(path, best=best, packed=True)
+    place = Path(path)
+    if not (place / ("best" if best else "checkpoints")).is_dir():
+        from pipejax.convert import converted  # not above: a checkpoint opens sooner without it
+
+        place = converted.find(path)
+    restored = checkpoint.open_run(place, best=best, packed=True)
     config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
     config = override(config, overrides, where=where)
     methods.default(config)  # else the first decode would say that a class is not there

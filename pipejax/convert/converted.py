@@ -1,0 +1,49 @@
+"""From the name of a Hugging Face model to a checkpoint: converted once, and kept in the user's cache."""
+
+import hashlib
+from pathlib import Path
+
+from pipejax.convert.huggingface import from_hf, locate
+from pipejax.system import compile_cache
+from pipejax.system.cli import note
+from pipejax.system.errors import UserError
+from pipejax.system.files import look, new_directory
+
+
+def find(source: str | Path) -> Path:
+    """The checkpoint that is meant: the directory itself, or what a Hugging Face directory or a hub's name becomes.
+
+    A directory's conversion is known by the names, sizes and times of its files: if they change, it is converted anew.
+
+    Raises:
+      UserError: the hub has no such model, `from_hf` refuses it, or nothing is to be kept.
+    """
+    path = Path(source)
+    is_hugging_face = look(path) == "directory" and (path / "config.json").is_file() and _lacks_steps(path)
+    is_name = isinstance(source, str) and not look(path) and not path.is_absolute() and source.count("/") == 1
+    if not (is_hugging_face or (is_name and not path.parent.is_dir())):
+        return path
+    directory = path if is_hugging_face else locate(str(source))
+    cache = compile_cache.safe_directory()
+    if cache is None:
+        raise UserError(
+            f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
+            f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
+        )
+    target = cache / "models" / f"{path.absolute().name}-{_digest(directory)}"
+    if look(target) != "directory":
+        note(f"{source}: converting it once, into {target}")
+        with new_directory(target) as staging:
+            from_hf(source, staging / "checkpoint")
+    return target / "checkpoint"
+
+
+def _lacks_steps(path: Path) -> bool:
+    return not any((path / kind).is_dir() for kind in ("checkpoints", "best"))
+
+
+def _digest(directory: Path) -> str:
+    """16 hexadecimal digits for the files of a directory, by their names, sizes and times of change."""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    facts = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
+    return hashlib.sha256(repr((str(directory.resolve()), facts)).encode()).hexdigest()[:16]
