@@ -125,7 +125,7 @@ def check_answers(generator: Generator, forced: TeacherForced, given: list[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.long)])
 def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, monkeypatch, caplog):
     monkeypatch.setattr(t5.DecoderLayer, "__call__", patched)
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
@@ -176,8 +176,16 @@ def test_any_change_of_the_stock_t5_is_seen(place, name, monkeypatch):
     assert isinstance(backends.fastest(FEW_WORDS, jnp.float32), Xla)
 
 
-@pytest.mark.parametrize("model", [FEW_WORDS, T5Config(**vars(TINY))], ids=["v1.0", "v1.1"])
-@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize(
+    "model, weights",
+    [
+        (FEW_WORDS, "auto"),
+        (T5Config(**vars(TINY)), "int8"),
+        pytest.param(FEW_WORDS, "int8", marks=pytest.mark.long),
+        pytest.param(T5Config(**vars(TINY)), "auto", marks=pytest.mark.long),
+    ],
+    ids=["v1.0-auto", "v1.1-int8", "v1.0-int8", "v1.1-auto"],
+)
 def test_layer_by_layer_is_the_stock_decoder(weights, model):
     """The step of the module's own layers finds what XLA's packed step finds, in whatever weights are held."""
     params = oracle.random_params(model, np.random.default_rng(3))
@@ -245,7 +253,7 @@ def test_umt5_goes_there_and_back(theirs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.long)])
 def test_umt5_decodes_as_it_is_teacher_forced(theirs, strategy, caplog):
     config, params = read_hf(theirs, UMT5Config)
     run = Config(model=config, grid=GRID, decode=DecodeConfig(max_length=20, draft_tokens=3))
@@ -273,7 +281,7 @@ def test_umt5_trains_on_eight_devices_as_on_one(trained, tmp_path):
     assert pipejax.load(trained).decode(["red apples"])[0]["rows"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
     config = config_lib.load(trained / "config.json")
     config = dataclasses.replace(
@@ -432,7 +440,7 @@ def test_the_backbone_of_the_page_looks_less_at_what_lies_far_back(page):
     check_answers(generator, TeacherForced(own.module(), params, GRID.delay), sources(20), "pipelined")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_backbone_of_the_page_is_trained(page, tmp_path):
     config = dataclasses.replace(change(RUN, mesh={"data": 2, "tensor": 2}), model=page(**vars(RUN.model)))
     run = pipejax.fit(config, tmp_path / "run")

@@ -83,7 +83,7 @@ def asked(count, seed, *, all_begin):
         pytest.param({}, True, marks=pytest.mark.long),
         pytest.param({"delay": 2, "time_max": 20}, False, marks=pytest.mark.slow),
         pytest.param({"decode": {"draft": "source"}}, False, marks=pytest.mark.long),
-        pytest.param({"decode": {"draft": "jacobi"}}, True, marks=pytest.mark.slow),
+        pytest.param({"decode": {"draft": "jacobi"}}, True, marks=pytest.mark.long),
     ],
 )
 def test_told_rows_are_those_of_algorithm_1(setting, native, request):

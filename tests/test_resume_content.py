@@ -239,7 +239,7 @@ def test_a_run_without_a_best_step_is_refused(here: Path, tmp_path: Path, monkey
         fit(config(init_best=True, init_from=""), tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_taught_by_the_best_step(
     here: Path, run_with_best: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -229,8 +229,8 @@ def test_bytes_of_a_step_are_those_of_its_arguments(params):
 
 
 def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
-    assert plot.in_words("8x14") == "8 rows of 14 tokens"
-    assert plot.in_words("8x14u") == "8 rows of 14 tokens, one half as long again"
+    assert plot.in_words("8x14", 1) == "8 rows of 14 tokens"
+    assert plot.in_words("8x14u", 8) == "8 rows of 14 tokens, one half as long again, 8 documents at a time"
     times = {"batch": 1, "encode_s": 0.5, "decode_s": 1.0, "steps": 7}
     results = [times | {"pattern": p, "system": s} for p in ("3x4", "2x5", "2x5u") for s in ("pipejax-pipelined", "hf")]
     (tmp_path / "found.json").write_text(json.dumps({"results": results, "machine": {}}))

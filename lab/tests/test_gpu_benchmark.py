@@ -269,7 +269,7 @@ def test_kernels_that_decoding_does_not_use_need_not_fit(broken, code, tmp_path,
     assert len(found["results"]) == 3 + 2 * 2 * 2 * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_step_is_measured_beside_its_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(steps.costs, "peak", lambda device: 1e12)
     settings = [

@@ -180,11 +180,12 @@ def greedy(directory, source, length):
     return found[:, 1:].tolist()
 
 
-COMPILED = pytest.param("hf-compiled", marks=pytest.mark.long)  # a minute
+QUICK = ("hf", "openvino-fp32", "llama-int8")
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in PEERS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(name for name in PEERS if name != "hf-compiled"), COMPILED])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_plain_pytorch(name, directory):
     """All of an answer in float32; in fewer bytes the first token of most sources."""
     environment = PEERS[name].environment

@@ -78,6 +78,10 @@ class Sequential(Method):
             flat.weights[-1] = 0.0  # what follows is not in the data
         return Target(flat, cut)
 
+    def most_slots(self, most: int) -> int:
+        """One a token."""
+        return most
+
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
         """A separator ends the row before it. Its last token is fed where the next row begins, as bos is on the grid.
 
