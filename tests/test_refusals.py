@@ -170,7 +170,7 @@ def decode_flags(**changes):
         (decode_flags(checkpoint="{checkpoints}/no"), ["{checkpoints}/no: no such checkpoint directory"]),
         (
             decode_flags(checkpoint="google/flan-t5-base"),
-            ["such checkpoint directory", "pipejax convert from-hf"],
+            ["google/flan-t5-base: found neither a directory nor a reachable hub id"],
         ),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints"), ["it is a part of {checkpoints}/good:"]),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints/0"), ["it is a part of {checkpoints}/good:"]),
