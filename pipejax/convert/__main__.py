@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from pipejax import config
 from pipejax.convert.huggingface import from_hf, to_hf
+from pipejax.convert.push import add_origin
 from pipejax.convert.quantized import quantize
 from pipejax.system.cli import Parser, run
 
@@ -22,10 +23,7 @@ def main(argv: Sequence[str]) -> int:
     for command in (incoming, outgoing, smaller):
         command.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5")
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
-    outgoing.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
-    outgoing.add_argument(
-        "--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md"
-    )
+    add_origin(outgoing)
     smaller.add_argument(
         "--weights",
         choices=["int8", "bfloat16"],

@@ -23,7 +23,7 @@ from pipejax.convert.tensor_files import read_json
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.methods import prefix_ids, separator_ids, tells_rows_apart
+from pipejax.methods import Method, prefix_ids, separator_ids, tells_rows_apart
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
@@ -144,8 +144,8 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
       config: of the run.
       tokenizer: its own; without one, rows that have names cannot be written.
     """
-    settings = methods.trained(config).in_torch
-    if settings is None or (settings["row_names"] and tokenizer is None):
+    settings = _in_torch(methods.trained(config), tokenizer=tokenizer is not None)
+    if settings is None:
         return None
     if tokenizer is not None:
         names = [[*prefix_ids(tokenizer, name, "grid.row_names")] for name in settings["row_names"]]
@@ -155,6 +155,12 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
         text, count = re.subn(rf"^({key.upper()}(?:: [^=]+)?) = \S+", rf"\1 = {value!r}", text, flags=re.MULTILINE)
         assert count == 1, key
     return text
+
+
+def _in_torch(method: Method, *, tokenizer: bool) -> dict[str, Any] | None:
+    """The settings of `rows_in_torch.py`; None also where names of rows would need a tokenizer that is not there."""
+    settings = method.in_torch
+    return None if settings is None or (settings["row_names"] and not tokenizer) else settings
 
 
 def kept(config: Config) -> Config:
@@ -227,7 +233,7 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
     elif not method.parts_text:
         what += f" pipejax joins rows with {between!r}."
     rows = "[text]"
-    in_torch = method.in_torch is not None and (tokenizer or not method.in_torch["row_names"])
+    in_torch = _in_torch(method, tokenizer=tokenizer) is not None
     if "generate" in method.can and tells_rows_apart(between) and not never:
         rows = f"[row.strip() for row in text.split({core!r})]"
     found = _scores(origin.scores)

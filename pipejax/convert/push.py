@@ -1,5 +1,6 @@
 """The command line of `pipejax push CHECKPOINT OWNER/NAME`: a run as a model of the Hugging Face hub."""
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="upload; without it, the files are listed and nothing else")
     parser.add_argument("--private", action="store_true", help="a new model is seen by its owner alone")
     parser.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
-    parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
-    parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
+    add_origin(parser)
     args = parser.parse_args(argv)
     check_name(args.name)
     with tempfile.TemporaryDirectory() as scratch:
@@ -34,6 +34,12 @@ def main(argv: Sequence[str]) -> int:
         else:
             note(f"{args.name}: nothing was uploaded; --yes uploads these files")
     return 0
+
+
+def add_origin(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for the facts that README.md tells of a model and its run does not hold."""
+    parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
+    parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
 
 
 def check_name(name: str) -> None:
