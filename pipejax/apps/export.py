@@ -136,7 +136,7 @@ def export(
 def _strategy(config: Config, name: str, platform: str, weights: Any) -> Strategy:
     assert config.model is not None  # `open_run` checks it
     method = methods.make(name, config)
-    ids = Ids(config.model.decoder_start_token_id, config.model.eos_token_id)
+    ids = Ids.of(config.model)
     made = methods.make_strategy(method, config.decode, ids)
     return made.suit(platform, costs=call_costs(weights), skips_fillers=False)
 

@@ -87,7 +87,7 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: Backbo
     Raises:
       UserError: the method cannot write these rows.
     """
-    ids = Ids(model.decoder_start_token_id, model.eos_token_id)
+    ids = Ids.of(model)
     full = [*tokenizer.encode(example.source), ids.eos]
     source = cut_source(full, config.data.max_source)
     most, where = config.data.max_target, place_of(example)

@@ -94,7 +94,7 @@ class Generator:
     @property
     def ids(self) -> Ids:
         """The token ids that rows begin and end with."""
-        return Ids(self.architecture.decoder_start_token_id, self.architecture.eos_token_id)
+        return Ids.of(self.architecture)
 
     def method(self, name: str | None = None) -> Method:
         """The method of that name with this config's settings; None: `default_strategy`."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jax import Array
 
     from pipejax.decoding import Strategy
+    from pipejax.model.interface import Backbone
 
 # What may be wished for beside plain decoding. Each is refused unless `Method.can` names it.
 ABILITIES = {
@@ -45,6 +46,11 @@ class Ids(NamedTuple):
 
     bos: int  # the token that every row begins with
     eos: int  # the token that ends it
+
+    @classmethod
+    def of(cls, backbone: "Backbone") -> "Ids":
+        """Those of a backbone."""
+        return cls(backbone.decoder_start_token_id, backbone.eos_token_id)
 
 
 class Given(NamedTuple):

@@ -227,7 +227,7 @@ class Trainer:
             partial(sharding.gather_tables, config.model, mesh=self.mesh),
         )
         self.method = methods.trained(config)
-        ids = methods.Ids(config.model.decoder_start_token_id, config.model.eos_token_id)
+        ids = methods.Ids.of(config.model)
         asked = {"loss": self.method.loss, "position": self.method.strategy(ids).position}
         options: dict[str, Any] = {
             **asked,

@@ -122,7 +122,7 @@ def _encode(
     """The targets of the examples of a file, which warnings name."""
     model, targets = config.model, list[Target]()
     assert model is not None
-    ids = Ids(model.decoder_start_token_id, model.eos_token_id)
+    ids = Ids.of(model)
     for example in examples:
         encoded = encode(example, tokenizer, config, model)
         targets.append(of_rows(encoded, method.rows_of(encoded.target, example.targets, tokenizer, ids)))
