@@ -65,6 +65,13 @@ def expected(rows: list[list[int]], condition: Condition, *, ends: Sequence[int]
     Token j of a row sees the first Δt + j - 1 tokens of the row above, one Δt more of each row further up.
     """
     fed = [[BOS if not i else ends[i - 1], *row] for i, row in enumerate(rows)]
+    return scored(fed, rows, condition, ends=ends, least=least)
+
+
+def scored(
+    fed: list[list[int]], rows: list[list[int]], condition: Condition, *, ends: Sequence[int], least: int
+) -> list[float]:
+    """As `expected`, of rows that are fed as told."""
     found = []
     for i, row in enumerate(rows):
         for j, token in enumerate([*row, ends[i]]):
@@ -123,15 +130,8 @@ def test_rows_on_a_grid_see_no_more_than_they_were_trained_to() -> None:
 
 def on_grid(rows: list[list[int]], condition: Condition, delay: int) -> list[float]:
     """As `expected`; every row begins with bos, and its eos is fed."""
-    fed, found = [[BOS, *row, EOS] for row in rows], []
-    for i, row in enumerate(rows):
-        for j, token in enumerate([*row, EOS]):
-            seen = fed[i][: j + 1]
-            for k in range(i):
-                count = min(condition.delay, delay) * (i - k) + j
-                seen = seen + fed[k][: 1 if condition.without == k else 1 + max(count, 0)]
-            found.append(known(seen, token))
-    return found
+    fed = [[BOS, *row, EOS] for row in rows]
+    return scored(fed, rows, condition, ends=[EOS] * len(rows), least=delay)
 
 
 # A real T5.

@@ -10,18 +10,17 @@ calls are counted in its own decoding loop (`lab/experiments/scripted.py`).
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.experiments import real_data
 from pipejax import grid
 from pipejax.config import DRAFTS
 from pipejax.data.formats import read_records
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafted, Pipelined, Sequential, drafters
 from pipejax.system import cli
-from pipejax.system.errors import UserError
 from support import scripted
 
 BOS, EOS, MAX_SOURCE, TOKENS = 0, 1, 2048, 8
@@ -175,10 +174,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="the figures, too")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
-    directory = os.environ.get("PIPEJAX_DATA", "")
-    data = Path(directory or "absent")
-    if not data.is_dir():
-        raise UserError(f"PIPEJAX_DATA: found {directory!r}; expected the directory of the data sets")
+    data = real_data.directory()
     tokenizer = Tokenizer.load(data / "t5_tokenizer")
     results: dict[str, dict[str, Any]] = {}
     for which in SETS:

@@ -8,12 +8,12 @@ ones that the bounds end, so where bounds cut answers it grows for having writte
 a sequential decoder that writes no more than the pipelined one.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.systems import save
+from lab.experiments import real_data
 from lab.experiments.tables.cells import SUB_MAX, TIME_MAX
 from pipejax.config import DataConfig, GridConfig
 from pipejax.data import PUBLISHED
@@ -23,7 +23,6 @@ from pipejax.data.statistics import Statistics, measure
 from pipejax.data.text import plain
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
-from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
 COMMAND = "PIPEJAX_DATA=data python -m lab.experiments.tables.bounds --json OUT"
@@ -44,10 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
-    directory = os.environ.get("PIPEJAX_DATA", "")
-    data = Path(directory or "absent")
-    if not data.is_dir():
-        raise UserError(f"PIPEJAX_DATA: found {directory!r}; expected the directory of the data sets")
+    data = real_data.directory()
     tokenizer, results = Tokenizer.load(data / "t5_tokenizer"), list[dict[str, Any]]()
     for name, (title, path) in FILES.items():
         published = PUBLISHED[name]

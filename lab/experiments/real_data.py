@@ -1,0 +1,15 @@
+"""The directory of the real data sets and of T5's tokenizer, which the environment names."""
+
+import os
+from pathlib import Path
+
+from pipejax.system.errors import UserError
+
+
+def directory() -> Path:
+    """That of PIPEJAX_DATA; raises a UserError if it is none."""
+    named = os.environ.get("PIPEJAX_DATA", "")
+    found = Path(named or "absent")
+    if not found.is_dir():
+        raise UserError(f"PIPEJAX_DATA: found {named!r}; expected the directory of the data sets")
+    return found
