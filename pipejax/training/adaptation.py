@@ -86,6 +86,7 @@ def adapt(
             if (number + 1) % SAVED == 0 or number + 1 == updates:
                 store.save(number + 1, items, config=config)
     except KeyboardInterrupt:
+        store.settle()
         logger.info(f"--resume goes on after update {max(store.steps(), default=0)}")
         raise
     finally:
