@@ -330,6 +330,6 @@ def test_every_key_has_a_range_or_none_to_need():
         for field in dataclasses.fields(section):
             if field.type in (int, "int"):
                 assert field.metadata["least"] is not None, field.name
-            free = ("init_from", "wandb", "draft_checkpoint")
+            free = ("init_from", "wandb", "mlflow", "draft_checkpoint")
             if field.type in (str, "str") and section is not DataConfig and field.name not in free:
                 assert field.metadata["choices"], field.name

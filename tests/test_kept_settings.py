@@ -35,7 +35,12 @@ IN_ROWS: dict[str, Any] = {
         "tokenizer": "/home/someone/secret/tokenizer",
         "data_dir": "/home/someone/secret",
     },
-    "train": {"objective": "pipelined", "init_from": "/home/someone/secret/start", "wandb": "secret"},
+    "train": {
+        "objective": "pipelined",
+        "init_from": "/home/someone/secret/start",
+        "wandb": "secret",
+        "mlflow": "secret",
+    },
     "decode": {"max_length": 11},
 }
 RECORDS = [{"note": "deliver small apples", "my-thing": "old maps"}, {"note": "the baker", "my-thing": "honey ; tea"}]

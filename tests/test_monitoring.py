@@ -275,6 +275,36 @@ def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_mlflow_gets_the_numbers_of_the_log_and_goes_on_in_one_run(tmp_path, monkeypatch):
+    """A board in memory, with MLflow's functions and their arguments."""
+    runs, logged, under_way = dict[str, dict[str, str]](), list[tuple[str, int, set[str]]](), list[str]()
+
+    def search_runs(*, filter_string, output_format, max_results):
+        key, _, value = filter_string.removeprefix("tags.").partition(" = ")
+        assert (output_format, max_results) == ("list", 1)
+        found = [name for name, tags in runs.items() if tags[key] == value.strip("'")]
+        return [types.SimpleNamespace(info=types.SimpleNamespace(run_id=name)) for name in found]
+
+    def start_run(*, run_id, run_name, tags):
+        under_way.append(run_id or f"id of {run_name}")
+        runs.setdefault(under_way[-1], {}).update(tags)
+
+    fake = types.SimpleNamespace(
+        set_experiment=lambda name: None,
+        search_runs=search_runs,
+        start_run=start_run,
+        log_metrics=lambda values, step: logged.append((under_way[-1], step, set(values))),
+        end_run=lambda: under_way.append(""),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    for steps in (1, 2):
+        fit(change(CONFIG, train={"steps": steps, "mlflow": "ours"}), tmp_path / "run")
+    assert under_way == ["id of run", ""] * 2
+    assert [step for _, step, names in logged if "train/loss" in names] == [1, 2]
+    assert {name for name, _, _ in logged} == {"id of run"}
+
+
+@pytest.mark.slow
 def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch, said):
     def full(values):
         raise OSError(28, "No space left on device")
@@ -343,7 +373,10 @@ def test_what_a_lost_run_left_is_kept_aside(tmp_path, said):
     assert "of another" not in (tmp_path / "run/tokenizer/tokenizer.json").read_text()
 
 
-@pytest.mark.parametrize("key, value, library", [("tensorboard", True, "tensorboardX"), ("wandb", "ours", "wandb")])
+@pytest.mark.parametrize(
+    "key, value, library",
+    [("tensorboard", True, "tensorboardX"), ("wandb", "ours", "wandb"), ("mlflow", "ours", "mlflow")],
+)
 def test_an_absent_library_is_one_line(tmp_path, monkeypatch, key, value, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=rf"train\.{key}: found no {library}; expected what the extra pipejax\[{key}\]"):

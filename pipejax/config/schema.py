@@ -42,9 +42,10 @@ class DataConfig:
     """Where examples come from, and how long they may be (in tokens)."""
 
     task: str = setting("jsonl")  # "jsonl" and "csv" are files of your own
-    train: str = setting("")  # paths of the tasks `jsonl` and `csv`; "": none
+    train: str = setting("")  # `jsonl`, `csv`: a path, a URL, a pattern of either, or hub:OWNER/NAME[SPLIT]; "": none
     dev: str = setting("")  # for evaluations in training
     test: str = setting("")  # for `pipejax evaluate`
+    stream: int = setting(0, least=0)  # `jsonl`, `csv`: `train` is read as needed, and so many are shuffled together
     split: str = setting("")  # `jsonl`, `csv`: shares of train, dev and test in `train`, such as "0.8,0.1,0.1"
     split_seed: int = setting(0, least=0)  # another one parts it otherwise
     csv_delimiter: str = setting("")  # between columns; "": a tab in .tsv, else found by the line of names
@@ -101,6 +102,7 @@ class TrainConfig:
     keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
     tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
     wandb: str = setting("")  # a project of Weights & Biases, too; needs wandb
+    mlflow: str = setting("")  # an experiment of MLflow, too, on the server that MLflow's own variables name; needs it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,10 @@ from pipejax.config import Config, TrainConfig
 from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Pair, Shapes, choose, deal, pad, round_up
+from pipejax.data.streams import Shuffled, Stream
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.interface import Backbone
+from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 
 SAMPLE, CHARACTERS = 4000, 4_000_000  # `choose_shapes` samples at most so many examples and characters
@@ -142,8 +144,9 @@ class Share:
 class TrainingBatches(Sequence[Batch]):
     """An endless sequence of batches. Batch i is the same on every machine, so a run's data position is its step.
 
-    Examples are shuffled anew for each epoch. The examples of `train.length_group` batches are drawn together and
-    sorted by length into batches, so that little of a batch is padding; then the order of the batches is shuffled.
+    Examples are shuffled anew for each epoch, those of a stream a buffer at a time. The examples of
+    `train.length_group` batches are drawn together and sorted by length into batches, so that little of a batch is
+    padding; then the order of the batches is shuffled.
 
     Each of n processes encodes every n-th example that is drawn and tells the others its lengths. Then it encodes the
     examples that its own rows of slots still lack: with its share at most 2 / n of all, unless several processes hold
@@ -177,12 +180,22 @@ class TrainingBatches(Sequence[Batch]):
         with extra("train", "training"):
             import grain
 
-        def encoded(index: int) -> Encoded:
-            return encode(examples[index], tokenizer, config, model)
+        if isinstance(examples, Stream):
+            if examples.size < self.group * self.size:
+                raise UserError(
+                    f"data.stream: found {examples.size}; expected at least {self.group * self.size}, the examples "
+                    "that are drawn together (train.batch_size x train.length_group)"
+                )
+            shuffled = grain.MapDataset.source(Shuffled(examples, self.seed))
+            self._encoded = shuffled.map(lambda example: encode(example, tokenizer, config, model))
+        else:
 
-        if len(examples) < self.group * self.size:  # a draw has some of them more than once
-            encoded = functools.cache(encoded)
-        self._encoded = grain.MapDataset.range(len(examples)).seed(self.seed).shuffle().repeat(None).map(encoded)
+            def encoded(index: int) -> Encoded:
+                return encode(examples[index], tokenizer, config, model)
+
+            if len(examples) < self.group * self.size:  # a draw has some of them more than once
+                encoded = functools.cache(encoded)
+            self._encoded = grain.MapDataset.range(len(examples)).seed(self.seed).shuffle().repeat(None).map(encoded)
         self._drawn = functools.lru_cache(maxsize=2)(self._draw)
 
     def __len__(self) -> int:

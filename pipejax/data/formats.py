@@ -9,6 +9,7 @@ from typing import Any
 
 from pipejax.data.lines import Placed, Refusal, read_file, refuse
 from pipejax.data.packed import open_file, unpacked
+from pipejax.data.remote import is_remote, open_remote
 from pipejax.data.tables import Table, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module
@@ -25,7 +26,7 @@ def read_records(
     """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote.
 
     Args:
-      path: of either.
+      path: of either; or the URL of a file.
       table: whether a file that is no Parquet is CSV, whatever its name.
       delimiter: between the columns of CSV; "": it is found.
       bad: takes the errors of lines.
@@ -33,9 +34,8 @@ def read_records(
     Raises:
       UserError: the path holds neither, is damaged, or the library that reads it is not installed.
     """
-    path = Path(path)
-    if path.is_dir():
-        return _read_dataset(path)
+    if not is_remote(path) and Path(path).is_dir():
+        return _read_dataset(Path(path))
     if is_parquet(path):
         return read_parquet(path)
     if table or is_table(path):
@@ -43,7 +43,7 @@ def read_records(
     return read_file(path, bad)
 
 
-def _read_table(path: Path, delimiter: str, bad: Refusal) -> Iterator[Placed]:
+def _read_table(path: str | Path, delimiter: str, bad: Refusal) -> Iterator[Placed]:
     with open_file(path, "a CSV file") as file, unpacked(file, str(path)) as content:
         yield from Table(lines_of(content, str(path)), str(path), delimiter=delimiter).records(bad=bad)
 
@@ -58,7 +58,7 @@ def is_dataset(path: Path) -> bool:
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 
-def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterator[Placed]:
+def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> Iterator[Placed]:
     """Yields ("FILE:NUMBER", row as an object) for `count` rows of a Parquet file from row `first` on; None: for all.
 
     Groups of rows without any of them are not read.
@@ -78,12 +78,12 @@ def read_parquet(path: Path, first: int = 1, count: int | None = None) -> Iterat
 
 
 @contextlib.contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
-    if not path.exists():
+def _parquet(path: str | Path) -> Iterator[Any]:
+    if not (remote := is_remote(path)) and not Path(path).exists():
         raise UserError(f"{path}: no such file; expected {EXPECTED}")
     library, arrow = module("pyarrow.parquet", "parquet", path), module("pyarrow", "parquet", path)
     try:
-        with library.ParquetFile(path) as file:
+        with library.ParquetFile(open_remote(str(path), EXPECTED) if remote else path) as file:
             yield file
     except (OSError, ValueError, arrow.ArrowException) as error:
         raise UserError(f"{path}: not Parquet, or damaged ({first_line(error)})") from error

@@ -10,12 +10,14 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pipejax.config import DataConfig
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
+from pipejax.data.remote import files_of
+from pipejax.data.streams import Stream
 from pipejax.data.text import Template, sentences, split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
@@ -52,6 +54,8 @@ class FilesTask:
         """All examples of a split, read and checked; empty if the config names no file for it."""
         if not self.has(split):
             return []
+        if split == "train" and self.config.stream:
+            return self._stream(self.config.train)
         if not self._shared(split):
             return self._read(getattr(self.config, split))
         if self._parted is None:
@@ -94,16 +98,40 @@ class FilesTask:
         return None
 
     def _read(self, path: str) -> list[Example]:
-        bad, config = BadLines(path, skip=self.config.skip_bad), self.config
-        placed = read_records(path, table=config.task == "csv", delimiter=config.csv_delimiter, bad=bad)
-        examples = self.examples_of(placed, path, bad)
+        bad, files = BadLines(path, skip=self.config.skip_bad), files_of(path)
+        examples = self.examples_of(self._records(files, bad), path, bad, several=len(files) > 1)
         bad.end(len(examples))
         if not examples:
             raise UserError(f"{path}: found no lines; expected at least one example")
         return examples
 
+    def _records(self, files: Iterable[str], bad: BadLines) -> Iterator[Placed]:
+        table, delimiter = self.config.task == "csv", self.config.csv_delimiter
+        for file in files:
+            yield from read_records(file, table=table, delimiter=delimiter, bad=bad)
+
+    def _stream(self, path: str) -> Stream:
+        config = self.config
+        if config.split:
+            raise UserError(f"data.split: found {config.split!r} and data.stream; expected files that are parted")
+        if config.empty_targets != "keep":
+            raise UserError(f"data.empty_targets: found {config.empty_targets!r}; expected keep, as data.stream is set")
+        bad, files, size = BadLines(path, skip=config.skip_bad), files_of(path), config.stream
+
+        def read(files: Sequence[str]) -> Iterator[list[Example]]:
+            records = self._records(files, bad)
+            while part := list(itertools.islice(records, size)):
+                yield self.examples_of(part, path, bad, several=len(files) > 1)
+
+        return Stream(files, read, size)
+
     def examples_of(
-        self, placed: Iterable[Placed], where: str = "data.train", bad: BadLines | None = None
+        self,
+        placed: Iterable[Placed],
+        where: str = "data.train",
+        bad: BadLines | None = None,
+        *,
+        several: bool = False,
     ) -> list[Example]:
         """The examples that records make; a record without an id has what follows the last colon of its place.
 
@@ -111,6 +139,7 @@ class FilesTask:
           placed: places, such as "FILE:LINE", and records.
           where: names all of them.
           bad: takes the errors of records; None: each is raised.
+          several: whether they are of several files; then the name of its file is part of such an id.
 
         Raises:
           UserError: a record is no example, or its id is another's; the message names the place. Or no record at all
@@ -122,10 +151,12 @@ class FilesTask:
             fields |= dict.fromkeys(value)
             try:
                 name = str(id_of(value, place))
+                if several and name != str(value.get("id")):
+                    name = place.rpartition("/")[2]
                 source, rows = self._filled(value, place), tuple(self._rows(value, place))
                 if name in seen:
-                    line = seen[name].rpartition(":")[2]
-                    raise UserError(f'{place}: "id": found {name!r} again; it was used in line {line}')
+                    line = seen[name] if several else f"line {seen[name].rpartition(':')[2]}"
+                    raise UserError(f'{place}: "id": found {name!r} again; it was used in {line}')
             except UserError as error:
                 bad(error)
                 continue

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from pipejax.data.remote import is_remote, open_remote
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
@@ -30,7 +31,9 @@ _OTHERS = {
 
 
 def open_file(path: str | Path, expected: str) -> BinaryIO:
-    """Opens a file to read bytes; raises a UserError, which says `expected`, if that is impossible."""
+    """Opens a file, here or at a URL, to read bytes; raises a UserError, which says `expected`, if it cannot."""
+    if is_remote(path):
+        return open_remote(str(path), expected)
     path = Path(path)
     if (found := look(path)) != "file":  # `look` calls pipes files, too
         raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected {expected}")

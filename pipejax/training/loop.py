@@ -20,6 +20,7 @@ from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, p
 from pipejax.data.encoding import answered
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.shapes import EVERY, Shapes
+from pipejax.data.streams import Stream
 from pipejax.metrics import require
 from pipejax.model import sharding
 from pipejax.system import Tree, distributed, environment
@@ -169,11 +170,12 @@ class Run:
         share = Share(jax.process_index(), jax.process_count(), rows, self.exchange)
         drawn = TrainingBatches(examples.train, start.tokenizer, config, config.model, self.shapes, share)
         self.batches = prefetch(drawn, start.step)
-        self._say_what_is_trained(len(examples.train))
+        count = 0 if isinstance(examples.train, Stream) else len(examples.train)
+        self._say_what_is_trained(count)
         shown = distributed.first()
         self.progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=shown)
         devices = list(self.trainer.mesh.devices.flat)
-        self.window = Window(config, len(examples.train), self.write, self.progress, devices, self.clock)
+        self.window = Window(config, count, self.write, self.progress, devices, self.clock)
         self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
         self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init}
         self.note = ""
@@ -214,7 +216,7 @@ class Run:
             with distributed.together(UserError):
                 values = self.window.flush()
             loss = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
-            self.note = f"{loss}, epoch {values['epoch']:.1f}"
+            self.note = loss + (f", epoch {values['epoch']:.1f}" if "epoch" in values else "")
 
     def log_the_rest(self) -> None:
         """A line for steps that none was due for before the run was stopped."""
@@ -328,7 +330,8 @@ class Run:
                 "the full learning rate comes too late"
             )
         where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
-        logger.info(f"{size:.1f} M parameters{trains}, {examples} training examples, {trainer.model.dtype} on {where}")
+        found = f"{examples or 'streamed'} training examples"
+        logger.info(f"{size:.1f} M parameters{trains}, {found}, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
         logger.info(f"padded shapes of batches: {most}; each compiles once, {first} of them may come first")
 

@@ -99,7 +99,7 @@ class Window:
         devices: Sequence[jax.Device],
         clock: Clock,
     ) -> None:
-        """Empty; `examples` make an epoch."""
+        """Empty; so many `examples` make an epoch, 0: nobody knows."""
         assert config.model is not None
         self.examples, self.data, self.train, self.model = examples, config.data, config.train, config.model
         self.warned: set[str] = set()
@@ -131,7 +131,7 @@ class Window:
         values = {
             "event": "train",
             "step": step,
-            "epoch": step * self.train.batch_size / self.examples,
+            **({"epoch": step * self.train.batch_size / self.examples} if self.examples else {}),
             "loss": float(np.dot([m["loss"] for m in good], tokens) / max(tokens.sum(), 1)) if good else None,
             "grad_norm": float(good[-1]["grad_norm"]) if good else None,
             "learning_rate": float(fetched[-1]["learning_rate"]),
@@ -164,7 +164,7 @@ class Window:
         }
         self.seen += examples
         self.missing.update({name: values[name] for name in said})
-        if self.seen < min(ENOUGH, self.examples, self.train.steps * self.train.batch_size):
+        if self.seen < min(ENOUGH, self.examples or ENOUGH, self.train.steps * self.train.batch_size):
             return
         for name, words in said.items():
             if self.missing[name] > FEW * self.seen and name not in self.warned:

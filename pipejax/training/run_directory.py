@@ -47,7 +47,8 @@ CHANGEABLE = (
     *("name", "data.test", "mesh.data", "mesh.fsdp", "mesh.tensor"),
     "train.shapes",  # those that a run began with are in its checkpoints
     *("train.steps", "train.log_every", "train.checkpoint_every", "train.evaluate_every", "train.evaluate_examples"),
-    *("train.patience", "train.keep_checkpoints", "train.keep_every", "train.tensorboard", "train.wandb"),
+    *("train.patience", "train.keep_checkpoints", "train.keep_every"),
+    *("train.tensorboard", "train.wandb", "train.mlflow"),
     *("decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"),
 )
 # Of a place, and of how its files are read, the content counts, by these fingerprints in a checkpoint's metadata. Where

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipejax.config import TrainConfig
 from pipejax.system import distributed
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module
 from pipejax.training.run_log import Line
 
@@ -34,6 +34,8 @@ class Trackers:
             self._writers[name], self._ends[name] = _tensorboard(directory / "tensorboard", step)
         if config.wandb:
             self._writers["W&B"], self._ends["W&B"] = _wandb(config.wandb, directory)
+        if config.mlflow:
+            self._writers["MLflow"], self._ends["MLflow"] = _mlflow(config.mlflow, directory)
 
     def write(self, values: Line) -> None:
         """The numbers of one line of the log."""
@@ -84,8 +86,7 @@ def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]
 
 def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
     wandb = module("wandb", "wandb", "train.wandb")
-    # The same for the same directory, so that a resumed run goes on in its own curve.
-    name = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+    name = _name_of(directory)
     try:
         run = wandb.init(project=project, name=directory.name, dir=str(directory), id=name, resume="allow")
         # Not by W&B's own count of steps: behind that nothing can be logged, and a resumed run goes on behind it.
@@ -94,3 +95,21 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
     except Exception as error:  # no key, no network, ...
         raise UserError(f"train.wandb: {' '.join(str(error).split())[:200]}; expected W&B to be ready") from error
     return lambda step, values: run.log({"step": step} | values), run.finish
+
+
+def _mlflow(experiment: str, directory: Path) -> tuple[Write, Callable[[], None]]:
+    mlflow = module("mlflow", "mlflow", "train.mlflow")
+    name = _name_of(directory)
+    try:
+        mlflow.set_experiment(experiment)
+        found = mlflow.search_runs(filter_string=f"tags.pipejax = '{name}'", output_format="list", max_results=1)
+        run = found[0].info.run_id if found else None
+        mlflow.start_run(run_id=run, run_name=None if run else directory.name, tags={"pipejax": name})
+    except Exception as error:  # no server, no rights, ...
+        raise UserError(f"train.mlflow: {first_line(error)[:200]}; expected MLflow to be ready") from error
+    return lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run
+
+
+def _name_of(directory: Path) -> str:
+    """The same for the same directory, so that a resumed run goes on in its own curve."""
+    return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]

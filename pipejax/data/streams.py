@@ -1,0 +1,110 @@
+"""Training examples that are read as they are needed, in an order that a resumed run finds again."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from pipejax.data.examples import Example
+from pipejax.system.errors import UserError, first_line
+
+logger = logging.getLogger(__name__)
+
+Read = Callable[[Sequence[str]], Iterator[list[Example]]]  # the buffers of files, in this order
+
+
+class Stream(Sequence[Example]):
+    """The first buffer of examples, as a sample of all; `Shuffled` has the rest."""
+
+    def __init__(self, files: Sequence[str], read: Read, size: int) -> None:
+        """Reads the first buffer.
+
+        Args:
+          files: of the examples.
+          read: reads them in an order, a buffer at a time; raises a UserError as files that are read whole do.
+          size: of a buffer; the last one may be smaller.
+        """
+        self.files, self.read, self.size = list(files), read, size
+        self._first = next(read(self.files), [])
+        logger.info(f"data.train: {len(self.files)} files are read as they are needed, {size} examples at a time")
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        """Of the first buffer."""
+        return self._first[index]
+
+    def __len__(self) -> int:
+        """Of the first buffer."""
+        return len(self._first)
+
+
+class Shuffled:
+    """Examples 0, 1, ... of a stream: pass after pass, each with the files in another order and every buffer shuffled.
+
+    Example i depends on the files and on the seed alone, so a resumed run has it again: at first it reads up to there.
+    """
+
+    def __init__(self, stream: Stream, seed: int) -> None:
+        """Reads nothing."""
+        self.stream, self.seed = stream, seed
+        self._count: int | None = None  # examples of a pass; known when the first one ends
+        self._kept: list[tuple[int, list[Example]]] = []  # the last buffers that were read, with their first numbers
+        self._begin(0)
+
+    def __getitem__(self, number: int) -> Example:
+        """The example of that number; of those past, the last `2 * size` are at hand, and earlier ones are read anew.
+
+        Raises:
+          UserError: a file cannot be read, or has changed.
+        """
+        if self._kept and number < self._kept[0][0]:
+            self._go_to(number)
+        if number >= self._end + 2 * self.stream.size:
+            logger.info(f"data.train: reading on to example {number}")
+        while number >= self._end:
+            if self._count and number // self._count > self._pass and self._end % self._count:
+                self._go_to(number)
+            self._read_on()
+        first, examples = next(kept for kept in reversed(self._kept) if kept[0] <= number)
+        return examples[number - first]
+
+    def __len__(self) -> int:
+        """No end is known."""
+        return sys.maxsize
+
+    def _go_to(self, number: int) -> None:
+        """Goes to the beginning of the pass that has the example."""
+        self._kept.clear()
+        self._begin(number // self._count if self._count else 0)
+
+    def _begin(self, number: int) -> None:
+        chance = np.random.default_rng([self.seed, number])
+        order = [self.stream.files[i] for i in chance.permutation(len(self.stream.files))]
+        self._pass, self._buffer, self._end = number, 0, number * (self._count or 0)
+        self._buffers = self.stream.read(order)
+
+    def _read_on(self) -> None:
+        """Reads one more buffer, of the next pass if this one has no more."""
+        try:
+            examples = next(self._buffers, None)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a connection that breaks off may raise
+            raise UserError(f"data.train: cannot be read on ({type(error).__name__}: {first_line(error)})") from error
+        if examples is None:
+            found = self._end - self._pass * (self._count or 0)
+            if self._count not in (None, found):
+                raise UserError(f"data.train: found {found} examples; expected {self._count}, as in the first pass")
+            self._count = found
+            self._begin(self._pass + 1)
+            return
+        order = np.random.default_rng([self.seed, self._pass, self._buffer]).permutation(len(examples))
+        self._kept.append((self._end, [examples[i] for i in order]))
+        self._buffer, self._end = self._buffer + 1, self._end + len(examples)
+        while self._end - self._kept[0][0] - len(self._kept[0][1]) >= 2 * self.stream.size:
+            del self._kept[0]

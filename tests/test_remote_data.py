@@ -1,0 +1,243 @@
+"""Training data elsewhere: URLs, patterns, splits of the hub, and files that are read as they are needed."""
+
+import gzip
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import fsspec  # type: ignore[import-untyped]
+import pyarrow
+import pyarrow.parquet
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+
+from pipejax.config import DataConfig
+from pipejax.data import demo
+from pipejax.data.examples import Example
+from pipejax.data.own_files import FilesTask
+from pipejax.data.streams import Shuffled, Stream
+from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
+from support.tiny import RUN_ON_ONE as CONFIG
+from support.tiny import change, metrics, untimed
+
+Records = list[dict[str, object]]
+RECORDS: Records = [{"source": f"text {i}", "targets": [f"row {i}", "end"]} for i in range(23)]
+
+
+class Hub(MemoryFileSystem):  # type: ignore[misc]
+    """A hub in memory."""
+
+    protocol = "hf"
+    store: dict[str, object] = {}  # noqa: RUF012  # as the class above it has it
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        stripped: str = super()._strip_protocol(path.removeprefix("hf://"))
+        return stripped
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    """Files at memory:// and, as hf://, those of a hub."""
+    fsspec.register_implementation("hf", Hub, clobber=True)
+    system = fsspec.filesystem("memory")
+    yield system
+    for each in (system, fsspec.filesystem("hf")):
+        each.store.clear()
+        each.pseudo_dirs[:] = [""]
+    sys.modules["fsspec.registry"]._registry.pop("hf")
+
+
+def put(system: MemoryFileSystem, path: str, records: Records) -> None:
+    """Writes records as the suffix says."""
+    with system.open(path, "wb") as file:
+        if path.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
+        else:
+            data = "".join(json.dumps(record) + "\n" for record in records).encode()
+            file.write(gzip.compress(data) if path.endswith(".gz") else data)
+
+
+def of(path: str, **settings: object) -> Sequence[Example]:
+    """The training examples of a path."""
+    return FilesTask(DataConfig(train=path, **settings)).examples("train")  # type: ignore[arg-type]
+
+
+def sources(examples: Sequence[Example]) -> list[str]:
+    """In order."""
+    return [example.source for example in examples]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_url_is_read_as_a_file(memory: MemoryFileSystem, name: str) -> None:
+    put(memory, f"/data/{name}", RECORDS)
+    found = of(f"memory://data/{name}")
+    assert [(e.id, e.source, e.targets) for e in found] == [
+        (str(i), f"text {i - 1}", (f"row {i - 1}", "end")) for i in range(1, 24)
+    ]
+    assert found[4].place == f"memory://data/{name}:5"
+
+
+def test_a_pattern_names_files_here_and_elsewhere(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    for i, part in enumerate((RECORDS[:10], RECORDS[10:])):
+        put(memory, f"/data/part-{i}.parquet", part)
+        lines = "".join(json.dumps(record) + "\n" for record in part)
+        (tmp_path / f"part-{i}.jsonl").write_text(lines)
+    for path, suffix in (("memory://data/part-?.parquet", "parquet"), (f"{tmp_path}/*.jsonl", "jsonl")):
+        found = of(path)
+        assert sources(found) == [f"text {i}" for i in range(23)]
+        assert [found[i].id for i in (0, 9, 10)] == [f"part-0.{suffix}:1", f"part-0.{suffix}:10", f"part-1.{suffix}:1"]
+    (tmp_path / "odd*.jsonl").write_text(json.dumps(RECORDS[3]))  # a file of that name is that file
+    assert sources(of(f"{tmp_path}/odd*.jsonl")) == ["text 3"]
+
+
+def test_a_split_of_the_hub(memory: MemoryFileSystem) -> None:
+    hub, root = fsspec.filesystem("hf"), "/datasets/someone/notes@refs/convert/parquet"
+    put(hub, f"{root}/plain/train/0000.parquet", RECORDS[:20])
+    put(hub, f"{root}/plain/train/0001.parquet", RECORDS[20:])
+    put(hub, f"{root}/plain/test/0000.parquet", RECORDS[:1])
+    assert sources(of("hub:someone/notes[train]")) == [f"text {i}" for i in range(23)]
+    put(hub, f"{root}/other/train/0000.parquet", RECORDS[5:6])
+    assert sources(of("hub:someone/notes/other[train]")) == ["text 5"]
+    for path, words in {
+        "hub:someone/notes[train]": r"found the parts other, plain; expected one of them, as hub:someone/notes/PART",
+        "hub:someone/notes/plain[dev]": "found no files; expected some of that name",
+        "hub:someone/notes": r"found no data set of the hub; expected hub:OWNER/NAME\[SPLIT\]",
+        "hub:someone/else[train]": "found the parts none",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            of(path)
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    {
+        "memory://data/no.jsonl": r"no.jsonl: cannot be read \(FileNotFoundError: .*expected a file of JSON",
+        "memory://data/no.parquet": r"no.parquet: cannot be read \(FileNotFoundError: .*expected JSON lines, CSV, Parq",
+        "memory://no/*.jsonl": r"memory://no/\*.jsonl: found no files",
+        "nowhere://a/b.jsonl": "nowhere://a/b.jsonl: ValueError: Protocol not known: nowhere",
+    }.items(),
+)
+def test_a_url_that_cannot_be_read_is_one_line(memory: MemoryFileSystem, path: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        of(path)
+
+
+def test_a_bad_line_elsewhere_is_named(memory: MemoryFileSystem) -> None:
+    put(memory, "/data/a.jsonl", [*RECORDS[:2], {"source": "x"}])
+    with pytest.raises(UserError, match=r'memory://data/a.jsonl:3: found no "targets"'):
+        of("memory://data/a.jsonl")
+    assert len(of("memory://data/a.jsonl", skip_bad=True)) == 2
+
+
+def stream(memory: MemoryFileSystem, counts: Sequence[int], size: int) -> Stream:
+    """Of several files, with so many examples each."""
+    first = 0
+    for i, count in enumerate(counts):
+        put(memory, f"/data/{i}.jsonl", RECORDS[first : first + count])
+        first += count
+    found = of("memory://data/*.jsonl", stream=size)
+    assert isinstance(found, Stream)
+    return found
+
+
+@pytest.mark.parametrize("counts, size", [((23,), 5), ((23,), 23), ((23,), 100), ((9, 2, 12), 6)])
+def test_each_pass_has_each_example_once_in_another_order(
+    memory: MemoryFileSystem, counts: Sequence[int], size: int
+) -> None:
+    given = stream(memory, counts, size)
+    assert sources(given) == [f"text {i}" for i in range(min(size, 23))]  # a sample: the first buffer
+    drawn = Shuffled(given, seed=1)
+    passes = [[drawn[i].source for i in range(23 * k, 23 * (k + 1))] for k in range(4)]
+    assert all(Counter(found) == Counter(f"text {i}" for i in range(23)) for found in passes)
+    assert len({tuple(found) for found in passes}) == 4
+    if len(counts) == 1:  # a buffer's examples stay in it
+        for found in passes:
+            numbers = [int(text.split()[1]) // size for text in found]
+            assert numbers == sorted(numbers)
+    else:
+        assert len({found[0] for found in passes}) > 1
+
+
+def test_an_example_depends_on_its_number_and_the_seed_alone(memory: MemoryFileSystem) -> None:
+    given = stream(memory, (9, 14), 6)
+    whole = Shuffled(given, seed=1)
+    wanted = [whole[i] for i in range(100)]
+    for first in (0, 1, 5, 22, 23, 40, 99):
+        later = Shuffled(given, seed=1)
+        assert [later[i] for i in range(first, 100)] == wanted[first:]
+    assert [whole[i] for i in (99, 50, 3, 98)] == [wanted[i] for i in (99, 50, 3, 98)]  # backwards as well
+    other = Shuffled(given, seed=2)
+    assert [other[i] for i in range(23)] != wanted[:23]
+
+
+def test_the_last_examples_are_not_read_anew(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, calls = stream(memory, (23,), 5), list[object]()
+    read = given.read
+
+    def counted(files: Sequence[str]) -> Iterator[list[Example]]:
+        calls.append(files)
+        return read(files)
+
+    monkeypatch.setattr(given, "read", counted)
+    drawn = Shuffled(given, seed=0)
+    for first in range(0, 90, 5):  # what one process asks for again when another drew it
+        assert [drawn[i].source for i in range(first, first + 5)] == [drawn[i].source for i in range(first, first + 5)]
+    assert len(calls) == 1 + 90 // 23
+
+
+def test_a_file_that_shrinks_is_one_line(memory: MemoryFileSystem) -> None:
+    drawn = Shuffled(stream(memory, (23,), 5), seed=0)
+    assert drawn[24]
+    put(memory, "/data/0.jsonl", RECORDS[:10])
+    with pytest.raises(UserError, match=r"data.train: found \d+ examples; expected 23, as in the first pass"):
+        [drawn[i] for i in range(24, 80)]
+
+
+def test_a_connection_that_breaks_off_is_one_line(memory: MemoryFileSystem) -> None:
+    given = stream(memory, (23,), 5)
+
+    def breaks(files: Sequence[str]) -> Iterator[list[Example]]:
+        yield list(given)
+        raise ConnectionResetError("reset by peer")
+
+    given.read = breaks
+    drawn = Shuffled(given, seed=0)
+    with pytest.raises(UserError, match=r"data.train: cannot be read on \(ConnectionResetError: reset by peer\)"):
+        [drawn[i] for i in range(6)]
+
+
+@pytest.mark.parametrize("settings", [{"split": "0.8,0.1,0.1"}, {"empty_targets": "skip"}])
+def test_settings_that_need_all_examples_are_refused(memory: MemoryFileSystem, settings: dict[str, str]) -> None:
+    put(memory, "/data/a.jsonl", RECORDS)
+    with pytest.raises(UserError, match=rf"data.{next(iter(settings))}: found '.*data.stream"):
+        of("memory://data/a.jsonl", stream=5, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
+def test_a_streamed_run_goes_on_exactly(memory: MemoryFileSystem, tmp_path: Path, said: list[str]) -> None:
+    lines: Records = [
+        {"id": e.id, "source": e.source, "targets": list(e.targets)} for e in list(demo.examples("train")[:60])
+    ]
+    put(memory, "/data/0.jsonl.gz", lines[:40])
+    put(memory, "/data/1.jsonl.gz", lines[40:])
+    demo.DemoTask().tokenizer().save(tmp_path / "words")
+    config = change(
+        CONFIG,
+        data={"task": "jsonl", "train": "memory://data/*.gz", "stream": 24, "tokenizer": str(tmp_path / "words")},
+        train={"steps": 8, "length_group": 2, "batch_size": 8},
+    )
+    assert fit(config, tmp_path / "whole") == 0
+    assert any("2 files are read as they are needed, 24 examples at a time" in line for line in said)
+    for steps in (3, 8):
+        assert fit(change(config, train={"steps": steps}), tmp_path / "parts") == 0
+    whole, parts = (untimed(metrics(tmp_path / name)) for name in ("whole", "parts"))
+    assert [line for line in whole if line["event"] == "train"] == [line for line in parts if line["event"] == "train"]
+    assert whole[-1]["params_fp"] == parts[-1]["params_fp"] and not any("epoch" in line for line in whole)
+    with pytest.raises(UserError, match=r"data.stream: found 8; expected at least 16, the examples that are drawn"):
+        fit(change(config, data={"stream": 8}), tmp_path / "small")
