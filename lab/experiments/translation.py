@@ -1,0 +1,107 @@
+"""A document translated sentence by sentence, all sentences at once: rows that start together and carry its numbers.
+
+    python -m lab.experiments.translation [--workdir runs/translation] [--set KEY=VALUE ...]
+
+A made-up language has a word for each English one, puts adjectives behind nouns and the verb last. A document has 2 to
+40 numbered sentences; the answer has a row for each, with its number. One small model is trained with grid.delay=0 and
+forty names, and decodes unseen documents of 10, 20 and 40 sentences, which name as many rows as they have. Writes how
+many rows are right, and the steps beside the length of the longest sentence, to WORKDIR/translation.json. What is
+finished is not trained again.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from lab.experiments import named_rows
+from pipejax.config import override
+from pipejax.data import demo
+from pipejax.data.examples import Example
+from pipejax.inference.answers import texts
+from pipejax.inference.loading import load as open_run
+from pipejax.system import cli
+from pipejax.training.loop import fit
+
+MOST = 40  # sentences
+NAMES = tuple(f"{i}:" for i in range(1, MOST + 1))
+ABSENT = "-"  # the row of a number that the document lacks
+ADVERBS = ["today", "often", "never", "slowly", "early", "late", "here", "there"]
+ADJECTIVES = ["red", "old", "small", "quiet", "clever", "tall", "round", "heavy", "bright", "young"]
+NOUNS = ["dog", "baker", "ship", "teacher", "horse", "clock", "farmer", "singer", "bridge", "garden"]
+VERBS = ["sleeps", "waits", "sings", "falls", "shines", "turns", "burns", "leaves", "returns", "smiles"]
+ENGLISH = (*ADVERBS, *ADJECTIVES, *NOUNS, *VERBS)
+FOREIGN = {word: f"{word[::-1]}o" for word in ENGLISH}
+WORDS = ("the", "lo", ABSENT, *NAMES, *ENGLISH, *FOREIGN.values())
+TRAINED, TESTED = 8_000, 50  # documents
+CONFIG = override(
+    named_rows.CONFIG,
+    [
+        "name=translation",
+        "data.max_source=320",
+        "data.max_target=320",
+        "grid.delay=0",
+        f"grid.sub_max={MOST}",
+        f"grid.row_names={json.dumps(NAMES)}",
+        "train.steps=1000",
+        "train.batch_size=8",
+        "train.checkpoint_every=250",
+    ],
+)
+
+
+def sentence(chance: random.Random) -> tuple[str, str]:
+    """A sentence of 3 to 6 words, foreign and English."""
+    adverb, noun, verb = map(chance.choice, (ADVERBS, NOUNS, VERBS))
+    adjectives = chance.sample(ADJECTIVES, chance.randrange(3))
+    ends = [adverb] if chance.random() < 0.5 else []
+    foreign = ["lo", *(FOREIGN[word] for word in (noun, *adjectives, *ends, verb))]
+    return " ".join(foreign), " ".join(["the", *adjectives, noun, verb, *ends])
+
+
+def document(number: int, chance: random.Random, count: int) -> Example:
+    """With so many sentences, and a row for each of the numbers."""
+    pairs = [sentence(chance) for _ in range(count)]
+    source = " ".join(f"{name} {foreign}" for name, (foreign, _) in zip(NAMES, pairs, strict=False))
+    english = [text for _, text in pairs] + [ABSENT] * (MOST - count)
+    return Example(str(number), source, tuple(f"{name} {text}" for name, text in zip(NAMES, english, strict=True)))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains, decodes, prints."""
+    parser = cli.Parser(prog="python -m lab.experiments.translation", description=__doc__)
+    parser.add_argument(
+        "--workdir", default="runs/translation", metavar="DIR", help="of the run (default: %(default)s)"
+    )
+    parser.add_overrides("override a setting, such as train.steps=3000 (repeatable)")
+    flags = parser.parse_args(argv)
+    root, chance = Path(flags.workdir), random.Random("train")
+    if not (root / "tokenizer").is_dir():
+        demo.build_tokenizer(root / "tokenizer", WORDS)
+    config = override(CONFIG, [f"data.tokenizer={root / 'tokenizer'}", *flags.overrides])
+    train = [document(i, chance, chance.randrange(2, MOST + 1)) for i in range(TRAINED)]
+    if code := fit(config, root / "run", given={"train": train, "dev": []}):
+        return code
+    generator, found = open_run(root / "run"), dict[int, dict[str, float]]()
+    for count in (10, 20, MOST):
+        chance = random.Random(count)
+        test = [document(i, chance, count) for i in range(TESTED)]
+        records = generator.decode([{"source": e.source, "row_prefixes": list(NAMES[:count])} for e in test])
+        wanted = [e.targets[:count] for e in test]
+        right = [[a == b for a, b in zip(texts(r), rows, strict=True)] for r, rows in zip(records, wanted, strict=True)]
+        found[count] = {
+            "rows_right": 100 * mean(map(mean, right)),
+            "documents_right": 100 * mean(map(all, right)),
+            "steps": mean(r["steps"] for r in records),
+            "longest_row_and_eos": mean(max(len(row.split()) for row in rows) + 1 for rows in wanted),
+            "tokens": mean(sum(len(row.split()) + 1 for row in rows) for rows in wanted),
+        }
+    for count, values in found.items():
+        cli.note(f"{count} sentences: " + ", ".join(f"{key} {value:.2f}" for key, value in values.items()))
+    (root / "translation.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
