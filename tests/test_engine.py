@@ -120,7 +120,9 @@ def test_our_kernel_leaves_an_encoding_as_it_was(fast):
     engine, ids = Engine(fast, places=2, queue=5, encodings=4), texts(3)
     engine.warm_up(4)
     assert engine.encodings.misses == engine.encodings.bytes == 0
-    found = [list(engine.submit(request(i, ids[i], "sequential", max_tokens=20)).events())[:-1] for i in (0, 1, 2, 0, 1)]
+    found = [
+        list(engine.submit(request(i, ids[i], "sequential", max_tokens=20)).events())[:-1] for i in (0, 1, 2, 0, 1)
+    ]
     assert (engine.encodings.hits, engine.encodings.misses) == (2, 3)
     engine.close(drain=True, seconds=60)
     assert found[3:] == found[:2] and all(len(tokens) == 20 for tokens in found)

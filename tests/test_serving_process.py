@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import openai
 import pytest
 
 import pipejax
@@ -144,7 +145,6 @@ def test_samples_are_those_of_decode(server: Server, trained: Path, monkeypatch:
 
 
 def test_the_client_of_openai(server: Server, expected: dict[str, list[Any]]) -> None:
-    openai = pytest.importorskip("openai")
     base = f"http://127.0.0.1:{server.port}/v1"
     with openai.OpenAI(base_url=base, api_key=KEY, max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -177,6 +177,48 @@ def test_the_client_of_openai(server: Server, expected: dict[str, list[Any]]) ->
         stranger.models.list()
 
 
+def test_chats_and_responses_of_the_client_of_openai(server: Server, expected: dict[str, list[Any]]) -> None:
+    texts = [record["text"] for record in expected["pipelined"]]
+    turns: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXTS[1]}]
+    kept = server.metric("encoding_hits")
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as client:
+        chat = client.chat.completions.create(model="tiny", messages=turns)
+        assert chat.choices[0].message.content == texts[1] and chat.usage is not None
+        assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+        with client.chat.completions.stream(
+            model="tiny", messages=turns, stream_options={"include_usage": True}
+        ) as chunks:
+            found = chunks.get_final_completion()
+        assert found.choices[0].message.content == texts[1] and found.usage == chat.usage
+        assert found.choices[0].finish_reason == chat.choices[0].finish_reason
+        response = client.responses.create(model="tiny", input=TEXTS[1], instructions="be brief")
+        assert response.output_text == texts[1] and response.usage is not None
+        assert response.usage.output_tokens == chat.usage.completion_tokens
+        with client.responses.stream(model="tiny", input=turns) as events:
+            pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+            final = events.get_final_response()
+        assert "".join(pieces) == final.output_text == texts[1] and final.usage == response.usage
+        cut = client.responses.create(model="tiny", input=TEXTS[1], max_output_tokens=2)
+        assert cut.status == "incomplete" and cut.usage is not None and cut.usage.output_tokens == 2
+        with pytest.raises(openai.BadRequestError, match="image_url"):
+            image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+            client.chat.completions.create(model="tiny", messages=image)
+    assert server.metric("encoding_hits") >= kept + 4  # only the first of them waited for the encoder
+
+
+CLIENTS = ROOT / "build" / "peers" / "clients" / "bin" / "python"
+
+
+@pytest.mark.skipif(not CLIENTS.exists(), reason="make venv-clients builds the environment")
+def test_clients_of_langchain_and_litellm(server: Server, expected: dict[str, list[Any]]) -> None:
+    script = ROOT / "tests" / "support" / "other_clients.py"
+    command = [str(CLIENTS), str(script), f"http://127.0.0.1:{server.port}/v1", KEY, TEXTS[2]]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert len(found) == 12 and found == dict.fromkeys(found, expected["pipelined"][2]["text"])
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_curl(server: Server, expected: dict[str, list[Any]]) -> None:
     url = f"http://127.0.0.1:{server.port}/v1/completions"
@@ -198,6 +240,9 @@ def test_curl(server: Server, expected: dict[str, list[Any]]) -> None:
     body = json.dumps({"prompt": TEXTS[0]})
     assert json.loads(curl(body))["choices"][0]["text"] == expected["pipelined"][0]["text"]
     assert curl(body[:-1] + ', "stream": true}').endswith("data: [DONE]\n\n")
+    given[3] = url.replace("completions", "responses")
+    assert curl(json.dumps({"input": TEXTS[0], "stream": True})).startswith("event: response.created\ndata: {")
+    given[3] = url
     assert "found no JSON" in json.loads(curl("{"))["error"]["message"]
     large = json.loads(curl(json.dumps({"prompt": "a " * 20000})))  # curl asks before it sends that much
     assert large["error"]["code"] == "body_too_large"
