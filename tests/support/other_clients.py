@@ -18,7 +18,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 def langchain(url: str, key: str, prompt: str) -> dict[str, str]:
     """The answers by LangChain's classes."""
     given: Any = {"base_url": url, "api_key": key, "model": "tiny", "max_retries": 0}
-    chat, plain = ChatOpenAI(**given, temperature=0), OpenAI(**given, temperature=0, max_tokens=None)
+    chat, plain = ChatOpenAI(**given, temperature=0), OpenAI(**given, temperature=0)
     responses = ChatOpenAI(**given, use_responses_api=True)
     turns = [("system", "be brief"), ("human", prompt)]
     return {

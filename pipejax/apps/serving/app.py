@@ -115,6 +115,7 @@ class Service:
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
             wanted = await asyncio.to_thread(self._read, body, form)
+            self._tell_of_turns(wanted)
             completion = Completion(wanted, self.generator, self.engine, self.counters)
             objects = made(completion, model=self.name, fingerprint=self.generator.origin.get("params_fp"))
             try:
@@ -134,14 +135,14 @@ class Service:
                 self.counters.seconds.observe(time.perf_counter() - begun)
 
     def _read(self, body: bytes, form: Form) -> Asked:
-        found = asked.read(asked.parse(body), form, self.generator, model=self.name, most=self.limits.answers)
-        if found.unread and not self._told_of_turns:
+        return asked.read(asked.parse(body), form, self.generator, model=self.name, most=self.limits.answers)
+
+    def _tell_of_turns(self, wanted: Asked) -> None:
+        """Says once that a part of a conversation was not read."""
+        if wanted.unread and not self._told_of_turns:
             self._told_of_turns = True
-            logger.warning(
-                "a conversation: the model reads the last message of the user alone, no system message and no earlier "
-                "turn; said once"
-            )
-        return found
+            said = "no system message and no earlier turn (the first such request; later ones are not told)"
+            logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""

@@ -1,4 +1,4 @@
-"""Answers requests over HTTP with a trained or converted checkpoint, as OpenAI's API does: completions, chats, responses.
+"""Answers requests over HTTP with a trained or converted checkpoint: OpenAI's completions, chats and responses.
 
     pipejax serve --checkpoint runs/demo [--port 8000] [--api-key-file FILE] [--set ...]
 
