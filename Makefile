@@ -14,7 +14,7 @@ unexport PYTHONPATH
 unexport PYTHONHOME
 
 .PHONY: help demo job test test-all test-long check docs docs-run package gpu-wheels ladder venv venv-bench venv-docs \
-	venv-peers venv-programs venv-run clean
+	venv-clients venv-peers venv-programs venv-run clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
@@ -67,6 +67,9 @@ venv-bench: venv-run  ## what benchmarks compare with, into .venv: PyTorch, CTra
 venv-peers:  ## what the ladder compares with, an environment each, in build/peers: CTranslate2, OpenVINO, ONNX Runtime, llama.cpp
 	@for name in ct2 openvino onnx llama; do \
 		tools/venv.sh requirements/peers/$$name.txt "$(PYTHON)" build/peers/$$name || exit; done
+
+venv-clients:  ## what a test asks the server with, in an environment of its own, build/peers/clients: LangChain, LiteLLM
+	@tools/venv.sh requirements/peers/clients.txt "$(PYTHON)" build/peers/clients
 
 venv-docs: venv-run  ## what builds the site, into .venv: Sphinx
 	@tools/venv.sh requirements/docs.txt "$(PYTHON)"

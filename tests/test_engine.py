@@ -11,6 +11,7 @@ import pytest
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Sampling
 from pipejax.inference.backends import OwnKernel
+from pipejax.inference.encodings import Encodings
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch, Switch
@@ -98,6 +99,50 @@ def test_samples_are_those_of_the_seed(generator):
     engine.close(drain=False, seconds=60)
     assert one["row_ids"] == again["row_ids"] != two["row_ids"]
     assert greedy["row_ids"] == generator.decode([ids])[0]["row_ids"]
+
+
+def test_answers_to_a_source_that_was_just_encoded(generator):
+    """Those that decoding gives, of sources in turn and together; the encoder reads each of them once."""
+    given = [[5, 6, 7, 1], [8, 9, 1], [2, 3, 4, 5, 6, 1]]
+    expected = generator.decode(given, strategy="sequential", batch_size=1)
+    engine = Engine(generator, places=2, queue=9, encodings=2)
+    counts = []
+    for turn in ([0], [0], [1], [0], [2, 0], [1]):  # of two that are kept, 2 makes 1 leave
+        answers = [engine.submit(request(i, given[i], "sequential")) for i in turn]
+        for i, answer in zip(turn, answers, strict=True):
+            assert_same(list(answer.events())[-1], expected[i])
+        counts.append((engine.encodings.hits, engine.encodings.misses))
+    engine.close(drain=True, seconds=60)
+    assert counts == [(0, 1), (1, 1), (1, 2), (2, 2), (3, 3), (3, 4)]
+
+
+def test_our_kernel_leaves_an_encoding_as_it_was(fast):
+    engine, ids = Engine(fast, places=2, queue=5, encodings=4), texts(3)
+    engine.warm_up(4)
+    assert engine.encodings.misses == engine.encodings.bytes == 0
+    found = [
+        list(engine.submit(request(i, ids[i], "sequential", max_tokens=20)).events())[:-1] for i in (0, 1, 2, 0, 1)
+    ]
+    assert (engine.encodings.hits, engine.encodings.misses) == (2, 3)
+    engine.close(drain=True, seconds=60)
+    assert found[3:] == found[:2] and all(len(tokens) == 20 for tokens in found)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_the_encodings_that_are_kept(most):
+    """Beside plain lists of what was asked for the latest."""
+    kept, asked, hits = Encodings(most), [], 0
+    for number in np.random.default_rng(most).integers(0, 6, 200).tolist():
+        ids = np.arange(number + 1, dtype=np.int32)
+        hits += number in asked[-most:] if most else 0
+        memory = kept.of(ids, lambda ids: jax.numpy.asarray(ids))
+        assert memory.tolist() == ids.tolist()
+        asked = [*(other for other in asked if other != number), number]
+        assert kept.hits == hits
+        assert kept.bytes == sum(4 * (n + 1) for n in (asked[-most:] if most else []))
+    assert kept.hits + kept.misses == 200
+    kept.clear()
+    assert kept.bytes == kept.hits == kept.misses == 0
 
 
 def test_who_waits_hears_that_there_can_be_no_batch(generator, monkeypatch):

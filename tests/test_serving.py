@@ -6,8 +6,7 @@ import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipejax import checkpoint
-from pipejax.apps.serving import app, asked, command
+from pipejax.apps.serving import app, command
 from pipejax.apps.serving.written import Writing
 from pipejax.config import DataConfig
 from pipejax.data import PUBLISHED, make_task
@@ -27,6 +26,7 @@ from pipejax.inference.wishes import seed_of
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.scripted_engine import ScriptedEngine
+from support.served import chunks, connect, error, service, wait_until
 
 TEXT = "deliver tiny lamps and new ropes past the river"
 PATH = "/v1/completions"
@@ -43,41 +43,9 @@ def engine(generator: Generator) -> ScriptedEngine:
     return ScriptedEngine(generator)
 
 
-def service(engine: ScriptedEngine, *keys: str, body: int = 4000, seconds: float = 20.0) -> app.Service:
-    limits = app.Limits(body=body, seconds=seconds, answers=4)
-    return app.Service(engine.generator, engine, name="tiny", limits=limits, keys=keys)  # type: ignore[arg-type]
-
-
-def connect(asked_for: app.Service) -> TestClient:
-    return TestClient(app.make(asked_for), raise_server_exceptions=False)
-
-
 @pytest.fixture
 def client(engine: ScriptedEngine) -> TestClient:
     return connect(service(engine))
-
-
-def chunks(reply: Any) -> list[dict[str, Any]]:
-    """What the events of a stream say; the last says that it is the last."""
-    events = [event for event in reply.text.split("\n\n") if event]
-    assert events[-1] == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-
-
-def error(reply: Any, status: int) -> dict[str, Any]:
-    """The error object of a reply with that status, which says nothing of the machine."""
-    assert reply.status_code == status, reply.text
-    found = reply.json()["error"]
-    assert set(found) == {"message", "type", "param", "code"}
-    assert not re.search(r"Traceback|/\w+/\w+/|\.py", found["message"]) and "\n" not in found["message"]
-    return found
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < ends, "it did not happen"
-        time.sleep(0.005)
 
 
 # Answers.
@@ -525,7 +493,7 @@ def test_a_long_prompt_is_cut_only_if_asked(client: TestClient, engine: Scripted
     [
         ("GET", PATH, 405, f"found GET {PATH}; expected one of POST {PATH}"),
         ("PUT", "/health", 405, "found PUT /health"),
-        ("POST", "/v1/chat/completions", 404, "found POST /v1/chat/completions; expected one of"),
+        ("POST", "/v1/embeddings", 404, "found POST /v1/embeddings; expected one of"),
         ("GET", "/v1/models/other", 404, "model: found 'other'; expected 'tiny'"),
         ("GET", "/../../etc/passwd", 404, "found GET "),
     ],
@@ -536,17 +504,17 @@ def test_other_places(client: TestClient, method: str, path: str, status: int, s
     assert (status == 405) == ("Allow" in reply.headers)
 
 
-@pytest.mark.parametrize("path", ["/", PATH, "/v1/models", "/v1/models/tiny", "/health", "/metrics"])
+@pytest.mark.parametrize("path", ["/", *app.POSTS, "/v1/models", "/v1/models/tiny", "/health", "/metrics"])
 @pytest.mark.parametrize("keys", [(), ("secret",)])
 def test_every_path_says_which_methods_it_has(engine: ScriptedEngine, path: str, keys: tuple[str, ...]) -> None:
     client = connect(service(engine, *keys))
     reply = client.options(path)
     assert reply.status_code == 204 and reply.content == b""
-    assert reply.headers["Allow"] == ("OPTIONS, POST" if path == PATH else "GET, HEAD, OPTIONS")
+    assert reply.headers["Allow"] == ("OPTIONS, POST" if path in app.POSTS else "GET, HEAD, OPTIONS")
     assert "Access-Control-Allow-Origin" not in reply.headers
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     head, get = (client.request(method, path, headers=headers) for method in ("HEAD", "GET"))
-    assert head.status_code == get.status_code == (405 if path == PATH else 200)
+    assert head.status_code == get.status_code == (405 if path in app.POSTS else 200)
     assert head.headers["Content-Type"] == get.headers["Content-Type"]
     assert client.options("/v1/nowhere").status_code == 404
 
@@ -854,7 +822,9 @@ def test_every_field_is_described() -> None:
     from pathlib import Path
 
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
-    assert not [field for field in (*asked.FIELDS, *asked.NEUTRAL) if f"`{field}`" not in page]
+    forms = [post.form for post in app.POSTS.values()]
+    fields = {field for form in forms for field in (*form.fields, *form.neutral, *form.unused)}
+    assert len(forms) == 3 and not [field for field in sorted(fields) if f"`{field}`" not in page]
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import openai
 import pytest
 
 import pipejax
@@ -102,6 +103,13 @@ def server(trained: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    """OpenAI's own."""
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def expected(trained: Path) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPEJAX_NATIVE", "off")
@@ -143,38 +151,79 @@ def test_samples_are_those_of_decode(server: Server, trained: Path, monkeypatch:
     assert len({record["text"] for record in wanted}) == 4
 
 
-def test_the_client_of_openai(server: Server, expected: dict[str, list[Any]]) -> None:
-    openai = pytest.importorskip("openai")
-    base = f"http://127.0.0.1:{server.port}/v1"
-    with openai.OpenAI(base_url=base, api_key=KEY, max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["tiny"]
-        assert client.models.retrieve("tiny").owned_by == "pipejax"
-        found = client.completions.create(model="tiny", prompt=TEXTS[:3], logprobs=1)
-        texts = [record["text"] for record in expected["pipelined"]]
-        assert [choice.text for choice in found.choices] == texts[:3]
-        for choice in found.choices:
-            assert "".join(choice.logprobs.tokens) == choice.text
-            assert all(value <= 0 for value in choice.logprobs.token_logprobs)
-        assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-        stream = client.completions.create(
-            model="tiny", prompt=TEXTS[0], stream=True, stream_options={"include_usage": True}
-        )
-        *chunks, last = list(stream)
-        assert "".join(chunk.choices[0].text for chunk in chunks) == texts[0]
-        assert chunks[0].choices[0].row == 0 and chunks[-1].choices[0].finish_reason in ("stop", "length")
-        assert last.choices == [] and last.usage.completion_tokens > 0
-        settings = {"model": "tiny", "prompt": TEXTS[0], "temperature": 1.0, "seed": 3, "n": 2}
-        one, other = (client.completions.create(**settings, extra_body={"rows": True}) for _ in range(2))
-        assert [c.text for c in one.choices] == [c.text for c in other.choices]
-        assert one.choices[0].text != one.choices[1].text and one.choices[1].record["sample"] == 1
-        with pytest.raises(openai.BadRequestError, match="temperature: found -1") as raised:
-            client.completions.create(model="tiny", prompt="a", temperature=-1)
-        assert raised.value.param == "temperature"
-        with pytest.raises(openai.NotFoundError, match="model: found 'gpt'"):
-            client.completions.create(model="gpt", prompt="a")
-    stranger = openai.OpenAI(base_url=base, api_key="wrong", max_retries=0)
+def test_the_client_of_openai(server: Server, client: Any, expected: dict[str, list[Any]]) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "pipejax"
+    found = client.completions.create(model="tiny", prompt=TEXTS[:3], logprobs=1)
+    texts = [record["text"] for record in expected["pipelined"]]
+    assert [choice.text for choice in found.choices] == texts[:3]
+    for choice in found.choices:
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert all(value <= 0 for value in choice.logprobs.token_logprobs)
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    stream = client.completions.create(
+        model="tiny", prompt=TEXTS[0], stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == texts[0]
+    assert chunks[0].choices[0].row == 0 and chunks[-1].choices[0].finish_reason in ("stop", "length")
+    assert last.choices == [] and last.usage.completion_tokens > 0
+    settings = {"model": "tiny", "prompt": TEXTS[0], "temperature": 1.0, "seed": 3, "n": 2}
+    one, other = (client.completions.create(**settings, extra_body={"rows": True}) for _ in range(2))
+    assert [c.text for c in one.choices] == [c.text for c in other.choices]
+    assert one.choices[0].text != one.choices[1].text and one.choices[1].record["sample"] == 1
+    with pytest.raises(openai.BadRequestError, match="temperature: found -1") as raised:
+        client.completions.create(model="tiny", prompt="a", temperature=-1)
+    assert raised.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="model: found 'gpt'"):
+        client.completions.create(model="gpt", prompt="a")
+    stranger = openai.OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError, match="found another key"):
         stranger.models.list()
+
+
+def test_chats_and_responses_of_the_client_of_openai(
+    server: Server, client: Any, expected: dict[str, list[Any]]
+) -> None:
+    texts = [record["text"] for record in expected["pipelined"]]
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXTS[1]}]
+    kept = server.metric("encoding_hits")
+    chat = client.chat.completions.create(model="tiny", messages=turns)
+    assert chat.choices[0].message.content == texts[1]
+    assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+    given = {"model": "tiny", "messages": turns, "stream": True, "stream_options": {"include_usage": True}}
+    first, *chunks, last = client.chat.completions.create(**given)
+    assert first.choices[0].delta.role == "assistant" and last.usage == chat.usage
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == texts[1]
+    assert chunks[-1].choices[0].finish_reason == chat.choices[0].finish_reason
+    response = client.responses.create(model="tiny", input=TEXTS[1], instructions="be brief")
+    assert response.output_text == texts[1]
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    with client.responses.stream(model="tiny", input=turns) as events:
+        *before, last = events
+    pieces = [event.delta for event in before if event.type == "response.output_text.delta"]
+    assert last.type == f"response.{response.status}" and last.response.usage == response.usage
+    assert "".join(pieces) == last.response.output_text == texts[1]
+    cut = client.responses.create(model="tiny", input=TEXTS[1], max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.usage.output_tokens == 2
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    with pytest.raises(openai.BadRequestError, match="image_url"):
+        client.chat.completions.create(model="tiny", messages=image)
+    assert server.metric("encoding_hits") >= kept + 4  # only the first of them waited for the encoder
+
+
+CLIENTS = ROOT / "build" / "peers" / "clients" / "bin" / "python"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not CLIENTS.exists(), reason="make venv-clients builds the environment")
+def test_clients_of_langchain_and_litellm(server: Server, expected: dict[str, list[Any]]) -> None:
+    script = ROOT / "tests" / "support" / "other_clients.py"
+    command = [str(CLIENTS), str(script), f"http://127.0.0.1:{server.port}/v1", KEY, TEXTS[2]]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert len(found) == 12 and found == dict.fromkeys(found, expected["pipelined"][2]["text"])
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
@@ -198,6 +247,9 @@ def test_curl(server: Server, expected: dict[str, list[Any]]) -> None:
     body = json.dumps({"prompt": TEXTS[0]})
     assert json.loads(curl(body))["choices"][0]["text"] == expected["pipelined"][0]["text"]
     assert curl(body[:-1] + ', "stream": true}').endswith("data: [DONE]\n\n")
+    given[3] = url.replace("completions", "responses")
+    assert curl(json.dumps({"input": TEXTS[0], "stream": True})).startswith("event: response.created\ndata: {")
+    given[3] = url
     assert "found no JSON" in json.loads(curl("{"))["error"]["message"]
     large = json.loads(curl(json.dumps({"prompt": "a " * 20000})))  # curl asks before it sends that much
     assert large["error"]["code"] == "body_too_large"

@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
 
         for held in weights:
             settings = [f"decode.weights={held}", "decode.dtype=float32"]
-            port = start("pipejax", directory, "--warm-up", "0", *(f"--set={one}" for one in settings))
+            more = "--warm-up", "0", "--encoding-cache", "0"  # prompts repeat, and the others encode each of them
+            port = start("pipejax", directory, *more, *(f"--set={one}" for one in settings))
             systems += [
                 Ours(f"pipejax{way}{SUFFIXES[held]}", port, sources, rows, bool(way)) for way in ("", "-stream")
             ]

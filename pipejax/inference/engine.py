@@ -18,6 +18,7 @@ import numpy as np
 from pipejax.decoding import MOST_LIKELY, Decoded, Refillable, Sampling
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record, record_of
+from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, RunningBatch, Switch
 from pipejax.inference.sources import Source
@@ -128,21 +129,24 @@ class Engine:
       answered: requests that were.
       tokens: that were written for them.
       failed: requests that an error of the engine ended.
+      encodings: of the latest sources.
     """
 
-    def __init__(self, generator: Generator, *, places: int, queue: int) -> None:
+    def __init__(self, generator: Generator, *, places: int, queue: int, encodings: int = 0) -> None:
         """Starts the thread.
 
         Args:
           generator: with the weights.
           places: requests side by side, of each strategy.
           queue: requests that may wait for a place.
+          encodings: sources whose encoding is kept for another request.
 
         Raises:
           UserError: beams or a limit on tokens are set, which an engine does not have.
         """
         self.generator, self.places, self._most_waiting = generator, places, queue
         self.answered = self.tokens = self.failed = 0
+        self.encodings = Encodings(encodings)
         self._waiting: deque[Answer] = deque()
         self._batches: dict[_Lane, RunningBatch] = {}
         self._running: dict[_Lane, dict[int, _Running]] = {}
@@ -202,6 +206,7 @@ class Engine:
                 place = batch.add(self.generator.ids_of(source), log_probs=log_probs)
                 batch.advance(1)
                 batch.drop(place)
+            self.encodings.clear()  # each lane compiles an encoder of its own
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """Takes no more requests and ends the thread; with `drain` after at most so many seconds of answering."""
@@ -245,6 +250,7 @@ class Engine:
         self.failed += len(lost)
         self._batches.clear()
         self._running.clear()
+        self.encodings.clear()  # which may have taken the memory that lacked
 
     def _admit(self) -> None:
         """Gives free places to those who wait longest."""
@@ -292,7 +298,9 @@ class Engine:
             method = self.generator.method(lane.strategy)
             forced = wishes.forced_of(wishes.rows_of(source, method, self.generator.tokenizer), made)
             programs = self.generator.programs
-            self._batches[lane] = RunningBatch(programs, made, lane.places, self._switch, forced=forced)
+            self._batches[lane] = RunningBatch(
+                programs, made, lane.places, self._switch, forced=forced, encodings=self.encodings
+            )
             self._running[lane] = {}
         return self._batches[lane]
 

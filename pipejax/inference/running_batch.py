@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.data.shapes import bucket, memory_length, pad
+from pipejax.data.shapes import bucket, pad
 from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Refillable, Sampling, Stretch, Wishes
+from pipejax.inference.encodings import Encodings
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.weights import Weights
 from pipejax.model.precision import precision
@@ -64,8 +65,18 @@ class RunningBatch:
         switch: "Switch | None" = None,
         *,
         forced: np.ndarray | None = None,
+        encodings: Encodings | None = None,
     ) -> None:
-        """Nothing compiles yet. `switch`: lets `advance` pause; `forced`: `Wishes.forced` of every answer, [R, W]."""
+        """Nothing compiles yet.
+
+        Args:
+          programs: with the weights.
+          strategy: decodes all of them.
+          places: B.
+          switch: lets `advance` pause.
+          forced: `Wishes.forced` of every answer, [R, W].
+          encodings: of the same model, which other batches may share.
+        """
         self.strategy = strategy
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
@@ -73,6 +84,7 @@ class RunningBatch:
         self._sizes = schedule(strategy, places)
         self._forced = None if forced is None else np.repeat(forced[None], places, axis=0)
         self._switch = switch or Switch()
+        self._encodings = encodings or Encodings(0)
         self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
         self._empty = jax.jit(self._emptied, static_argnames=("slots", "length"))
         self._widen = jax.jit(self._backend.widen, static_argnums=1)
@@ -103,7 +115,7 @@ class RunningBatch:
         return np.flatnonzero(~self._in_use).tolist()
 
     def add(self, ids: Any, sampling: Sampling = MOST_LIKELY, *, log_probs: bool = True) -> int:
-        """Encodes a source, gives it a free place and returns that; it begins with the next `advance`.
+        """Encodes a source unless that was just done, and returns its place; it begins with the next `advance`.
 
         Args:
           ids: of the source.
@@ -111,16 +123,15 @@ class RunningBatch:
           log_probs: whether theirs are computed, which costs a little.
         """
         place = self.free[0]
-        source = pad([np.asarray(ids, np.int32)], bucket(len(ids)))
         with precision(self._model.dtype):
-            memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32))
-            length = memory_length(source.shape[1])
+            memory = self._encodings.of(np.asarray(ids, np.int32), self._encoded)
+            length = memory.mask.shape[1]
             if self._memory is None or (not self._in_use.any() and self._memory.mask.shape[1] != length):
                 self._slots = self._sizes.slots[0]
                 self._memory, self._carry = self._empty(self._ready.decoding, memory, slots=self._slots, length=length)
             elif self._memory.mask.shape[1] < length:
                 self._memory = self._widen(self._memory, length)
-            if memory.mask.shape[1] < self._memory.mask.shape[1]:
+            if length < self._memory.mask.shape[1]:
                 memory = self._widen(memory, self._memory.mask.shape[1])
             self._memory = self._place(self._memory, memory, place) if self.places > 1 else memory
         self._scored[place] = log_probs
@@ -128,6 +139,11 @@ class RunningBatch:
             getattr(self._sampling, field.name)[place] = getattr(sampling, field.name)
         self._in_use[place] = self._begins[place] = True
         return place
+
+    def _encoded(self, ids: np.ndarray) -> Memory:
+        source = pad([ids], bucket(len(ids)))
+        memory: Memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32))
+        return memory
 
     def drop(self, place: int) -> None:
         """Frees a place, whether its answer is over or not."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipejax.inference.answers import Record
+from pipejax.inference.encodings import Encodings
 from pipejax.inference.engine import Closed, Event, Full, Request
 from pipejax.inference.generator import Generator
 
@@ -16,6 +17,7 @@ class ScriptedEngine:
         self.generator, self.places, self._queue = generator, places, queue
         self.requests: list[Request] = []
         self.cancelled: list[Request] = []
+        self.encodings = Encodings(0)
         self.under_way = 0
         self.go_on = threading.Event()  # answers stop after their first token until this is set
         self.go_on.set()

@@ -1,1 +1,1 @@
-"""A checkpoint over HTTP: the completions that OpenAI's clients speak, above the engine that batches them."""
+"""A checkpoint over HTTP as OpenAI's clients ask for it, above the engine that batches their requests."""

@@ -1,13 +1,12 @@
-"""A request's answers: from the engine's thread into the event loop, and there into OpenAI's completion objects."""
+"""A request's answers: from the engine's thread into the event loop, as pieces of text."""
 
 import asyncio
 import contextlib
 import dataclasses
 import functools
-import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from pipejax.apps.serving.asked import Asked
 from pipejax.apps.serving.counters import Counters
@@ -20,7 +19,6 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError, out_of_memory
 
-LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 RETRY = 1  # seconds, until a queue that is full may have room
 
 
@@ -31,7 +29,6 @@ class Choice:
     index: int
     writing: Writing
     pieces: list[Piece] = dataclasses.field(default_factory=list)
-    offset: int = 0  # characters of the pieces
     tokens: int = 0
     record: Record | None = None
     reason: str | None = None  # the cause of its end: "stop" or "length"
@@ -40,7 +37,7 @@ class Choice:
 class Completion:
     """The answers to one request, all under way."""
 
-    def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters, *, model: str) -> None:
+    def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters) -> None:
         """Asks the engine for all of them, or for none.
 
         Args:
@@ -48,17 +45,14 @@ class Completion:
           generator: the engine's.
           engine: answers.
           counters: get its tokens and reasons.
-          model: the name of the model.
 
         Raises:
           Refused: the queue is full, or the engine cannot do what is asked.
         """
-        self.asked, self._counters, self._model = asked, counters, model
+        self.asked, self._counters = asked, counters
         self._scored = asked.logprobs is not None or generator.config.decode.scores
         self._whole = generator.tokenizer is None or asked.rows  # with the record
-        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         self._begun = time.perf_counter()
-        self._fingerprint = generator.origin.get("params_fp")
         self.choices, self._answers = list[Choice](), list[Answer]()
         self._has_begun = False  # the first of them
         try:
@@ -146,62 +140,14 @@ class Completion:
         found["total_tokens"] = sum(found.values())
         return found | ({"cut_tokens": self.asked.cut_tokens} if self.asked.cut_tokens else {})
 
-    def whole(self) -> dict[str, object]:
-        """The completion object, once all choices are complete."""
-        choices = []
-        for choice in self.choices:
-            text = "".join(piece.text for piece in choice.pieces)
-            if choice.record is not None and not self.asked.stop:
-                text = choice.record["text"] or ""
-            choices.append(self._choice(choice, text, choice.pieces) | self._record(choice))
-        return self._object(choices) | {"usage": self.usage()}
+    def text_of(self, choice: Choice) -> str:
+        """The text of a choice that is complete."""
+        if choice.record is not None and not self.asked.stop:
+            return choice.record["text"] or ""
+        return "".join(piece.text for piece in choice.pieces)
 
-    def chunks(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[dict[str, object]]:
-        """Completion chunks of what was added: one for each piece, and one at the end of a choice."""
-        found = []
-        for choice, pieces in added:
-            for piece in pieces:
-                more = {"finish_reason": None, "row": piece.row, "token": piece.token}
-                found.append(self._chunk([self._choice(choice, piece.text, [piece]) | more]))
-            if choice.reason is not None:
-                found.append(self._chunk([self._choice(choice, "", []) | self._record(choice)]))
-        return found
-
-    def last_chunk(self) -> dict[str, object]:
-        """The chunk of `include_usage`."""
-        return self._object([]) | {"usage": self.usage()}
-
-    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
-        return self._object(choices) | ({"usage": None} if self.asked.include_usage else {})
-
-    def _object(self, choices: list[dict[str, object]]) -> dict[str, object]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._fingerprint,
-            "choices": choices,
-        }
-
-    def _choice(self, choice: Choice, text: str, pieces: list[Piece]) -> dict[str, object]:
-        scored = self._log_probs(choice, pieces) if self.asked.logprobs is not None and pieces else None
-        return {"index": choice.index, "text": text, "logprobs": scored, "finish_reason": choice.reason}
-
-    def _log_probs(self, choice: Choice, pieces: list[Piece]) -> dict[str, object]:
-        tokens, values, offsets = list[str](), list[float](), list[int]()
-        for piece in pieces:
-            if piece.token is None and tokens:
-                tokens[-1] += piece.text
-            elif piece.token is not None:
-                tokens.append(piece.text)
-                values.append(max(piece.log_prob, LEAST_LOG_PROB))
-                offsets.append(choice.offset)
-            choice.offset += len(piece.text)
-        top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self.asked.logprobs else None
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-    def _record(self, choice: Choice) -> dict[str, object]:
+    def record_of(self, choice: Choice) -> dict[str, object]:
+        """The record of a choice by the name of its field; nothing if it is not asked for or not complete."""
         if not self._whole or choice.record is None:
             return {}
         record: dict[str, object] = {**choice.record}

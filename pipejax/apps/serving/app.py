@@ -5,17 +5,18 @@ import contextlib
 import dataclasses
 import hmac
 import importlib.resources
-import json
 import logging
 import time
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
+from typing import NamedTuple
 
 from pipejax import methods
 from pipejax.apps.serving import asked
 from pipejax.apps.serving.answering import Completion, told
-from pipejax.apps.serving.asked import Asked
+from pipejax.apps.serving.asked import Asked, Form
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
+from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused, unsuitable
 from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
@@ -49,6 +50,20 @@ class Limits:
     answers: int  # of one request
 
 
+class Post(NamedTuple):
+    """A route that answers."""
+
+    form: Form  # of what is asked
+    objects: type[Objects]  # of the answers
+
+
+POSTS = {
+    "/v1/completions": Post(asked.COMPLETIONS, Completions),
+    "/v1/chat/completions": Post(asked.CHAT, Chats),
+    "/v1/responses": Post(asked.RESPONSES, Responses),
+}
+
+
 class Service:
     """The part of the server that all requests share."""
 
@@ -75,29 +90,37 @@ class Service:
         self.generator, self.engine, self.name, self.limits = generator, engine, name, limits
         self.keys, self.origins = [key.encode() for key in keys], origins
         self.counters = Counters()
-        self.active = 0  # requests for completions
+        self.active = 0  # requests for answers
         self.draining = False
+        self._told_of_turns = False
         self.started = int(time.time())
         watch = self.counters.watch
-        watch("active_requests", "Requests for completions that are under way", lambda: self.active)
+        watch("active_requests", "Requests for answers that are under way", lambda: self.active)
         watch("places", "Answers of a strategy that can be written at once", lambda: engine.places)
         watch("places_in_use", "Answers that are being written", lambda: engine.running)
         watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
+        kept = engine.encodings
+        watch("encoding_hits", "Sources whose encoding was still there", lambda: kept.hits)
+        watch("encoding_misses", "Sources that had to be encoded", lambda: kept.misses)
+        watch("encoding_bytes", "Bytes of the encodings that are kept", lambda: kept.bytes)
         watch("draining", "1 once the server has been told to end", lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/completions."""
+        """A route of `POSTS`."""
         begun, status = time.perf_counter(), 200
         self.active += 1
         try:
             if self.draining:
                 raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
             body = await _body(Request(scope, receive), self.limits)
-            wanted = await asyncio.to_thread(self._read, body)
-            completion = Completion(wanted, self.generator, self.engine, self.counters, model=self.name)
+            form, made = POSTS[scope["path"]]
+            wanted = await asyncio.to_thread(self._read, body, form)
+            self._tell_of_turns(wanted)
+            completion = Completion(wanted, self.generator, self.engine, self.counters)
+            objects = made(completion, model=self.name, fingerprint=self.generator.origin.get("params_fp"))
             try:
                 answer = _stream if wanted.stream else _whole
-                await answer(completion, scope, receive, send, ends=begun + self.limits.seconds)
+                await answer(completion, objects, scope, receive, send, ends=begun + self.limits.seconds)
             finally:
                 completion.close()
         except ClientDisconnect:
@@ -111,8 +134,15 @@ class Service:
             if status == 200:
                 self.counters.seconds.observe(time.perf_counter() - begun)
 
-    def _read(self, body: bytes) -> Asked:
-        return asked.read(asked.parse(body), self.generator, model=self.name, most=self.limits.answers)
+    def _read(self, body: bytes, form: Form) -> Asked:
+        return asked.read(asked.parse(body), form, self.generator, model=self.name, most=self.limits.answers)
+
+    def _tell_of_turns(self, wanted: Asked) -> None:
+        """Says once that a part of a conversation was not read."""
+        if wanted.unread and not self._told_of_turns:
+            self._told_of_turns = True
+            said = "no system message and no earlier turn (the first such request; later ones are not told)"
+            logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""
@@ -168,7 +198,7 @@ def make(service: Service) -> Starlette:
 
     routes = [
         Route("/", show),
-        Route("/v1/completions", service, methods=["POST"]),
+        *(Route(path, service, methods=["POST"]) for path in POSTS),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.models),
         Route("/health", service.health),
@@ -189,7 +219,7 @@ def make(service: Service) -> Starlette:
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-ROUTES = ("POST /v1/completions", "GET /v1/models", "GET /health", "GET /metrics", "GET /")
+ROUTES = (*(f"POST {path}" for path in POSTS), "GET /v1/models", "GET /health", "GET /metrics", "GET /")
 
 
 class _Door:
@@ -242,30 +272,34 @@ async def _body(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-async def _whole(completion: Completion, scope: Scope, receive: Receive, send: Send, *, ends: float) -> None:
+async def _whole(
+    completion: Completion, objects: Objects, scope: Scope, receive: Receive, send: Send, *, ends: float
+) -> None:
     async def wait() -> None:
         async for _ in completion.run(SILENCE):
             pass
 
     await _race(wait(), receive, ends)
-    await _json(completion.whole())(scope, receive, send)
+    await _json(objects.whole())(scope, receive, send)
 
 
-async def _stream(completion: Completion, scope: Scope, receive: Receive, send: Send, *, ends: float) -> None:
+async def _stream(
+    completion: Completion, objects: Objects, scope: Scope, receive: Receive, send: Send, *, ends: float
+) -> None:
     """Answers with server-sent events while it is written; an error is the last of them."""
 
-    async def say(*lines: str, more: bool = True) -> None:
-        body = "".join(f"{line}\n\n" for line in lines).encode("utf-8", "replace")
+    async def say(*events: str, more: bool = True) -> None:
+        body = "".join(f"{event}\n\n" for event in events).encode("utf-8", "replace")
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def write() -> None:
+        await say(*objects.begin())
         async for added in completion.run(SILENCE):
-            if lines := [f"data: {_dump(chunk)}" for chunk in completion.chunks(added)]:
-                await say(*lines)
+            if events := objects.add(added):
+                await say(*events)
             elif not added:
                 await say(": waiting")
-        last = [f"data: {_dump(completion.last_chunk())}"] if completion.asked.include_usage else []
-        await say(*last, "data: [DONE]", more=False)
+        await say(*objects.end(), more=False)
 
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     headers += [(b"x-accel-buffering", b"no")]  # proxies of this kind would collect the events
@@ -278,7 +312,7 @@ async def _stream(completion: Completion, scope: Scope, receive: Receive, send: 
         completion.close("error")
         with contextlib.suppress(TimeoutError):  # a client that reads nothing gets no error either
             async with asyncio.timeout(5):
-                await say(f"data: {_dump(_note(error).body())}", more=False)
+                await say(*objects.fail(_note(error)), more=False)
 
 
 async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
@@ -320,15 +354,11 @@ def refusal(error: Exception) -> Response:
 def no_request() -> bytes:
     """The answer, its head included, to bytes that are no request."""
     said = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
-    body = _dump(Refused(400, said, code="malformed_request").body()).encode()
+    body = dump(Refused(400, said, code="malformed_request").body()).encode()
     head = "HTTP/1.1 400 Bad Request", "Content-Type: application/json", "Connection: close"
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
 def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    body = _dump(content).encode("utf-8", "replace")
+    body = dump(content).encode("utf-8", "replace")
     return Response(body, status, headers, media_type="application/json")
-
-
-def _dump(content: object) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

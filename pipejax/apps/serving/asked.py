@@ -1,14 +1,16 @@
-"""The body of a request for completions, field by field: what may be asked, and what is refused with which words."""
+"""The body of a request, field by field: what may be asked on which route, and what is refused with which words."""
 
 import codecs
 import dataclasses
 import difflib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipejax import methods
+from pipejax.apps.serving import messages
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
+from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import Object
 from pipejax.decoding import Sampling
@@ -16,26 +18,34 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.system.errors import UserError
 
-FIELDS = (
-    *("prompt", "model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "logprobs", "stop", "stream"),
-    *("stream_options", "strategy", "rows", "truncate", "user"),
-)
-# Fields of OpenAI's that mean nothing here, and the values with which they change nothing.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "suffix": ("",),
-}
+Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The fields of a route's bodies: where they stand, and which of OpenAI's mean nothing here."""
+
+    read: Callable[[Object, Config], tuple[list[object], bool]]  # the sources, and whether a part of them is not read
+    source: str  # the field that holds them
+    most_tokens: tuple[str, ...]  # fields of which one may bound the tokens of an answer
+    more: tuple[str, ...]  # fields that not all routes have
+    neutral: Neutral  # fields that are not supported, and the values which change nothing
+    unused: tuple[str, ...]  # fields that change nothing
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All that change something."""
+        return self.source, "model", *self.most_tokens, *SHARED, *self.more
+
+
+SHARED = ("temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "strategy", "truncate")
 SEEDS = 2**31  # that are drawn for requests without one
 STOPS, STOP_LENGTH = 4, 200  # texts, characters
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request for completions, read and checked; sample k of prompt i is choice i * n + k."""
+    """A request, read and checked; sample k of prompt i is choice i * n + k."""
 
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # of the prompts, that the model will not read
@@ -48,6 +58,7 @@ class Asked:
     stream: bool
     include_usage: bool
     rows: bool
+    unread: bool  # whether there are messages that the model does not read
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,11 +91,12 @@ def _no_number(name: str) -> None:
     raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
-def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
+def read(body: Object, form: Form, generator: Generator, *, model: str, most: int) -> Asked:
     """The request in a body.
 
     Args:
       body: the JSON object.
+      form: of the route that it was sent to.
       generator: that would answer.
       model: its name.
       most: answers that may be asked for at once.
@@ -93,15 +105,16 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
       Refused: a field is unknown or unsuitable.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in NEUTRAL:
-            neutral = NEUTRAL[name]
+    for name, value in [*given.items()]:
+        if (neutral := form.neutral.get(name)) is not None:
+            del given[name]
             if not any(type(value) in (type(other), float) and value == other for other in neutral):
-                raise unsuitable(name, value, f"{json.dumps(neutral[0])} or nothing, as it is not supported")
-        elif name not in FIELDS:
-            guess = difflib.get_close_matches(name, FIELDS, n=1)
+                known = f"{json.dumps(neutral[0])} or " if neutral else ""
+                raise unsuitable(name, value, f"{known}nothing, as it is not supported")
+        elif name not in (*form.fields, *form.unused):
+            guess = difflib.get_close_matches(name, form.fields, n=1)
             hint = f' (did you mean "{guess[0]}"?)' if guess else ""
-            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(FIELDS)}{hint}")
+            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(form.fields)}{hint}")
     wanted = given.get("model", model)
     if wanted != model:
         raise unsuitable("model", wanted, repr(model), status=404, code="model_not_found")
@@ -117,9 +130,9 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
     if logprobs and temperature > 0:
         raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
     strategy = given.get("strategy", generator.default_strategy)
-    known = methods.able(generator.config, "serve")
-    if not isinstance(strategy, str) or strategy not in known:
-        raise unsuitable("strategy", strategy, f"one of {', '.join(known)}")
+    served = methods.able(generator.config, "serve")
+    if not isinstance(strategy, str) or strategy not in served:
+        raise unsuitable("strategy", strategy, f"one of {', '.join(served)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
     stop = _stop(given)
     if stop and rows:
@@ -129,10 +142,10 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
         raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
     if options and not stream:
         raise unsuitable("stream_options", options, "none without stream")
-    user = given.get("user", "")
-    if not isinstance(user, str):
-        raise unsuitable("user", user, "a text")
-    sources, cut = _sources(given, generator, most=most // n, truncate=_flag(given, "truncate"))
+    prompts, unread = form.read(given, generator.config)
+    if len(prompts) > most // n:
+        raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
+    sources, cut = _sources(prompts, form.source, generator, truncate=_flag(given, "truncate"))
     return Asked(
         sources=sources,
         cut_tokens=cut,
@@ -144,27 +157,32 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
             seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
         ),
         n=n,
-        max_tokens=_whole(given, "max_tokens", 0, least=1, most=2**20, otherwise="null for no bound")
-        if "max_tokens" in given
-        else None,
+        max_tokens=_most_tokens(given, form.most_tokens),
         logprobs=logprobs,
         stop=stop,
         stream=stream,
         include_usage=_flag(options, "include_usage"),
         rows=rows,
+        unread=unread,
     )
 
 
-def _sources(given: Object, generator: Generator, *, most: int, truncate: bool) -> tuple[tuple[Source, ...], int]:
+def _most_tokens(given: Object, names: tuple[str, ...]) -> int | None:
+    there = [name for name in names if name in given]
+    if len(there) > 1:
+        raise unsuitable(there[1], given[there[1]], f"none beside {there[0]}, which means the same")
+    return _whole(given, there[0], 0, least=1, most=2**20, otherwise="null for no bound") if there else None
+
+
+def _sources(
+    prompts: list[object], field: str, generator: Generator, *, truncate: bool
+) -> tuple[tuple[Source, ...], int]:
     """The prompts as token ids, and how many tokens of them were cut off."""
-    prompts = _prompts(given)
-    if len(prompts) > most:
-        raise unsuitable("prompt", Shown(f"{len(prompts)} prompts"), f"at most {most} with this n")
     longest, cut, sources = generator.config.data.max_source, 0, []
     try:
-        check_fields(fields_of(generator.config), prompts, "prompt")
+        check_fields(fields_of(generator.config), prompts, field)
         for i, prompt in enumerate(prompts):
-            place = f"prompt {i}" if len(prompts) > 1 else "prompt"
+            place = f"{field} {i}" if len(prompts) > 1 else field
             for name in ("row_prefixes", "max_rows"):
                 if isinstance(prompt, dict) and prompt.get(name):
                     raise UserError(f'{place}: found "{name}"; expected none, as it is for `pipejax decode` and Python')
@@ -182,29 +200,29 @@ def _sources(given: Object, generator: Generator, *, most: int, truncate: bool) 
             cut += len(ids) - len(kept)
             sources.append(source._replace(content=kept))
     except UserError as error:
-        raise Refused(400, str(error), field="prompt") from error
+        raise Refused(400, str(error), field=field) from error
     return tuple(sources), cut
 
 
 KINDS = {str: "texts", dict: "objects", list: "lists", int: "numbers", float: "numbers", bool: "booleans"}
 
 
-def _prompts(given: Object) -> list[object]:
+def _prompts(given: Object, config: Config) -> tuple[list[object], bool]:
     """One for each source: a text, an object or a list of ids."""
     prompt = given.get("prompt")
     expected = "a text, an object with the template's fields, a list of token ids, or a list of such prompts of a kind"
     if prompt is None:
         raise unsuitable("prompt", Shown("nothing"), expected)
     if isinstance(prompt, str | dict):
-        return [prompt]
+        return [prompt], False
     if not isinstance(prompt, list) or not prompt:
         raise unsuitable("prompt", prompt, expected)
     if all(isinstance(one, int | float) for one in prompt):  # ids, if they are whole
-        return [prompt]
+        return [prompt], False
     kinds = dict.fromkeys(KINDS.get(type(one), "null") for one in prompt)
     if len(kinds) > 1 or "null" in kinds:
         raise unsuitable("prompt", Shown(f"a list of {' and '.join(kinds)}"), expected)
-    return prompt
+    return prompt, False
 
 
 def _stop(given: Object) -> tuple[str, ...]:
@@ -243,3 +261,63 @@ def _number(given: Object, name: str, default: float, *, least: float, most: flo
 def _kind(value: object) -> str:
     names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "nothing")
+
+
+_PENALTIES: Neutral = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+_TOOLS: Neutral = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "top_logprobs": (0,),
+}
+_UNUSED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+
+COMPLETIONS = Form(
+    read=_prompts,
+    source="prompt",
+    most_tokens=("max_tokens",),
+    more=("n", "logprobs", "rows"),
+    neutral={"best_of": (1,), "echo": (False,), "suffix": ("",), **_PENALTIES},
+    unused=("user",),
+)
+CHAT = Form(
+    read=messages.of_chat,
+    source="messages",
+    most_tokens=("max_completion_tokens", "max_tokens"),
+    more=("n", "rows"),
+    neutral={
+        **_PENALTIES,
+        **_TOOLS,
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "web_search_options": (),
+    },
+    unused=(*_UNUSED, "reasoning_effort", "verbosity", "prediction"),
+)
+RESPONSES = Form(
+    read=messages.of_response,
+    source="input",
+    most_tokens=("max_output_tokens",),
+    more=("instructions",),
+    neutral={
+        **_TOOLS,
+        "n": (1,),
+        "top_logprobs": (0,),
+        "text": ({"format": {"type": "text"}}, {}),
+        "truncation": ("disabled",),
+        "include": ([],),
+        "background": (False,),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+    },
+    unused=(*_UNUSED, "reasoning", "max_tool_calls"),
+)

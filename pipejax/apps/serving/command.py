@@ -1,4 +1,4 @@
-"""Answers requests over HTTP with a trained or converted checkpoint, as OpenAI's API of completions does.
+"""Answers requests over HTTP with a trained or converted checkpoint: OpenAI's completions, chats and responses.
 
     pipejax serve --checkpoint runs/demo [--port 8000] [--api-key-file FILE] [--set ...]
 
@@ -49,6 +49,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--queue", type=cli.whole(0, 2**16), default=64, metavar="N", help="answers that wait (default: %(default)s)"
     )
+    parser.add_argument(
+        "--encoding-cache",
+        type=cli.whole(0, 2**16),
+        default=16,
+        metavar="N",
+        help="latest sources whose encoding is kept, for requests that repeat one; 0: none (default: %(default)s)",
+    )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"a key a line (default: ${KEY}, if it is set)")
     parser.add_argument(
         "--allow-origin",
@@ -98,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides)
     if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
         cli.note(f"warning: decode.draft = {draft}: a server decodes without drafts; the answers are the same")
-    engine = Engine(generator, places=flags.places, queue=flags.queue)
+    engine = Engine(generator, places=flags.places, queue=flags.queue, encodings=flags.encoding_cache)
     service = Service(
         generator,
         engine,

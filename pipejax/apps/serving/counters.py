@@ -25,7 +25,7 @@ class Counters:
         def histogram(name: str, said: str) -> Histogram:
             return Histogram(f"pipejax_{name}", said, buckets=SECONDS, registry=registry)
 
-        self.requests = counter("requests", "Answered requests for completions, by status of HTTP", "status")
+        self.requests = counter("requests", "Requests for answers that are over, by status of HTTP", "status")
         self.answers = counter("answers", "Answers, by what ended them: stop, length, cancelled, error", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read")
         self.tokens = counter("generated_tokens", "Tokens that were written, without those that end rows")
