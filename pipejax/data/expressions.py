@@ -68,7 +68,7 @@ class Expressions:
         return self.either(*found)
 
     def whole_numbers(self, low: int, high: int) -> int:
-        """The whole numbers from low to high, both included, as JSON writes them; of several digits none begins with 0."""
+        """The whole numbers from low to high, both included, as JSON writes them: without zeros before them."""
         if low < 0:
             below = self.join(self.text("-"), self.whole_numbers(max(-high, 1), -low))
             return self.either(below, self.whole_numbers(0, high)) if high >= 0 else below
@@ -155,7 +155,9 @@ class Expressions:
 
     def not_first(self, part: int, byte: str) -> int:
         """The texts that do not begin with that character of one byte."""
-        return self.both(part, self.either(self.empty, self._join(self._bytes(EVERY - (1 << ord(byte))), self.everything)))
+        return self.both(
+            part, self.either(self.empty, self._join(self._bytes(EVERY - (1 << ord(byte))), self.everything))
+        )
 
     def not_empty(self, part: int) -> int:
         """The texts of one byte and more."""
@@ -182,7 +184,7 @@ class Expressions:
         if self.nothing in (first, rest):
             return self.nothing
         if self.empty in (first, rest):
-            return max(first, rest)
+            return rest if first == self.empty else first
         node = self._nodes[first]
         if node.kind == "join":  # to the right, so that equal ones are made once
             return self._join(node.parts[0], self._join(node.parts[1], rest))
@@ -198,7 +200,9 @@ class Expressions:
         if first < last:
             pieces += [(last, bottom, high[1:])]
         for byte, start, end in pieces:
-            found += (self.join(self._range(byte, byte), rest) for rest in self._between(start, end, least=least, most=most))
+            found += (
+                self.join(self._range(byte, byte), rest) for rest in self._between(start, end, least=least, most=most)
+            )
         if first + 1 < last:
             tail = [self._range(least, most)] * (len(low) - 1)
             found.append(self.join(self._range(first + 1, last - 1), *tail))

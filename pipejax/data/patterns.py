@@ -1,4 +1,4 @@
-"""Regular expressions as JSON schemas write them (ECMA 262, with the flag u), without backreferences and look-around."""
+"""Regular expressions as JSON schemas write them (ECMA 262, flag u), without backreferences and look-around."""
 
 import re
 
@@ -126,7 +126,7 @@ class _Reader:
         return inverse(found) if inverted else found
 
     def _character(self) -> Ranges:
-        """Of a character its code; of a class such as \\d all that are of it."""
+        r"""Of a character its code; of a class such as \d all that are of it."""
         if not self._peek():
             raise self._refusal("its end")
         char = self._peek()

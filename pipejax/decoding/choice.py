@@ -64,9 +64,8 @@ class Wishes:
 
     def take(self, numbers: np.ndarray) -> "Wishes":
         """The wishes for the examples with those numbers [E, B], each array with these axes first; in NumPy."""
-        grammar, rest = self.grammar, dataclasses.replace(self, grammar=None)
-        rest = jax.tree.map(lambda x: x[numbers], rest)
-        return rest if grammar is None else dataclasses.replace(rest, grammar=grammar.take(numbers))
+        rest: Wishes = jax.tree.map(lambda x: x[numbers], dataclasses.replace(self, grammar=None))
+        return rest if self.grammar is None else dataclasses.replace(rest, grammar=self.grammar.take(numbers))
 
 
 GREEDILY = Wishes()

@@ -256,7 +256,7 @@ def refill(
         used=jnp.where(changes, 0, carry.used),
         filled=filled,
         log_probs=None if log_probs is None else jnp.where(changes[:, None, None], 0, log_probs),
-        states=carry.states if wishes.grammar is None else put(jnp.asarray(wishes.grammar.starts), carry.states),
+        states=carry.states if wishes.grammar is None else jax.tree.map(put, wishes.grammar.starts, carry.states),
     )
 
 

@@ -61,7 +61,7 @@ class Table:
 
     @classmethod
     def _padded(cls, kinds: np.ndarray, moves: np.ndarray, accepts: np.ndarray) -> "Table":
-        distance = np.where(accepts, 0, FAR)
+        distance: np.ndarray = np.where(accepts, 0, FAR)
         while True:
             nearer = np.minimum(distance, distance[moves].min(axis=0) + 1)
             if (nearer == distance).all():
@@ -87,8 +87,8 @@ class Grammar:
     def take(self, numbers: np.ndarray) -> "Grammar":
         """The grammar of the examples with those numbers [E, B]; each of the E has the table, which they share."""
         table = jax.tree.map(lambda x: np.broadcast_to(x, (len(numbers), *x.shape)), self.table)
-        own = (x[numbers] for x in (self.starts, self.first, self.last))
-        return Grammar(table, *own, eos=self.eos)
+        starts, first, last = (np.asarray(x)[numbers] for x in (self.starts, self.first, self.last))
+        return Grammar(table, starts, first, last, self.eos)
 
     def allow(self, states: Array, left: Array) -> Array:
         """bool [V, N], the tokens that may be chosen.

@@ -77,6 +77,8 @@ def record_of(
         if unique and method.parts_text:
             repeated = [k for k, row in enumerate(said) if row in said[:k]]
             said = [*dict.fromkeys(said)]
+    if source.schema is not None:
+        text = source.schema.dump([row[:length].tolist() for row, length in rows])
     assert found.calls is not None, "`Programs.decode` gives them"
     record: Record = {
         "id": source.id,
