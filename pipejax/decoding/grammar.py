@@ -40,7 +40,7 @@ class Table:
         functions = [np.zeros(states, np.int32), np.arange(states, dtype=np.int32)]
         number = {function.tobytes(): i for i, function in enumerate(functions)}
         after: dict[tuple[int, int], int] = {}
-        kinds = np.zeros(len(spelled), np.int32)
+        kinds: np.ndarray = np.zeros(len(spelled), np.int32)
         for token, parts in enumerate(spelled):
             here = 1 if parts else 0
             for part in parts:

@@ -72,7 +72,7 @@ class Generator:
         self.origin: dict[str, Any] = {}  # its step, and params_fp
         self.trained: Config | None = None  # that they were trained with; None: unknown
         self._told: set[str] = set()  # lines that are logged once
-        self._schema: Schema | None = None  # of `under`
+        self.schema: Schema | None = None  # that answers follow: see `under`
         self._schemas = Schemas()
 
     def __repr__(self) -> str:
@@ -243,7 +243,7 @@ class Generator:
         """
         made = self.make_strategy(strategy, drafts=False)
         other = copy.copy(self)
-        other._schema = self._schemas.find(given, self.method(strategy), made, self.config, self.tokenizer)
+        other.schema = self._schemas.find(given, self.method(strategy), made, self.config, self.tokenizer)
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:
@@ -256,12 +256,10 @@ class Generator:
         if isinstance(value, Mapping):
             source = sources.of_record(value, place, name, self.config)
             place += ': "source_ids"' if "source_ids" in value else ""
-        if self._schema is not None and (source.prefixes or source.max_rows is not None):
-            raise UserError(
-                f"{place}: found row_prefixes or max_rows; expected neither with a schema, which names rows"
-            )
+        if self.schema is not None and (source.prefixes or source.max_rows is not None):
+            raise UserError(f"{place}: found row_prefixes or max_rows; expected neither, as a schema names the rows")
         checked = sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
-        return checked._replace(schema=self._schema)
+        return checked._replace(schema=self.schema)
 
     def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
         """Yields each source as often as `decode.samples` says.
@@ -372,12 +370,9 @@ class Generator:
         """
         method = self.method(name)
         lines = methods.doubts(method.name, self.config, self.trained) if self.trained else []
-        if self._schema is not None and drafts and (drafter or self.config.decode.draft != "none"):
-            lines, drafts, drafter = (
-                [*lines, "a schema is given, so no drafts are verified, and records have no trace"],
-                False,
-                None,
-            )
+        if self.schema is not None and drafts and (drafter or self.config.decode.draft != "none"):
+            lines = [*lines, "a schema is given, so no drafts are verified, and records have no trace"]
+            drafts, drafter = False, None
         for line in lines:
             if line not in self._told:
                 self._told.add(line)

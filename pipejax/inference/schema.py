@@ -15,8 +15,8 @@ from pipejax.data import json_schema
 from pipejax.data.expressions import Expressions, TooLarge
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding.grammar import FAR
 from pipejax.decoding import Grammar, Strategy, Table
+from pipejax.decoding.grammar import FAR
 from pipejax.methods import Given, Method, prefix_ids
 from pipejax.system.errors import UserError
 
@@ -80,14 +80,16 @@ class Schema:
                 raise UserError(f"{where}: found {bound}; expected at least {needed}, so that the row can end")
         return Grammar(self.table, starts, first, last, strategy.eos)
 
-    def read(self, row: Row, tokens: Sequence[int]) -> object:
-        """The value of a row, from all its tokens."""
-        return row.value(b"".join(self.spelled[token] for token in tokens[len(row.beginning) :]).decode())
+    def dump_row(self, number: int, tokens: Sequence[int]) -> str:
+        """The JSON of a property, its name included, from all tokens of its row."""
+        row = self.rows[number]
+        value = row.value(b"".join(self.spelled[token] for token in tokens[len(row.beginning) :]).decode())
+        return f"{json.dumps(row.name, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
 
     def dump(self, rows: Sequence[Sequence[int]]) -> str:
         """The JSON of an answer, from the tokens of each row of the grid."""
-        found = {row.name: self.read(row, tokens) for row, tokens in zip(self.rows, rows, strict=False)}
-        return json.dumps({name: found[name] for name in self.names}, ensure_ascii=False)
+        pairs = {row.name: self.dump_row(i, rows[i]) for i, row in enumerate(self.rows)}
+        return f"{{{', '.join(pairs[name] for name in self.names)}}}"
 
 
 class Schemas:
@@ -222,6 +224,4 @@ def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence
         lost = [text for text in texts.literals if not any(can_spell(f"{space}{text}".encode()) for space in ("", " "))]
         if lost:
             more = f" and {len(lost) - 1} others" if lost[1:] else ""
-            logger.warning(
-                f"schema: properties.{name}: found {lost[0]!r}{more}; this tokenizer cannot write it, so no answer has it"
-            )
+            logger.warning(f"schema: properties.{name}: found {lost[0]!r}{more}, which this tokenizer cannot write")

@@ -8,17 +8,19 @@ import secrets
 from collections.abc import Sequence
 
 from pipejax import methods
+from pipejax.apps.serving import response_format
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import Object
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
+from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.system.errors import UserError
 
 FIELDS = (
     *("prompt", "model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "logprobs", "stop", "stream"),
-    *("stream_options", "strategy", "rows", "truncate", "user"),
+    *("stream_options", "strategy", "rows", "truncate", "user", "response_format"),
 )
 # Fields of OpenAI's that mean nothing here, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -43,11 +45,17 @@ class Asked:
     sampling: Sampling  # its seed is not yet the source's own
     n: int
     max_tokens: int | None
+    row_tokens: int | None  # of each row, in the place of `max_tokens` if answers follow a schema
     logprobs: int | None
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
     rows: bool
+
+    @property
+    def schema(self) -> Schema | None:
+        """The schema that all answers follow, if there is one."""
+        return self.sources[0].schema
 
     @property
     def prompt_tokens(self) -> int:
@@ -132,7 +140,12 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
     user = given.get("user", "")
     if not isinstance(user, str):
         raise unsuitable("user", user, "a text")
-    sources, cut = _sources(given, generator, most=most // n, truncate=_flag(given, "truncate"))
+    max_tokens = None
+    if "max_tokens" in given:
+        max_tokens = _whole(given, "max_tokens", 0, least=1, most=2**20, otherwise="null for no bound")
+    under = response_format.read(given, generator, strategy)
+    row_tokens = response_format.row_tokens(under, strategy, max_tokens)
+    sources, cut = _sources(given, under, most=most // n, truncate=_flag(given, "truncate"))
     return Asked(
         sources=sources,
         cut_tokens=cut,
@@ -144,9 +157,8 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
             seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
         ),
         n=n,
-        max_tokens=_whole(given, "max_tokens", 0, least=1, most=2**20, otherwise="null for no bound")
-        if "max_tokens" in given
-        else None,
+        max_tokens=max_tokens if row_tokens is None else None,
+        row_tokens=row_tokens,
         logprobs=logprobs,
         stop=stop,
         stream=stream,
