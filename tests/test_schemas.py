@@ -1,14 +1,16 @@
 """Answers that follow JSON schemas, wherever they are decoded: against jsonschema, Algorithm 1 and plain Python."""
 
 import json
-import logging
+import re
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from pipejax.apps.command import main
+from pipejax.apps.serving import app
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import grammar
@@ -65,22 +67,23 @@ def test_answers_are_valid(made: Any, temperature: float) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("delay", [0, 1])
 def test_ten_thousand_answers_are_valid(delay: int) -> None:
-    made = generator(1, delay=delay, time_max=60)
+    made = generator(1, delay=delay)
     for asked in many(30):
         check(made.decode(SOURCES, schema=asked, temperature=1.5, samples=21), asked)
 
 
-@pytest.mark.parametrize("grid", [{"time_max": 44}, {"time_max": 60, "delay": 2}])
-def test_rows_that_reach_their_bound_end_in_time(grid: dict[str, Any]) -> None:
-    """A uuid has 36 characters, most of which are a token each; a text would go on for ever."""
-    made = generator(3, **grid)
-    found = check(made.decode(SOURCES, schema=schema("uuid", "text", "tags"), temperature=3.0), schema("uuid", "text", "tags"))
-    assert max(len(one["text"]) for one in found) > 25
+def test_rows_that_start_later_end_in_time() -> None:
+    """An id has 12 characters, most of which are a token each; a text would go on for ever."""
+    made, asked = generator(3, time_max=26, delay=2), schema("text", "id", "tags")
+    found = check(made.decode(SOURCES, schema=asked, temperature=3.0), asked)
+    assert max(len(one["text"]) for one in found) > 15
 
 
 def test_a_bound_that_is_too_tight_is_refused() -> None:
     asked = schema("date")  # date: 4 to begin with, or 5 tokens; and the day, in 9 tokens at least
-    with pytest.raises(UserError, match=r"properties\.date: found grid\.time_max=9; expected at least (\d+), so") as told:
+    with pytest.raises(
+        UserError, match=r"properties\.date: found grid\.time_max=9; expected at least (\d+), so"
+    ) as told:
         generator(time_max=9).decode(["a"], schema=asked)
     least = int(str(told.value).split("at least ")[1].split(",")[0])
     with pytest.raises(UserError, match=f"expected at least {least}"):
@@ -114,51 +117,49 @@ def allowed(written: str, texts: list[str], left: int, pieces: dict[int, str]) -
     return found
 
 
+def choices(made: Any, params: Any, encoded: Any, rows: Any, near: list[bool]) -> Any:
+    """For `oracle.algorithm1`: the best allowed token of each row; one that is over or has still to begin gets any."""
+    pieces = {i: piece.replace("▁", " ") for i, piece in enumerate(schemas.PIECES) if i > 2}
+    delay, time_max = made.config.grid.delay, made.config.grid.time_max
+
+    def next_tokens(written: list[list[int]]) -> list[int]:
+        found = [1] * len(written)
+        logits = oracle.grid_logits(params, schemas.SIZES, encoded, written, delay)
+        for i, (row, tokens) in enumerate(zip(rows, written, strict=False)):
+            begun = len(row.beginning) + 1
+            if tokens[-1] != 1 and len(tokens) >= begun:
+                text = "".join(pieces[token] for token in tokens[begun:])
+                left = time_max - (len(tokens) - 1 + delay * i)
+                found[i] = max(allowed(text, FINITE[row.name], left, pieces), key=lambda x, i=i: logits[i][-1][x])
+                near.append(left <= 3)
+        return found
+
+    return next_tokens
+
+
 @pytest.mark.parametrize("native, delay", [(False, 0), (False, 2), pytest.param(True, 0, marks=pytest.mark.slow)])
 def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, request: Any) -> None:
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else schemas.XLA
-    properties = {name: {"enum": values} for name, values in FINITE.items()}
-    asked = {"type": "object", "properties": properties}
-    pieces = {i: p.replace("▁", " ") for i, p in enumerate(schemas.PIECES) if i > 2}
-    tight = False
-    for seed in range(3):
-        made = generator(seed, backend=backend, delay=delay, time_max=12 + 2 * delay)
-        grid, rows = made.config.grid, made.under(asked).schema.rows
-        params = oracle.random_params(schemas.SIZES, np.random.default_rng(seed), eos_scale=1.2)
-
-        def next_tokens(written: list[list[int]], memory: Any = None) -> list[int]:
-            found = []
-            logits = oracle.grid_logits(params, schemas.SIZES, encoded, written, grid.delay)
-            for i, row in enumerate(written):
-                after = len(rows[i].beginning) + 1
-                if i >= len(rows) or row[-1] == 1 or len(row) < after:
-                    found.append(1)
-                    continue
-                text = "".join(pieces[token] for token in row[after:])
-                left = grid.time_max - (len(row) - 1 + delay * i)
-                choices = allowed(text, FINITE[rows[i].name], left, pieces)
-                assert choices
-                nonlocal_tight.append(left <= 3)
-                found.append(max(choices, key=lambda token: logits[i][-1][token]))
-            return found
-
-        nonlocal_tight: list[bool] = []
-        for source in SOURCES[:3]:
-            ids = [*made.tokenizer.encode(source), 1]
-            encoded = oracle.encode(params, schemas.SIZES, ids)
-            prefixes = [list(row.beginning) for row in rows]
-            expected = oracle.algorithm1(
-                next_tokens if delay == 0 else lambda w: [*next_tokens(w[:3]), *[1] * (len(w) - 3)],
-                delay=delay,
-                time_max=grid.time_max,
-                sub_max=3 if delay == 0 else grid.sub_max,
-                stop="empty_row",
-                prefixes=prefixes,
-            )
-            (record,) = made.decode([source], schema=asked)
-            assert record["row_ids"] == [[t for t in row[1:] if t != 1] for row in expected.all_rows[:3]]
-        tight |= any(nonlocal_tight)
-    assert tight or delay
+    asked = of(**{name: {"enum": values} for name, values in FINITE.items()})
+    near = list[bool]()
+    made = generator(2, backend=backend, delay=delay, time_max=12 + 2 * delay)
+    rows, params = (
+        made.under(asked).schema.rows,
+        oracle.random_params(schemas.SIZES, np.random.default_rng(2), eos_scale=1.2),
+    )
+    for source in SOURCES[:4]:
+        encoded = oracle.encode(params, schemas.SIZES, [*made.tokenizer.encode(source), 1])
+        expected = oracle.algorithm1(
+            choices(made, params, encoded, rows, near),
+            delay=delay,
+            time_max=made.config.grid.time_max,
+            sub_max=4 if delay else 3,
+            stop="empty_row",
+            prefixes=[row.beginning for row in rows],
+        )
+        (record,) = made.decode([source], schema=asked)
+        assert record["row_ids"] == [[token for token in row[1:] if token != 1] for row in expected.all_rows[:3]]
+    assert any(near) or delay
 
 
 # Wherever answers are decoded.
@@ -167,13 +168,13 @@ def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, reques
 def test_streams_and_refilled_batches_give_the_same(made: Any) -> None:
     """Requests with other schemas and without one come and go at the same time."""
     asked = [schema("short", "range", "yes"), schema("colour"), None]
-    wanted = [made.decode([s], schema=one) if one else made.decode([s], row_names=NAMES) for one in asked for s in SOURCES] if False else []
+
     expected = [made.decode(SOURCES, schema=one) for one in asked[:2]]
     under = [made.under(one) for one in asked[:2]]
     for records, own in zip(expected, under, strict=True):
         *events, last = list(own.stream_rows(SOURCES[0]))
         assert last["text"] == records[0]["text"] and all(isinstance(event, RowEvent) for event in events)
-    engine = Engine(generator(row_names=schemas.NAMES[:6]), places=3, queue=64)
+    engine = Engine(generator(row_names=schemas.NAMES[:4]), places=3, queue=64)
     try:
         for k in range(2):
             answers = [
@@ -186,7 +187,6 @@ def test_streams_and_refilled_batches_give_the_same(made: Any) -> None:
                 assert (last["text"], last["row_ids"]) == (record["text"], record["row_ids"])
     finally:
         engine.close(drain=False, seconds=10)
-    assert wanted == []
 
 
 def test_drafts_are_off_and_one_line_says_so(made: Any, said: list[str]) -> None:
@@ -205,7 +205,11 @@ def test_rows_have_the_names_of_training(made: Any, said: list[str]) -> None:
     rows = own.under(schema("short", "range", "yes")).schema.rows
     assert [row.name for row in rows] == ["yes", "short", "range"]  # in the order of training
     assert rows[0].beginning == (*own.tokenizer.encode("yes = "),)
-    assert [*json.loads(own.decode(["a"], schema=schema("short", "range", "yes"))[0]["text"])] == ["short", "range", "yes"]
+    assert [*json.loads(own.decode(["a"], schema=schema("short", "range", "yes"))[0]["text"])] == [
+        "short",
+        "range",
+        "yes",
+    ]
     assert not said
     own.under(schema("short", "date"))
     assert said == [
@@ -237,25 +241,40 @@ REFUSED = {
     "nested": (of(a=of(b={"type": "null"})), r"properties\.a: type: found 'object'; expected one of string"),
     "lists of lists": (of(a={"type": "array", "items": {"type": "array"}}), r"a: items: found .*; expected values"),
     "a reference": (of(a={"$ref": "#/$defs/A"}), r"a: type: found None|a: found '\$ref'"),
-    "any of two": (of(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}), r"a: anyOf: found .*; expected none, or"),
+    "any of two": (
+        of(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+        r"a: anyOf: found .*; expected none, or",
+    ),
     "two types": (of(a={"type": ["string", "integer"]}), r"a: type: found \['string', 'integer'\]; expected one type"),
     "another key": (of(a={"type": "integer", "multipleOf": 3}), r"a: found 'multipleOf'; expected none but type, min"),
     "a key of lists": (of(a={"type": "array", "items": {"type": "null"}, "uniqueItems": True}), r"a: found 'uniqueIt"),
     "definitions": ({**of(a={"type": "null"}), "$defs": {}}, r"^schema: found '\$defs'"),
     "a format": (of(a={"type": "string", "format": "ipv6"}), r"a: format: found 'ipv6'; expected one of date, time"),
     "look-ahead": (of(a={"type": "string", "pattern": "a(?=b)"}), r"a: pattern: found 'a\(\?=b\)' with '\(\?' at cha"),
-    "a backreference": (of(a={"type": "string", "pattern": r"(a)\1"}), r"a: pattern: found .* at character 4; expected"),
-    "a boundary": (of(a={"type": "string", "pattern": r"\bred"}), r"a: pattern: found .*; expected a regular expression"),
+    "a backreference": (
+        of(a={"type": "string", "pattern": r"(a)\1"}),
+        r"a: pattern: found .* at character 4; expected",
+    ),
+    "a boundary": (
+        of(a={"type": "string", "pattern": r"\bred"}),
+        r"a: pattern: found .*; expected a regular expression",
+    ),
     "an open group": (of(a={"type": "string", "pattern": "(a"}), r"'\(' without '\)' at character 2"),
     "an open set": (of(a={"type": "string", "pattern": "[a"}), r"its end at character 2"),
     "a wrong range": (of(a={"type": "string", "pattern": "[z-a]"}), r"a range of no characters"),
     "an anchor within": (of(a={"type": "string", "pattern": "a$b"}), r"'\$' before its end"),
-    "no text": (of(a={"type": "string", "pattern": "^ab$", "maxLength": 1}), r"a: found no text that this tokenizer can"),
+    "no text": (
+        of(a={"type": "string", "pattern": "^ab$", "maxLength": 1}),
+        r"a: found no text that this tokenizer can",
+    ),
     "no number": (of(a={"type": "integer", "minimum": 3, "maximum": 2.5}), r"a: found no whole number from 3 to 2"),
     "a bound of numbers": (of(a={"type": "number", "minimum": 3}), r"a: minimum: found 3; expected 0 or none"),
     "lengths": (of(a={"type": "string", "minLength": 3, "maxLength": 2}), r"a: maxLength: found 2; expected at least"),
     "a length": (of(a={"type": "string", "maxLength": "2"}), r"a: maxLength: found '2'; expected a whole number"),
-    "too long": (of(a={"type": "string", "minLength": 10**6}), r"a: minLength: found 1000000; expected at most \d+, si"),
+    "too long": (
+        of(a={"type": "string", "minLength": 10**6}),
+        r"a: minLength: found 1000000; expected at most \d+, as",
+    ),
     "an enum of none": (of(a={"enum": []}), r"a: enum: found \[\]; expected a list of values"),
     "an enum of lists": (of(a={"enum": [[]]}), r"a: enum: found \[\]; expected values of type"),
     "an enum of others": (of(a={"type": "string", "enum": [5]}), r"a: enum: found 5; expected values of type string"),
@@ -263,7 +282,10 @@ REFUSED = {
     "commas": (of(a={"type": "array", "items": {"enum": ["a,b"]}}), r"a: items: found 'a,b'; expected texts without"),
     "an empty name": (of(**{" ": {"type": "null"}}), r"properties: found 'an empty name'"),
     "rows that begin alike": (of(ß={"type": "null"}, ñ={"type": "null"}), r"properties\.ß: found a row that begins as"),
-    "too many": (of(**{f"n{i}": {"type": "null"} for i in range(7)}), r"^schema: found 7 row_prefixes with grid\.delay"),
+    "too many": (
+        of(**{f"n{i}": {"type": "null"} for i in range(5)}),
+        r"^schema: found 5 row_prefixes with grid\.delay",
+    ),
     "states": (of(a={"type": "string", "pattern": "^(a|b)*a(a|b){18}$"}), r"^schema: found one of more than 32768 sta"),
 }
 
@@ -286,7 +308,9 @@ def test_settings_that_go_against_a_schema(made: Any) -> None:
         made.decode(["a"], schema=asked, delay=1, stop="literal")
     with pytest.raises(UserError, match=r"^source 0: found row_prefixes or max_rows; expected neither"):
         made.decode([{"source": "a", "row_prefixes": ["yes:"]}], schema=asked)
-    with pytest.raises(UserError, match=r"^absent\.json: cannot be read \(No such file or directory\); expected a JSON"):
+    with pytest.raises(
+        UserError, match=r"^absent\.json: cannot be read \(No such file or directory\); expected a JSON"
+    ):
         made.decode(["a"], schema="absent.json")
 
 
@@ -319,11 +343,67 @@ def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
             assert spelled(one, ids) == one.decode(ids)
     assert spelled(Tokenizer(TokenizerFile(fallback, {}, False, {})), [3, 5 + 0xC3, 5 + 0xA9, 4]) == "aé b"
     assert spelled(Tokenizer(TokenizerFile(byte_level, {}, False, {})), [0, 1, 2, 3, 4]) == "a bé"
-    assert spelled(Tokenizer(transformers.ByT5Tokenizer()), [*range(3, 131), 0xC3 + 3, 0xA9 + 3, 300, 1]).endswith("~\x7fé")
+    assert spelled(Tokenizer(transformers.ByT5Tokenizer()), [*range(3, 131), 0xC3 + 3, 0xA9 + 3, 300, 1]).endswith(
+        "~\x7fé"
+    )
     word_piece = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     word_piece.decoder = decoders.WordPiece()
-    with pytest.raises(UserError, match=r"^tokenizer: found one of \('WordPiece',\); expected one of pieces or of bytes"):
+    with pytest.raises(
+        UserError, match=r"^tokenizer: found one of \('WordPiece',\); expected one of pieces or of bytes"
+    ):
         token_bytes(Tokenizer(TokenizerFile(word_piece, {}, False, {})), 2)
+
+
+# The server.
+
+
+def posted(client: Any, **body: Any) -> Any:
+    return client.post("/v1/completions", json={"prompt": SOURCES[0], **body})
+
+
+def test_a_server_follows_response_format() -> None:
+    own = generator(row_names=schemas.NAMES[:4])
+    engine = Engine(own, places=2, queue=8)
+    limits = app.Limits(body=10_000, seconds=60.0, answers=4)
+    service = app.Service(own, engine, name="tiny", limits=limits)
+    asked = schema("short", "range", "yes")
+    (wanted,) = own.decode(SOURCES[:1], schema=asked)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": asked}}
+    try:
+        with TestClient(app.make(service), raise_server_exceptions=False) as client:
+            (choice,) = posted(client, response_format=form).json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == (wanted["text"], "stop")
+            events = posted(client, response_format=form, stream=True).text.split("\n\n")
+            chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted["text"]
+            assert len(chunks) == 4  # a property each, and the end
+            least = 3 * 10  # tokens: "short:", "range:" and a digit have ten at the most
+            (choice,) = posted(client, response_format=form, max_tokens=least).json()["choices"]
+            check([{"text": choice["text"], "truncated": None}], asked)
+            assert choice["finish_reason"] == "stop"
+            plain = posted(client, response_format={"type": "text"}).json()["choices"][0]["text"]
+            assert plain == posted(client).json()["choices"][0]["text"] != wanted["text"]
+            for body, words in (
+                ({"response_format": form, "max_tokens": 9}, r"max_tokens: found 9 for 3 rows \(schema: properties\.s"),
+                ({"response_format": form, "stop": ";"}, r"stop: found ';'; expected none with response_format"),
+                ({"response_format": form, "logprobs": 1}, r"logprobs: found 1; expected none with response_format"),
+                ({"response_format": form, "rows": True, "stream": True}, r"rows: found True; expected none with resp"),
+                (
+                    {"response_format": {"type": "json_object"}},
+                    r"response_format: found .*; expected an object whose ty",
+                ),
+                ({"response_format": {"type": "json_schema"}}, r"response_format json_schema: found None; expected an"),
+                (
+                    {"response_format": {"type": "json_schema", "json_schema": {"schema": of(a=of())}}},
+                    r"response_format: schema: properties\.a: type: found 'object'; expected one of string",
+                ),
+            ):
+                reply = posted(client, **body)
+                error = reply.json()["error"]
+                assert reply.status_code == 400 and re.match(words, error["message"]), error
+                assert error["param"] in body and "\n" not in error["message"]
+    finally:
+        engine.close(drain=False, seconds=10)
 
 
 # The command.
@@ -372,19 +452,18 @@ def test_the_real_tokenizer_of_t5(real_data: Any) -> None:
     from pipejax.inference.generator import Generator
 
     sizes = dataclasses.replace(schemas.SIZES, vocab_size=32128)
-    grid = GridConfig(delay=0, time_max=32, sub_max=10)
+    grid = GridConfig(delay=0, time_max=24, sub_max=5)
     params = oracle.random_params(sizes, np.random.default_rng(0), eos_scale=1.2)
     own = Generator(
         Config(model=sizes, grid=grid, train=TrainConfig(objective="pipelined")),
         params,
         Tokenizer.load(real_data / "t5_tokenizer"),
     )
-    for names in (("date", "text", "price", "tags", "code"), ("moment", "mail", "many", "maybe", "long", "mixed")):
+    for names in (("date", "text", "price", "tags", "code"), ("moment", "mail", "many", "maybe", "long")):
         for temperature in (0.0, 1.0):
             check(own.decode(SOURCES, schema=schema(*names), temperature=temperature), schema(*names))
 
 
-def test_a_table_is_small(made: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = made.under(schema("uuid", "text", "date", "code", "price")).schema
+def test_a_table_is_small(made: Any) -> None:
+    found = made.under(schema("id", "text", "date", "code")).schema
     assert isinstance(found, Schema) and found.table.moves.nbytes < 2**22

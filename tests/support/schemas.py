@@ -30,7 +30,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "time": {"type": "string", "format": "time"},
     "moment": {"type": "string", "format": "date-time"},
     "mail": {"type": "string", "format": "email", "maxLength": 14},
-    "uuid": {"type": "string", "format": "uuid"},
+    "id": {"type": "string", "pattern": "^[0-9a-f]{12}$"},
     "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
     "part": {"type": "string", "pattern": "ab|ö"},
     "class": {"type": "string", "pattern": r"^\w[^a-z]*\d$", "maxLength": 8},
@@ -62,9 +62,9 @@ def schema(*names: str) -> dict[str, Any]:
 
 
 def many(count: int) -> list[dict[str, Any]]:
-    """Schemas of one to six properties each, in which all of them are."""
+    """Schemas of one to four properties each, in which all of them are."""
     names, rng = [*PROPERTIES], np.random.default_rng(0)
-    return [schema(names[i % len(names)], *rng.permutation(names[:i] + names[i + 1 :])[: i % 6]) for i in range(count)]
+    return [schema(names[i % len(names)], *rng.permutation(names[:i] + names[i + 1 :])[: i % 4]) for i in range(count)]
 
 
 def tokenizer() -> Tokenizer:
@@ -79,13 +79,11 @@ def tokenizer() -> Tokenizer:
 SIZES = dataclasses.replace(IN_BLOCKS, vocab_size=len(PIECES) + 3)  # as T5's, it is larger than its tokenizer
 
 
-def generator(
-    seed: int = 0, *, backend: Backend = XLA, decode: dict[str, Any] | None = None, **grid: Any
-) -> Generator:
+def generator(seed: int = 0, *, backend: Backend = XLA, decode: dict[str, Any] | None = None, **grid: Any) -> Generator:
     """A generator of random weights; `decode` and `grid`: its settings."""
     config = Config(
         model=SIZES,
-        grid=GridConfig(**{"delay": 0, "time_max": 48, "sub_max": 6, **grid}),
+        grid=GridConfig(**{"delay": 0, "time_max": 32, "sub_max": 4, **grid}),
         train=TrainConfig(objective="pipelined"),
         decode=DecodeConfig(**(decode or {})),
     )
