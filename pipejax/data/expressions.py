@@ -13,6 +13,7 @@ Ranges = Sequence[tuple[int, int]]  # of code points, ends included
 
 SURROGATES = (0xD800, 0xDFFF)  # no characters: UTF-8 has none of them
 LAST = 0x10FFFF
+MOST = 1 << 21  # derivatives, some seconds of work
 EVERY = (1 << 256) - 1  # all bytes
 FEWER = 0x7F, 0x7FF, 0xFFFF, LAST  # the last code points of one, two, three and four bytes
 
@@ -228,4 +229,6 @@ class Expressions:
             combine = self.either if node.kind == "either" else self.both
             made = combine(*(self._derive(part, byte) for part in node.parts))
         self._derived[number, byte] = made
+        if len(self._derived) > MOST:
+            raise TooLarge(f"more than {MOST} derivatives")
         return made

@@ -147,7 +147,10 @@ def read(given: Mapping[str, object] | str | Path) -> object:
       UserError: the file cannot be read, or is no JSON.
     """
     if not isinstance(given, str | Path):
-        return given
+        try:
+            return json.loads(json.dumps(given))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"schema: found no JSON ({error}); expected a JSON schema") from error
     try:
         return json.loads(Path(given).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -175,7 +178,10 @@ def make(
     if tokenizer is None:
         raise UserError("schema: found one, but the checkpoint has no tokenizer; expected none")
     made, spelled = Expressions(), _spelled(tokenizer, size)
-    found = json_schema.read_properties(schema, made, "schema", longest=times * max(map(len, spelled)))
+    try:
+        found = json_schema.read_properties(schema, made, "schema", longest=times * max(map(len, spelled)))
+    except RecursionError as error:
+        raise UserError("schema: found groups or lists in too many others; expected fewer") from error
     named = {name.rstrip(MARKS): (i, name) for i, name in enumerate(row_names)}
     if strange := [name for name in found if name not in named] if named else []:
         logger.warning(
@@ -192,7 +198,7 @@ def make(
         automaton = made.compile([found[name].expression for name in known], STATES)
         parts = [[int(automaton.kinds[byte]) for byte in token] for token in spelled]
         table = Table.lift(automaton.moves, automaton.accepts, parts, most=ENTRIES)
-    except TooLarge:
+    except (TooLarge, RecursionError):
         table = None
     if table is None:
         raise UserError(
