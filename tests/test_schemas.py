@@ -1,5 +1,6 @@
 """Answers that follow JSON schemas, wherever they are decoded: against jsonschema, Algorithm 1 and plain Python."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -11,16 +12,20 @@ from starlette.testclient import TestClient
 
 from pipejax.apps.command import main
 from pipejax.apps.serving import app
+from pipejax.data.examples import Example
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import grammar
 from pipejax.inference.backends import OwnKernel
 from pipejax.inference.engine import Engine, Request
+from pipejax.inference.loading import load
 from pipejax.inference.schema import Schema
 from pipejax.inference.streaming import RowEvent
 from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
 from support import oracle, schemas
 from support.schemas import PROPERTIES, generator, many, schema
+from support.tiny import RUN_ON_ONE, change
 
 SOURCES = ["a red fish", "2024", "the", "ab ab ab ab", "no", "5 5", "x", "red red"]
 
@@ -442,12 +447,36 @@ def test_another_schema_is_other_work(made: Any) -> None:
         assert difference(settings("yes"), settings(*other)).startswith("answers under another schema")
 
 
+@pytest.mark.slow
+def test_a_trained_model_writes_what_it_learned_and_nothing_else(tmp_path: Any, said: list[str]) -> None:
+    """Of a source "red 7" it has learned the rows "num: 7" and "colour: red"; of other words it knows nothing."""
+    (tmp_path / "tokenizer").mkdir()
+    words = [f"{colour} {number}" for colour in ("red", "ab", "null") for number in range(10)]
+    rows = [(f"num: {word[-1]}", f"colour: {word[:-2]}") for word in words]
+    config = change(
+        RUN_ON_ONE,
+        grid={"delay": 0, "time_max": 16, "row_names": ("num:", "colour:")},
+        data={"task": "jsonl", "tokenizer": str(schemas.save(tmp_path / "tokenizer"))},
+        train={"steps": 150, "learning_rate": 1e-2, "dropout": 0.0, "evaluate_every": 150, "checkpoint_every": 150},
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(schemas.SIZES, dropout_rate=0.0))
+    examples = [Example(str(i), word, row) for i, (word, row) in enumerate(zip(words, rows, strict=True))]
+    assert fit(config, tmp_path / "run", given={"train": examples, "dev": examples[:4]}) == 0
+    made = load(tmp_path / "run")
+    asked = of(colour={"enum": ["red", "ab"]}, num={"type": "integer", "minimum": 3, "maximum": 12})
+    free = [record["rows"] for record in made.decode(words)]
+    learned = [i for i, word in enumerate(words) if free[i] == [*rows[i]]]
+    found = check(made.decode(words, schema=asked), asked)
+    assert len(learned) > 20
+    for i in learned:
+        if words[i][:-2] != "null" and int(words[i][-1]) >= 3:
+            assert found[i] == {"colour": words[i][:-2], "num": int(words[i][-1])}
+
+
 # Real pieces.
 
 
 def test_the_real_tokenizer_of_t5(real_data: Any) -> None:
-    import dataclasses
-
     from pipejax.config import Config, GridConfig, TrainConfig
     from pipejax.inference.generator import Generator
 

@@ -1,7 +1,9 @@
 """A small vocabulary of pieces as T5's, a model of random weights for it, and JSON schemas that rows can follow."""
 
 import dataclasses
+import json
 import string
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,11 +71,15 @@ def many(count: int) -> list[dict[str, Any]]:
 
 def tokenizer() -> Tokenizer:
     """Of the pieces."""
+    return Tokenizer(TokenizerFile(_backend(), {"eos_token": "</s>", "unk_token": "<unk>"}, False, {}))
+
+
+def _backend() -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(models.Unigram([(piece, -float(len(PIECES))) for piece in PIECES], unk_id=2))
     made.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     made.decoder = decoders.Metaspace()  # type: ignore[assignment]
     made.add_special_tokens(["<pad>", "</s>", "<unk>"])
-    return Tokenizer(TokenizerFile(made, {"eos_token": "</s>", "unk_token": "<unk>"}, False, {}))
+    return made
 
 
 SIZES = dataclasses.replace(IN_BLOCKS, vocab_size=len(PIECES) + 3)  # as T5's, it is larger than its tokenizer
@@ -89,3 +95,16 @@ def generator(seed: int = 0, *, backend: Backend = XLA, decode: dict[str, Any] |
     )
     params = oracle.random_params(SIZES, np.random.default_rng(seed), eos_scale=1.2)
     return Generator(config, params, tokenizer(), backend=backend)
+
+
+def save(directory: Path) -> Path:
+    """Writes the tokenizer's files into a directory."""
+    _backend().save(str(directory / "tokenizer.json"))
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    return directory
