@@ -193,20 +193,22 @@ class Expressions:
 
     def _between(self, low: bytes, high: bytes, *, least: int, most: int) -> list[int]:
         """The texts of as many bytes from low to high; each byte but the first is from least to most."""
-        if len(low) == 1:
-            return [self._range(low[0], high[0])]
-        first, last, found = low[0], high[0], list[int]()
-        bottom, top = bytes([least]) * (len(low) - 1), bytes([most]) * (len(low) - 1)
-        pieces = [(first, low[1:], high[1:] if first == last else top)]
-        if first < last:
-            pieces += [(last, bottom, high[1:])]
-        for byte, start, end in pieces:
-            found += (
-                self.join(self._range(byte, byte), rest) for rest in self._between(start, end, least=least, most=most)
-            )
-        if first + 1 < last:
-            tail = [self._range(least, most)] * (len(low) - 1)
-            found.append(self.join(self._range(first + 1, last - 1), *tail))
+        first, last, rests = low[0], high[0], len(low) - 1
+        if not rests:
+            return [self._range(first, last)]
+        bottom, top, found = bytes([least]) * rests, bytes([most]) * rests, list[int]()
+        ends = list[tuple[int, bytes, bytes]]()  # first bytes after which not all may follow
+        if first == last:
+            ends, first = [(first, low[1:], high[1:])], last + 1
+        elif low[1:] != bottom:
+            ends, first = [(first, low[1:], top)], first + 1
+        if first <= last and high[1:] != top:
+            ends, last = [*ends, (last, bottom, high[1:])], last - 1
+        for byte, start, end in ends:
+            after = self._between(start, end, least=least, most=most)
+            found += (self._join(self._range(byte, byte), rest) for rest in after)
+        if first <= last:
+            found.append(self.join(self._range(first, last), *[self._range(least, most)] * rests))
         return found
 
     def _derive(self, number: int, byte: int) -> int:

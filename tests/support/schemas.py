@@ -76,8 +76,8 @@ def tokenizer() -> Tokenizer:
 
 def _backend() -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(models.Unigram([(piece, -float(len(PIECES))) for piece in PIECES], unk_id=2))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
-    made.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
     made.add_special_tokens(["<pad>", "</s>", "<unk>"])
     return made
 
