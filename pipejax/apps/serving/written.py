@@ -141,7 +141,7 @@ class ObjectWriting:
     def end(self) -> list[Piece]:
         """The pieces that are left when no token is written any more."""
         self._due.clear()
-        return self._release()
+        return self._release() if any(self._tokens) else []  # tokens are told only to those who do not wait for the end
 
     def _release(self) -> list[Piece]:
         pieces, rows = list[Piece](), {row.name: i for i, row in enumerate(self._schema.rows)}
