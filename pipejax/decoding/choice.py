@@ -119,7 +119,14 @@ def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
 
 
 def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array:
-    """The states i32 [B, R] of rows once tokens i32 [N] answer the queries; given tokens leave them as they are."""
+    """The states i32 [B, R] of rows once tokens answer the queries; given tokens leave them as they are.
+
+    Args:
+      states: i32 [B, R], before.
+      tokens: i32 [N].
+      asked: the step with the queries.
+      grammar: of the batch.
+    """
     example, row, time = _query_coordinates(asked)
     at = example, jnp.minimum(row, states.shape[1] - 1)
     is_free = time >= jnp.asarray(grammar.first)[at]
