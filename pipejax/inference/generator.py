@@ -39,8 +39,8 @@ WINDOW = 16  # batches that are read ahead and sorted by length
 class Generator:
     """Parameters, tokenizer and settings, ready to decode.
 
-    For everybody: `decode`, `stream_rows`, `under`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
-    The weights are laid out for the devices when the first source is decoded; what is given is checked before.
+    For everybody: `decode`, `stream_rows`, `under`, `warm_up`, `default_strategy`. The rest is for the commands. The
+    weights are laid out for the devices when the first source is decoded; what is given is checked before.
     """
 
     def __init__(
