@@ -89,6 +89,8 @@ def record_of(
         "calls": int(found.calls[place]),
         "truncated": TRUNCATIONS[int(found.truncated[place])],
     }
+    if source.schema is not None:  # all its rows are there, and have ended
+        record["truncated"] = None
     if unique:
         record["repeated"] = repeated
     if config.decode.samples > 1:
