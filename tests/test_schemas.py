@@ -331,6 +331,8 @@ def test_settings_that_go_against_a_schema(made: Any) -> None:
         made.decode(["a"], schema=asked, strategy="sequential")
     with pytest.raises(UserError, match=r"^decode\.limit: found source with a schema; expected none"):
         made.decode(["a"], schema=asked, limit="source")
+    with pytest.raises(UserError, match=r"^decode\.limit: found source with a schema; expected none"):
+        made.under(asked).decode(["a"], limit="source")
     with pytest.raises(UserError, match=r"^grid\.stop: found literal with a schema; expected empty_row"):
         made.decode(["a"], schema=asked, delay=1, stop="literal")
     with pytest.raises(UserError, match=r"^source 0: found row_prefixes or max_rows; expected neither"):

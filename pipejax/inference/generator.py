@@ -18,6 +18,7 @@ from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded, Drafter, Strategy, Wishes
 from pipejax.inference import programs, small, sources, streaming, wishes
+from pipejax.inference import schema as schema_lib
 from pipejax.inference import settings as settings_lib
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
@@ -25,7 +26,6 @@ from pipejax.inference.opened import Opened, dtype_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.running_batch import RunningBatch
-from pipejax.inference.schema import Schema, Schemas
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.methods import Ids, Method
@@ -72,8 +72,8 @@ class Generator:
         self.origin: dict[str, Any] = {}  # its step, and params_fp
         self.trained: Config | None = None  # that they were trained with; None: unknown
         self._told: set[str] = set()  # lines that are logged once
-        self.schema: Schema | None = None  # that answers follow: see `under`
-        self._schemas = Schemas()
+        self.schema: schema_lib.Schema | None = None  # that answers follow: see `under`
+        self._schemas = schema_lib.Schemas()
 
     def __repr__(self) -> str:
         model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
@@ -256,8 +256,6 @@ class Generator:
         if isinstance(value, Mapping):
             source = sources.of_record(value, place, name, self.config)
             place += ': "source_ids"' if "source_ids" in value else ""
-        if self.schema is not None and (source.prefixes or source.max_rows is not None):
-            raise UserError(f"{place}: found row_prefixes or max_rows; expected neither, as a schema names the rows")
         checked = sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
         return checked._replace(schema=self.schema)
 
@@ -370,8 +368,10 @@ class Generator:
         """
         method = self.method(name)
         lines = methods.doubts(method.name, self.config, self.trained) if self.trained else []
-        if self.schema is not None and drafts and (drafter or self.config.decode.draft != "none"):
-            lines = [*lines, "a schema is given, so no drafts are verified, and records have no trace"]
+        if self.schema is not None:
+            schema_lib.check(method, self.config)
+            if drafts and (drafter or self.config.decode.draft != "none"):
+                lines = [*lines, "a schema is given, so no drafts are verified, and records have no trace"]
             drafts, drafter = False, None
         for line in lines:
             if line not in self._told:

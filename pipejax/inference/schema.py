@@ -120,11 +120,7 @@ class Schemas:
         Raises:
           UserError: the schema is none, or asks for more than rows can do.
         """
-        method.require("rows", "schema: found one")
-        if config.decode.limit != "none":
-            raise UserError(f"decode.limit: found {config.decode.limit} with a schema; expected none")
-        if config.grid.stop == "literal" and config.grid.delay:
-            raise UserError("grid.stop: found literal with a schema; expected empty_row, as each property has a row")
+        check(method, config)
         found, names = read(given), config.grid.row_names
         key = json.dumps(found), names, strategy
         with self._lock:
@@ -138,6 +134,15 @@ class Schemas:
                     del self._found[next(iter(self._found))]
                 self._found[key] = made
             return self._found[key]
+
+
+def check(method: Method, config: Config) -> None:
+    """Raises a UserError if answers of the method cannot follow any schema with these settings."""
+    method.require("rows", "schema: found one")
+    if config.decode.limit != "none":
+        raise UserError(f"decode.limit: found {config.decode.limit} with a schema; expected none")
+    if config.grid.stop == "literal" and config.grid.delay:
+        raise UserError("grid.stop: found literal with a schema; expected empty_row, as each property has a row")
 
 
 def read(given: Mapping[str, object] | str | Path) -> object:

@@ -16,6 +16,9 @@ from pipejax.system.errors import UserError
 def given(source: Source, method: Method) -> Given:
     """The known part of the rows of an answer: as the source or its schema says, or the method's own settings."""
     if source.schema is not None:
+        if source.prefixes or source.max_rows is not None:
+            where = f"source {source.id}"
+            raise UserError(f"{where}: found row_prefixes or max_rows; expected neither, as a schema names the rows")
         return method.given(source.schema.given)
     return method.given(Given(source.prefixes, source.max_rows, f"source {source.id}"))
 
