@@ -88,7 +88,7 @@ class Expressions:
         return made
 
     def either(self, *parts: int) -> int:
-        """Any of them."""
+        """The texts of each of them."""
         found, mask = set[int](), 0
         for one in self._flat("either", parts):
             if self._nodes[one].kind == "bytes":
