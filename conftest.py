@@ -55,7 +55,7 @@ SLOW = (
     *("drafting", "backbones", "processes", "trainer", "training", "named_rows", "engine", "decoding"),
     *("benchmarks", "records", "monitoring", "drafts", "lora", "kernels", "methods", "paper_configs"),
     *("step_decoder", "choice", "checkpoint", "faults", "tables", "unique_rows", "gpu", "python", "plan"),
-    "serving_process",
+    *("serving_process", "schemas"),
 )
 
 

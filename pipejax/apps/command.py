@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
+    parser.add_argument("--schema", metavar="FILE", help="a flat JSON schema, of which each answer is an object")
     parser.add_argument("--stream", action="store_true", help="show rows as they are written, one source at a time")
     parser.add_argument(
         "--num-samples", type=cli.whole(1, 2**16), metavar="N", help="answers of each source; default: decode.samples"
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     samples = [f"decode.samples={flags.num_samples}"] if flags.num_samples else []
     generator = load(flags.checkpoint, best=flags.best, overrides=[*flags.overrides, *samples])
     records.decode_file(
-        generator,
+        generator.under(flags.schema, flags.strategy) if flags.schema else generator,
         flags.input,
         flags.output,
         strategy=flags.strategy,

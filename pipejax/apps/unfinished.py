@@ -101,6 +101,7 @@ class Unfinished:
 HASHED = {
     "input": "answers to another input; expected those to the one that is given now",
     "weights": "answers of other weights; expected those of the checkpoint that is given now",
+    "--schema": "answers under another schema; expected those under the one that is given now",
     "--adapt": "work of weights that learned from other examples; expected --adapt as it was",
 }
 
@@ -116,7 +117,9 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     speed = ("batch_size", *drafts)
     decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
     decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
-    own = {"method": config_lib.described(config.method)} if config.method is not None else {}
+    own: Settings = {"method": config_lib.described(config.method)} if config.method is not None else {}
+    if sources and (schema := sources[0].schema) is not None:  # the same for all
+        own["--schema"] = schema.text
     return {
         "input": digest.hexdigest(),
         "weights": generator.origin.get("params_fp"),

@@ -149,6 +149,17 @@ class Tokenizer:
         declared = number in self._inner.all_special_ids or (added is not None and added.special)
         return piece != "" and not declared and re.fullmatch(r"▁?(<.+>|\[.+\])", piece) is None
 
+    def decoders(self) -> tuple[str, ...] | None:
+        """The steps by which the library tokenizers makes text of pieces; none: it puts spaces between them.
+
+        None: the tokenizer is none of that library.
+        """
+        if self._backend is None:
+            return None
+        made = self._backend.decoder
+        found = json.loads(made.__getstate__()) if made is not None else {"decoders": []}
+        return tuple(step["type"] for step in found.get("decoders", [found]))
+
     def other_pieces(self, other: "Tokenizer") -> list[int]:
         """The ids that stand for one piece here and for another piece there, in order."""
         here, there = ({i: piece for piece, i in each._inner.get_vocab().items()} for each in (self, other))

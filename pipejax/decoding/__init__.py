@@ -10,6 +10,7 @@ from pipejax.decoding.core import QUERIES, Carry, Sizes, Stretch, begin, decode,
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafted
 from pipejax.decoding.gathering import Query, Step
+from pipejax.decoding.grammar import Grammar, Table
 from pipejax.decoding.interface import TRUNCATIONS, Decoded, Model, Plain, Refillable, SourceIds, Stepper, Strategy
 from pipejax.decoding.pipelined import OnGrid, Pipelined
 from pipejax.decoding.sequential import Sequential
@@ -26,6 +27,7 @@ __all__ = [
     "Decoded",
     "Drafted",
     "Drafter",
+    "Grammar",
     "Model",
     "Pipelined",
     "Plain",
@@ -39,6 +41,7 @@ __all__ = [
     "Stepper",
     "Strategy",
     "Stretch",
+    "Table",
     "Trace",
     "Wishes",
     "begin",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding.gathering import Query, Step
+from pipejax.decoding.grammar import Grammar
 from pipejax.grid import Numbers
 
 Array = jax.Array
@@ -52,13 +53,19 @@ class Wishes:
         None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
     )
     allowed: Array | np.ndarray | None = None  # bool [B, V], the tokens that may be chosen; None: all
+    grammar: Grammar | None = None  # the texts that rows may be; None: any
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept
     scored: Array | np.bool | None = None  # bool scalar: False saves computing them for now; None: they are computed
 
     @property
     def need_logits(self) -> bool:
         """Whether the highest token of each query is not enough."""
-        return self.scores or self.sampling is not None or self.allowed is not None
+        return self.scores or any(x is not None for x in (self.sampling, self.allowed, self.grammar))
+
+    def take(self, numbers: np.ndarray) -> "Wishes":
+        """The wishes for the examples with those numbers [E, B], each array with these axes first; in NumPy."""
+        rest: Wishes = jax.tree.map(lambda x: x[numbers], dataclasses.replace(self, grammar=None))
+        return rest if self.grammar is None else dataclasses.replace(rest, grammar=self.grammar.take(numbers))
 
 
 GREEDILY = Wishes()
@@ -72,7 +79,9 @@ def first_argmax(logits: Array) -> Array:
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
 
 
-def choose_tokens(greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes) -> Array:
+def choose_tokens(
+    greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes, states: Array | None = None
+) -> Array:
     """Chooses the tokens i32 [N] that are wished for, of the queries that were asked.
 
     Args:
@@ -80,12 +89,18 @@ def choose_tokens(greedy: Callable[[Array], Array], logits: Array, asked: Step, 
       logits: [V, N].
       asked: the step with the queries.
       wishes: for the batch.
+      states: i32 [B, R], of the rows by `Wishes.grammar`.
     """
-    if wishes.allowed is None and wishes.sampling is None:
+    if not (wishes.sampling or wishes.grammar) and wishes.allowed is None:
         return greedy(logits)
     example, row, time = _query_coordinates(asked)
     if wishes.allowed is not None:
         logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
+    if wishes.grammar is not None:
+        assert states is not None, "the loop keeps them"
+        at = example, jnp.minimum(row, states.shape[1] - 1)  # fillers may choose anything
+        allowed = wishes.grammar.allow(states[at], jnp.asarray(wishes.grammar.last)[at] - time)
+        logits = jnp.where(allowed, logits, NEVER)
     tokens = greedy(logits)
     if wishes.sampling is not None:
         sampling = jax.tree.map(lambda x: x[example], wishes.sampling)
@@ -101,6 +116,22 @@ def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
         return tokens
     forced = jnp.asarray(wishes.forced).at[_query_coordinates(asked)].get(mode="fill", fill_value=-1)
     return jnp.where(forced < 0, tokens, forced)
+
+
+def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array:
+    """The states i32 [B, R] of rows once tokens answer the queries; given tokens leave them as they are.
+
+    Args:
+      states: i32 [B, R], before.
+      tokens: i32 [N].
+      asked: the step with the queries.
+      grammar: of the batch.
+    """
+    example, row, time = _query_coordinates(asked)
+    at = example, jnp.minimum(row, states.shape[1] - 1)
+    is_free = time >= jnp.asarray(grammar.first)[at]
+    moved = jnp.where(is_free, grammar.move(states[at], tokens), states[at])
+    return states.at[example, row].set(moved, mode="drop")
 
 
 def score(logits: Array, tokens: Array, wishes: Wishes) -> Array:

@@ -68,6 +68,7 @@ class Carry:
     filled: Filled
     cache: Tree
     log_probs: Array | None = None  # as in `Decoded`
+    states: Array | None = None  # i32 [B, R], of the rows by `Wishes.grammar`, if there is one
     steps_left: Array | None = None  # i32 scalar, until it pauses; below zero: at once; None: it does not pause
 
 
@@ -124,6 +125,7 @@ def begin(
         filled=Filled(none, none),
         cache=model.cache(0, None),
         log_probs=jnp.zeros((batch, *strategy.places)) if wishes.scores else None,
+        states=None if wishes.grammar is None else jnp.asarray(wishes.grammar.starts),
     )
 
 
@@ -176,8 +178,11 @@ def decode(
             chosen, cache = model.greedy(asked, carry.cache)
         else:
             logits, cache = model(asked, carry.cache)
-            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes)
-        chosen = choice.force_tokens(chosen, asked, wishes)
+            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes, carry.states)
+        chosen, states = choice.force_tokens(chosen, asked, wishes), carry.states
+        if wishes.grammar is not None:
+            assert states is not None, "as `begin` was told"
+            states = choice.follow(states, chosen, asked, wishes.grammar)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
@@ -197,6 +202,7 @@ def decode(
             filled=filled,
             cache=cache,
             log_probs=log_probs,
+            states=states,
             steps_left=None if carry.steps_left is None else listen(carry.steps_left - 1),
         )
 
@@ -219,7 +225,9 @@ def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
     return dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
 
 
-def refill(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes) -> Carry:
+def refill(
+    strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes, wishes: Wishes = GREEDILY
+) -> Carry:
     """Puts other examples into a batch whose examples take slots apart; gives the carry back.
 
     Args:
@@ -228,6 +236,7 @@ def refill(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, si
       begins: bool [B], places at which an example begins.
       ends: bool [B], places whose examples are given up.
       sizes: that the decode goes through.
+      wishes: as in `decode`.
     """
     fresh = strategy.query(strategy.init(len(begins)))
 
@@ -247,6 +256,7 @@ def refill(strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, si
         used=jnp.where(changes, 0, carry.used),
         filled=filled,
         log_probs=None if log_probs is None else jnp.where(changes[:, None, None], 0, log_probs),
+        states=carry.states if wishes.grammar is None else jax.tree.map(put, wishes.grammar.starts, carry.states),
     )
 
 

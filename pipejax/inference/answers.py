@@ -77,6 +77,8 @@ def record_of(
         if unique and method.parts_text:
             repeated = [k for k, row in enumerate(said) if row in said[:k]]
             said = [*dict.fromkeys(said)]
+    if source.schema is not None:
+        text = source.schema.dump([row[:length].tolist() for row, length in rows])
     assert found.calls is not None, "`Programs.decode` gives them"
     record: Record = {
         "id": source.id,
@@ -87,6 +89,8 @@ def record_of(
         "calls": int(found.calls[place]),
         "truncated": TRUNCATIONS[int(found.truncated[place])],
     }
+    if source.schema is not None:  # all its rows are there, and have ended
+        record["truncated"] = None
     if unique:
         record["repeated"] = repeated
     if config.decode.samples > 1:

@@ -21,6 +21,7 @@ from pipejax.inference.answers import Record, record_of
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, RunningBatch, Switch
+from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 
@@ -41,6 +42,7 @@ class Request:
     max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
     log_probs: bool = True  # whether events and record have them; else they are 0, or lack
     at_once: bool = True  # whether events come as tokens are written; else they may all come in the end
+    row_tokens: int | None = None  # of each row, if the source has a schema; None: as many as the grid holds
 
 
 class Event(NamedTuple):
@@ -120,6 +122,7 @@ class _Lane(NamedTuple):
 
     strategy: str
     places: int
+    schema: Schema | None  # that all follow
 
 
 class Engine:
@@ -200,7 +203,7 @@ class Engine:
         """Compiles what prompts of so many tokens need with the default strategy; before there are requests."""
         name = self.generator.default_strategy
         source = Source("", [self.generator.architecture.eos_token_id] * length)
-        for lane in {_Lane(name, 1), _Lane(name, self.places)}:
+        for lane in {_Lane(name, places, None) for places in (1, self.places)}:
             batch = self._batch(lane, source)
             for log_probs in (False, True):
                 place = batch.add(self.generator.ids_of(source), log_probs=log_probs)
@@ -266,12 +269,12 @@ class Engine:
             with self._change:
                 others = any(one.request.strategy == name and not one.cancelled for one in self._waiting)
             beside = others or self._running_with(name) > 0
-            lane = _Lane(name, self.places if beside or self._beside else 1)
+            lane = _Lane(name, self.places if beside or self._beside else 1, request.source.schema)
             self._beside = beside
             try:
                 batch = self._batch(lane, request.source)
                 ids = self.generator.ids_of(request.source)
-                place = batch.add(ids, request.sampling, log_probs=request.log_probs)
+                place = batch.add(ids, request.sampling, log_probs=request.log_probs, row_tokens=request.row_tokens)
             except Exception as error:
                 answer.give(error)  # the others are told where this is caught
                 raise
@@ -296,12 +299,17 @@ class Engine:
         if lane not in self._batches:
             made = self._strategy(lane.strategy)
             method = self.generator.method(lane.strategy)
-            forced = wishes.forced_of(wishes.rows_of(source, method, self.generator.tokenizer), made)
-            programs = self.generator.programs
-            self._batches[lane] = RunningBatch(
-                programs, made, lane.places, self._switch, forced=forced, encodings=self.encodings
-            )
-            self._running[lane] = {}
+            kin = [one for one in self._batches if one[:2] == lane[:2]]
+            if idle := next((one for one in kin if not self._running[one]), None):  # it has all memory it needs
+                batch = self._batches.pop(idle)
+                del self._running[idle]
+            elif kin:
+                batch = self._batches[kin[0]].twin()
+            else:
+                programs = self.generator.programs
+                batch = RunningBatch(programs, made, lane.places, self._switch, self.encodings)
+            batch.give(wishes.forced_of(wishes.rows_of(source, method, self.generator.tokenizer), made), source.schema)
+            self._batches[lane], self._running[lane] = batch, {}
         return self._batches[lane]
 
     def _strategy(self, name: str) -> Refillable:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded, Drafter, Strategy, Wishes
 from pipejax.inference import programs, small, sources, streaming, wishes
+from pipejax.inference import schema as schema_lib
 from pipejax.inference import settings as settings_lib
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
@@ -37,8 +39,8 @@ WINDOW = 16  # batches that are read ahead and sorted by length
 class Generator:
     """Parameters, tokenizer and settings, ready to decode.
 
-    For everybody: `decode`, `stream_rows`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
-    The weights are laid out for the devices when the first source is decoded; what is given is checked before.
+    For everybody: `decode`, `stream_rows`, `under`, `warm_up`, `default_strategy`. The rest is for the commands. The
+    weights are laid out for the devices when the first source is decoded; what is given is checked before.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Generator:
         self.checkpoint = ""  # the directory that the weights are from
         self.origin: dict[str, Any] = {}  # its step, and params_fp
         self.trained: Config | None = None  # that they were trained with; None: unknown
-        self._told: set[str] = set()  # warnings
+        self._told: set[str] = set()  # lines that are logged once
+        self.schema: schema_lib.Schema | None = None  # that answers follow: see `under`
+        self._schemas = schema_lib.Schemas()
 
     def __repr__(self) -> str:
         model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
@@ -107,6 +111,7 @@ class Generator:
         strategy: str | None = None,
         batch_size: int | None = None,
         drafter: Drafter | None = None,
+        schema: Mapping[str, object] | str | Path | None = None,
         **settings: Any,
     ) -> list[Record]:
         """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
@@ -119,16 +124,18 @@ class Generator:
           strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           batch_size: on each device; None: `decode.batch_size`.
           drafter: one of your own instead of `decode.draft` (docs/drafting.md).
+          schema: a flat JSON schema, or its file: the text of each record is an object of it (docs/schemas.md).
           settings: values of this call alone for keys of the sections decode and grid, such as temperature=0.7. The
             weights stay as they are; a program is compiled only if none has the same strategy and sizes.
 
         Raises:
           UserError: an unknown strategy or setting, a value out of its range, an empty source, an id outside the
-            vocabulary, text without a tokenizer.
+            vocabulary, text without a tokenizer, a schema that rows cannot follow.
         """
         if isinstance(given, str | bytes | Mapping):
             raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
         own = self._with("decode", settings if batch_size is None else {**settings, "batch_size": batch_size})
+        own = own if schema is None else own.under(schema, strategy)
         given = list(rows_in(given, "sources"))
         sources.check_fields(sources.fields_of(self.config), given, "sources")
         read = (own.source(value, f"source {i}", i) for i, value in enumerate(given))
@@ -171,9 +178,9 @@ class Generator:
         config, batches = self.config.decode, self._streams.setdefault((made, method), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
-            forced = wishes.forced_of(wishes.rows_of(source, method, self.tokenizer), made)
-            batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1, forced=forced)
+            batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1)
             batches.append(batch)
+        batch.give(wishes.forced_of(wishes.rows_of(source, method, self.tokenizer), made), source.schema)
         ids, sampling = self.ids_of(source), wishes.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
@@ -228,6 +235,17 @@ class Generator:
         other.config = settings_lib.of_call(self.config, call, settings, drafts=drafts, without=without)
         return other
 
+    def under(self, given: Mapping[str, object] | str | Path, strategy: str | None = None) -> "Generator":
+        """The same weights and programs, whose answers follow a JSON schema; `given`: it or its file.
+
+        Raises:
+          UserError: rows of the strategy cannot follow it.
+        """
+        made = self.make_strategy(strategy, drafts=False)
+        other = copy.copy(self)
+        other.schema = self._schemas.find(given, self.method(strategy), made, self.config, self.tokenizer)
+        return other
+
     def source(self, value: Any, place: str, name: str | int) -> Source:
         """The value as a source, if it can be decoded; `name`: its id, if it has none.
 
@@ -238,7 +256,8 @@ class Generator:
         if isinstance(value, Mapping):
             source = sources.of_record(value, place, name, self.config)
             place += ': "source_ids"' if "source_ids" in value else ""
-        return sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
+        checked = sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
+        return checked._replace(schema=self.schema)
 
     def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
         """Yields each source as often as `decode.samples` says.
@@ -348,7 +367,13 @@ class Generator:
           drafts: whether drafts are verified if the config says so.
         """
         method = self.method(name)
-        for line in methods.doubts(method.name, self.config, self.trained) if self.trained else ():
+        lines = methods.doubts(method.name, self.config, self.trained) if self.trained else []
+        if self.schema is not None:
+            schema_lib.check(method, self.config)
+            if drafts and (drafter or self.config.decode.draft != "none"):
+                lines = [*lines, "a schema is given, so no drafts are verified, and records have no trace"]
+            drafts, drafter = False, None
+        for line in lines:
             if line not in self._told:
                 self._told.add(line)
                 logger.warning(line)

@@ -214,7 +214,7 @@ class Programs:
                 found = small._run("encoder", 0, (own.encoding, source, lengths), source.shape, report)
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
-        wishes = jax.tree.map(lambda x: x[numbers], wishes)
+        wishes = wishes.take(numbers)
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
             found: Stretch = self._run(strategy, slots, (weights, memory, carry, read, wishes), shape, report)
@@ -290,7 +290,8 @@ class Programs:
         report: Report,
     ) -> Any:
         """The compiled encoder, or decoder up to so many slots, for batches of that shape [E, B, L]."""
-        key = part, slots, shape, jax.tree.structure(arguments[4:])  # what is wished for
+        wished = arguments[4:]
+        key = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
         if key not in self._compiled:
             jax.block_until_ready(arguments)  # what is still computed must not count as compilation
             begun = time.perf_counter()

@@ -15,9 +15,10 @@ import numpy as np
 
 from pipejax import decoding
 from pipejax.data.shapes import bucket, pad
-from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Refillable, Sampling, Stretch, Wishes
+from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Grammar, Refillable, Sampling, Stretch, Wishes
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.programs import Programs, encode_batch, schedule
+from pipejax.inference.schema import Schema
 from pipejax.inference.weights import Weights
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
@@ -63,8 +64,6 @@ class RunningBatch:
         strategy: Refillable,
         places: int,
         switch: "Switch | None" = None,
-        *,
-        forced: np.ndarray | None = None,
         encodings: Encodings | None = None,
     ) -> None:
         """Nothing compiles yet.
@@ -74,7 +73,6 @@ class RunningBatch:
           strategy: decodes all of them.
           places: B.
           switch: lets `advance` pause.
-          forced: `Wishes.forced` of every answer, [R, W].
           encodings: of the same model, which other batches may share.
         """
         self.strategy = strategy
@@ -82,7 +80,9 @@ class RunningBatch:
         self.places = places
         self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
         self._sizes = schedule(strategy, places)
-        self._forced = None if forced is None else np.repeat(forced[None], places, axis=0)
+        self._forced: np.ndarray | None = None
+        self._grammar: Grammar | None = None
+        self.schema: Schema | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
         self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
@@ -103,6 +103,20 @@ class RunningBatch:
         self._carry: Carry | None = None
         self._slots, self._steps = self._sizes.slots[0], 1
 
+    def give(self, forced: np.ndarray | None, schema: Schema | None = None) -> None:
+        """Says what is known of all answers, while nobody has a place.
+
+        Args:
+          forced: `Wishes.forced` of each, [R, W].
+          schema: that they follow.
+        """
+        assert not self._in_use.any(), "answers of other rows are under way"
+        self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
+        self.schema = schema
+        self._grammar = None if schema is None else schema.grammar(self.strategy, [None] * self.places)
+        if self._carry is not None:
+            self._carry = self._with_states(self._carry)
+
     def twin(self) -> "RunningBatch":
         """Another batch that nobody uses, with the same programs: what is compiled for one serves both."""
         other = copy.copy(self)
@@ -114,13 +128,16 @@ class RunningBatch:
         """Places that nobody uses."""
         return np.flatnonzero(~self._in_use).tolist()
 
-    def add(self, ids: Any, sampling: Sampling = MOST_LIKELY, *, log_probs: bool = True) -> int:
+    def add(
+        self, ids: Any, sampling: Sampling = MOST_LIKELY, *, log_probs: bool = True, row_tokens: int | None = None
+    ) -> int:
         """Encodes a source unless that was just done, and returns its place; it begins with the next `advance`.
 
         Args:
           ids: of the source.
           sampling: how its tokens are chosen.
           log_probs: whether theirs are computed, which costs a little.
+          row_tokens: of a row at the most, if it follows a schema; None: as many as the grid holds.
         """
         place = self.free[0]
         with precision(self._model.dtype):
@@ -128,13 +145,16 @@ class RunningBatch:
             length = memory.mask.shape[1]
             if self._memory is None or (not self._in_use.any() and self._memory.mask.shape[1] != length):
                 self._slots = self._sizes.slots[0]
-                self._memory, self._carry = self._empty(self._ready.decoding, memory, slots=self._slots, length=length)
+                self._memory, carry = self._empty(self._ready.decoding, memory, slots=self._slots, length=length)
+                self._carry = self._with_states(carry)
             elif self._memory.mask.shape[1] < length:
                 self._memory = self._widen(self._memory, length)
             if length < self._memory.mask.shape[1]:
                 memory = self._widen(memory, self._memory.mask.shape[1])
             self._memory = self._place(self._memory, memory, place) if self.places > 1 else memory
         self._scored[place] = log_probs
+        if self.schema is not None and self._grammar is not None:
+            self._grammar.last[place] = self.schema.grammar(self.strategy, [row_tokens]).last[0]
         for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(sampling, field.name)
         self._in_use[place] = self._begins[place] = True
@@ -188,7 +208,7 @@ class RunningBatch:
     def _run_steps(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """The answers as far as they are written, which are done, and the number of steps taken."""
         assert self._memory is not None, "nobody has a place"
-        wishes, is_scored = Wishes(forced=self._forced), self._scored.any()
+        wishes, is_scored = Wishes(forced=self._forced, grammar=self._grammar), self._scored.any()
         if is_scored or self._sampling.temperature.any():  # another program: it computes all logits
             wishes = dataclasses.replace(wishes, sampling=self._sampling, scores=True, scored=is_scored)
         with precision(self._model.dtype):
@@ -217,6 +237,11 @@ class RunningBatch:
         carry = decoding.begin(self.strategy, decoder, state, self._sizes, wishes=wishes, apart=True)
         return many, decoding.grow(decoder, carry, slots)
 
+    def _with_states(self, carry: Carry) -> Carry:
+        """The carry as the grammar needs it; `refill` puts in the states of examples that begin."""
+        states = None if self._grammar is None else jnp.zeros(self._grammar.starts.shape, jnp.int32)
+        return dataclasses.replace(carry, states=states)
+
     def _grown(self, weights: Weights, memory: Memory, carry: Carry, *, slots: int) -> Carry:
         return decoding.grow(self._decoder(weights, memory), carry, slots)
 
@@ -234,7 +259,7 @@ class RunningBatch:
     ) -> tuple[Decoded, Array, Array | None, Carry]:
         """The answers as far as they are written, which are done, the number of steps left, and the carry."""
         strategy, sizes = self.strategy, self._sizes
-        carry = decoding.refill(strategy, carry, begins=begins, ends=ends, sizes=sizes)
+        carry = decoding.refill(strategy, carry, begins=begins, ends=ends, sizes=sizes, wishes=wishes)
         decoder, slots = self._decoder(weights, memory), carry.filled.row.shape[1]
         found: Stretch = decoding.decode(
             strategy,

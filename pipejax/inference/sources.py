@@ -12,6 +12,7 @@ from pipejax.data.lines import id_of, is_blank, kind, text_of
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference.schema import Schema
 from pipejax.methods import prefix_ids
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
@@ -25,6 +26,7 @@ class Source(NamedTuple):
     prefixes: tuple[str | Sequence[int], ...] = ()  # with which the rows begin, in turn
     max_rows: int | None = None  # after so many rows the answer ends
     sample: int = 0  # the number of the answer, if there are several
+    schema: Schema | None = None  # that the answer follows
 
 
 def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Config) -> Source:

@@ -14,7 +14,12 @@ from pipejax.system.errors import UserError
 
 
 def given(source: Source, method: Method) -> Given:
-    """The known part of the rows of an answer: as the source says, or the method's own settings."""
+    """The known part of the rows of an answer: as the source or its schema says, or the method's own settings."""
+    if source.schema is not None:
+        if source.prefixes or source.max_rows is not None:
+            where = f"source {source.id}"
+            raise UserError(f"{where}: found row_prefixes or max_rows; expected neither, as a schema names the rows")
+        return method.given(source.schema.given)
     return method.given(Given(source.prefixes, source.max_rows, f"source {source.id}"))
 
 
@@ -77,7 +82,7 @@ def of_batch(
       more: ids beside eos that are allowed though the source lacks them.
       vocabulary: V.
     """
-    sampling = None
+    sampling, schema = None, sources[0].schema  # the same for all
     if decode.temperature > 0:
         sampling = Sampling.together([sampling_of(source, decode) for source in sources])
     forced = allowed = None
@@ -90,7 +95,8 @@ def of_batch(
         allowed[:, [strategy.eos, *more]] = True
         for b, of_source in enumerate(ids):
             allowed[b, np.asarray(of_source)] = True
-    return Wishes(sampling=sampling, forced=forced, allowed=allowed, scores=decode.scores)
+    grammar = None if schema is None else schema.grammar(strategy, [None] * len(sources))
+    return Wishes(sampling=sampling, forced=forced, allowed=allowed, grammar=grammar, scores=decode.scores)
 
 
 def sampling_of(source: Source, decode: DecodeConfig) -> Sampling:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pipejax.apps.serving.asked import Asked
 from pipejax.apps.serving.counters import Counters
 from pipejax.apps.serving.refusals import Refused
-from pipejax.apps.serving.written import Piece, Writing
+from pipejax.apps.serving.written import ObjectWriting, Piece, Writing
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record
 from pipejax.inference.engine import Answer, Closed, Engine, Event, Found, Full, Request
@@ -27,7 +27,7 @@ class Choice:
     """One answer, as far as it is written."""
 
     index: int
-    writing: Writing
+    writing: Writing | ObjectWriting
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     tokens: int = 0
     record: Record | None = None
@@ -60,7 +60,9 @@ class Completion:
             self.choices += (
                 Choice(
                     i,
-                    Writing(
+                    ObjectWriting(asked.schema, start=start)
+                    if asked.schema
+                    else Writing(
                         generator.tokenizer,
                         start=start,
                         separator=generator.config.data.separator,
@@ -190,6 +192,7 @@ def _request(asked: Asked, source: Source, *, log_probs: bool) -> Request:
         asked.strategy,
         dataclasses.replace(asked.sampling, seed=wishes.seed_of(source, asked.sampling.seed)),  # as `decode` draws
         max_tokens=asked.max_tokens,
+        row_tokens=asked.row_tokens,
         log_probs=log_probs,
         at_once=asked.stream or bool(asked.stop),
     )

@@ -8,13 +8,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 from pipejax import methods
-from pipejax.apps.serving import messages
+from pipejax.apps.serving import messages, response_format
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import Object
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
+from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.system.errors import UserError
 
@@ -53,12 +54,18 @@ class Asked:
     sampling: Sampling  # its seed is not yet the source's own
     n: int
     max_tokens: int | None
+    row_tokens: int | None  # of each row, in the place of `max_tokens` if answers follow a schema
     logprobs: int | None
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
     rows: bool
     unread: bool  # whether there are messages that the model does not read
+
+    @property
+    def schema(self) -> Schema | None:
+        """The schema that all answers follow, if there is one."""
+        return self.sources[0].schema
 
     @property
     def prompt_tokens(self) -> int:
@@ -145,7 +152,9 @@ def read(body: Object, form: Form, generator: Generator, *, model: str, most: in
     prompts, unread = form.read(given, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
-    sources, cut = _sources(prompts, form.source, generator, truncate=_flag(given, "truncate"))
+    under, bound = response_format.read(given, generator, strategy), _most_tokens(given, form.most_tokens)
+    row_tokens = response_format.row_tokens(under, strategy, *bound)
+    sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
     return Asked(
         sources=sources,
         cut_tokens=cut,
@@ -157,7 +166,8 @@ def read(body: Object, form: Form, generator: Generator, *, model: str, most: in
             seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
         ),
         n=n,
-        max_tokens=_most_tokens(given, form.most_tokens),
+        max_tokens=bound[1] if row_tokens is None else None,
+        row_tokens=row_tokens,
         logprobs=logprobs,
         stop=stop,
         stream=stream,
@@ -167,11 +177,13 @@ def read(body: Object, form: Form, generator: Generator, *, model: str, most: in
     )
 
 
-def _most_tokens(given: Object, names: tuple[str, ...]) -> int | None:
+def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None]:
+    """The field that bounds the tokens of an answer, and the bound."""
     there = [name for name in names if name in given]
     if len(there) > 1:
         raise unsuitable(there[1], given[there[1]], f"none beside {there[0]}, which means the same")
-    return _whole(given, there[0], 0, least=1, most=2**20, otherwise="null for no bound") if there else None
+    name = there[0] if there else names[0]
+    return name, _whole(given, name, 0, least=1, most=2**20, otherwise="null for no bound") if there else None
 
 
 def _sources(
@@ -279,7 +291,7 @@ COMPLETIONS = Form(
     read=_prompts,
     source="prompt",
     most_tokens=("max_tokens",),
-    more=("n", "logprobs", "rows"),
+    more=("n", "logprobs", "rows", "response_format"),
     neutral={"best_of": (1,), "echo": (False,), "suffix": ("",), **_PENALTIES},
     unused=("user",),
 )
@@ -287,13 +299,12 @@ CHAT = Form(
     read=messages.of_chat,
     source="messages",
     most_tokens=("max_completion_tokens", "max_tokens"),
-    more=("n", "rows"),
+    more=("n", "rows", "response_format"),
     neutral={
         **_PENALTIES,
         **_TOOLS,
         "logprobs": (False,),
         "top_logprobs": (0,),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -306,12 +317,11 @@ RESPONSES = Form(
     read=messages.of_response,
     source="input",
     most_tokens=("max_output_tokens",),
-    more=("instructions",),
+    more=("instructions", "text"),
     neutral={
         **_TOOLS,
         "n": (1,),
         "top_logprobs": (0,),
-        "text": ({"format": {"type": "text"}}, {}),
         "truncation": ("disabled",),
         "include": ([],),
         "background": (False,),

@@ -5,6 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from pipejax.data.tokenizer import Growing, Tokenizer
+from pipejax.inference.schema import Schema
 from pipejax.inference.streaming import Repeats
 
 
@@ -114,6 +115,42 @@ class Writing:
             return piece
         is_first, self._last = self._last is None, piece.row
         return piece if is_first else dataclasses.replace(piece, text=self._separator + piece.text)
+
+
+class ObjectWriting:
+    """The JSON of an answer that follows a schema: a piece for each property, in the schema's order."""
+
+    stopped = False  # no text stops it
+
+    def __init__(self, schema: Schema, *, start: Callable[[int], int]) -> None:
+        """No property yet. `start`: as of `Writing`."""
+        self._schema, self._start = schema, start
+        self._tokens: list[list[int]] = [[] for _ in schema.rows]
+        self._due = {row: start(row) for row in range(len(schema.rows))}  # of rows that are not finished
+        self._waiting = deque(schema.names)
+
+    def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
+        """The pieces that can be sent once the token is written; tokens come as in `Writing`."""
+        time = self._due.pop(row)
+        for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
+            del self._due[other]
+        self._due[row] = time + 1
+        self._tokens[row].append(token)
+        return self._release()
+
+    def end(self) -> list[Piece]:
+        """The pieces that are left when no token is written any more."""
+        self._due.clear()
+        return self._release() if any(self._tokens) else []  # tokens are told only to those who do not wait for the end
+
+    def _release(self) -> list[Piece]:
+        pieces, rows = list[Piece](), {row.name: i for i, row in enumerate(self._schema.rows)}
+        while self._waiting and (row := rows[self._waiting[0]]) not in self._due:
+            begins = "{" if len(self._waiting) == len(rows) else ", "
+            self._waiting.popleft()
+            pair = self._schema.dump_row(row, self._tokens[row])
+            pieces.append(Piece(row, None, f"{begins}{pair}{'' if self._waiting else '}'}"))
+        return pieces
 
 
 class _Cut:

@@ -1,0 +1,75 @@
+"""The fields response_format and text.format of a request: a JSON schema that its answers follow."""
+
+from collections.abc import Mapping
+
+from pipejax.apps.serving.refusals import Refused, unsuitable
+from pipejax.data.lines import Object
+from pipejax.inference.generator import Generator
+from pipejax.system.errors import UserError
+
+TYPES = "json_schema", "text"
+
+
+def read(given: Object, generator: Generator, strategy: str) -> Generator:
+    """The generator under the schema of a request, or as it is if the request has none.
+
+    Args:
+      given: the request's fields, of any route.
+      generator: that would answer.
+      strategy: the name of the method.
+
+    Raises:
+      Refused: the format is unknown, or rows cannot follow the schema; or another field cannot go with it.
+    """
+    field, found = _format(given)
+    kind = found.get("type") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or kind not in TYPES:
+        raise unsuitable(field, found, f"an object whose type is one of {', '.join(TYPES)}")
+    if kind == "text":
+        return generator
+    named = found.get("json_schema") if field == "response_format" else found
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
+    for name in ("stop", "logprobs"):
+        if given.get(name) not in (None, [], False):
+            raise unsuitable(name, given[name], "none with a schema: the answer is JSON made of rows")
+    if given.get("stream") and given.get("rows"):
+        raise unsuitable("rows", True, "none with a schema and stream: the chunks are JSON made of rows")
+    try:
+        return generator.under(schema, strategy)
+    except UserError as error:
+        raise Refused(400, f"{field}: {error}", field=field) from error
+
+
+def _format(given: Object) -> tuple[str, object]:
+    """The field of the format, and its value: responses have it in `text`, and the schema in it."""
+    if "text" not in given:
+        return "response_format", given.get("response_format", {"type": "text"})
+    text = given["text"]
+    if not isinstance(text, Mapping) or text.keys() - {"format", "verbosity"}:
+        raise unsuitable("text", text, 'an object such as {"format": {"type": "text"}}')
+    return "text.format", text.get("format") or {"type": "text"}
+
+
+def row_tokens(generator: Generator, strategy: str, field: str, most: int | None) -> int | None:
+    """The tokens that each row of an answer may have, so that all have at most so many.
+
+    Args:
+      generator: under the schema, if there is one.
+      strategy: the name of the method.
+      field: that bounds the tokens of the answer.
+      most: the bound; None: there is none.
+
+    Raises:
+      Refused: they are too few for some row.
+    """
+    schema = generator.schema
+    if schema is None or most is None:
+        return None
+    each = most // len(schema.rows)
+    try:
+        schema.grammar(generator.make_strategy(strategy, drafts=False), [each])
+    except UserError as error:
+        raise Refused(400, f"{field}: found {most} for {len(schema.rows)} rows ({error})", field=field) from error
+    return each

@@ -1,0 +1,236 @@
+"""Regular languages of UTF-8 text, as expressions over bytes, and the automaton that accepts them.
+
+An expression is a number of its `Expressions`, which make equal ones once. The automaton comes from derivatives
+(Brzozowski, 1964): the derivative of a language by a byte is all that may follow that byte, and each one is a state.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Ranges = Sequence[tuple[int, int]]  # of code points, ends included
+
+SURROGATES = (0xD800, 0xDFFF)  # no characters: UTF-8 has none of them
+LAST = 0x10FFFF
+MOST = 1 << 21  # derivatives, some seconds of work
+EVERY = (1 << 256) - 1  # all bytes
+FEWER = 0x7F, 0x7FF, 0xFFFF, LAST  # the last code points of one, two, three and four bytes
+
+
+class TooLarge(Exception):
+    """An automaton would have too many states."""
+
+
+class Automaton(NamedTuple):
+    """Deterministic, over bytes; nothing leads out of state 0, which accepts nothing."""
+
+    starts: list[int]  # the state in which each language begins
+    kinds: np.ndarray  # i32 [256], the class of each byte: bytes of a class lead to the same states
+    moves: np.ndarray  # i32 [classes, states], the next state
+    accepts: np.ndarray  # bool [states]
+
+
+class _Node(NamedTuple):
+    kind: str
+    parts: tuple[int, ...] = ()
+    mask: int = 0  # of bytes: which
+    least: int = 0  # of a repetition
+    most: int | None = None
+
+
+class Expressions:
+    """Makes expressions: `nothing` is the empty language, `empty` that of the empty text."""
+
+    nothing, empty = 0, 1
+
+    def __init__(self) -> None:
+        """The two that are always there, and all texts of bytes."""
+        self._nodes = [_Node("nothing"), _Node("empty")]
+        self._numbers = {node: i for i, node in enumerate(self._nodes)}
+        self._nullable = [False, True]
+        self._derived: dict[tuple[int, int], int] = {}
+        self.everything = self.repeat(self._bytes(EVERY))
+
+    def text(self, text: str) -> int:
+        """That text alone."""
+        return self.join(*(self._bytes(1 << byte) for byte in text.encode()))
+
+    def characters(self, ranges: Ranges) -> int:
+        """One character of the ranges; surrogates are none."""
+        found = []
+        for first, last in ranges:
+            for low, high in ((first, min(last, SURROGATES[0] - 1)), (max(first, SURROGATES[1] + 1), last)):
+                for end in FEWER:
+                    if low <= min(high, end):
+                        ends = (chr(code).encode() for code in (low, min(high, end)))
+                        found += self._between(*ends, least=0x80, most=0xBF)
+                        low = end + 1
+        return self.either(*found)
+
+    def whole_numbers(self, low: int, high: int) -> int:
+        """The whole numbers from low to high, both included, as JSON writes them: without zeros before them."""
+        if low < 0:
+            below = self.join(self.text("-"), self.whole_numbers(max(-high, 1), -low))
+            return self.either(below, self.whole_numbers(0, high)) if high >= 0 else below
+        found = []
+        while low <= high:
+            last = min(high, 10 ** len(str(low)) - 1)
+            found += self._between(str(low).encode(), str(last).encode(), least=ord("0"), most=ord("9"))
+            low = last + 1
+        return self.either(*found)
+
+    def join(self, *parts: int) -> int:
+        """One after the other."""
+        made = self.empty
+        for part in reversed(parts):
+            made = self._join(part, made)
+        return made
+
+    def either(self, *parts: int) -> int:
+        """The texts of each of them."""
+        found, mask = set[int](), 0
+        for one in self._flat("either", parts):
+            if self._nodes[one].kind == "bytes":
+                mask |= self._nodes[one].mask
+            elif one != self.nothing:
+                found.add(one)
+        if mask:
+            found.add(self._bytes(mask))
+        if self.everything in found:
+            return self.everything
+        if len(found) < 2:
+            return next(iter(found), self.nothing)
+        return self._make(_Node("either", (*sorted(found),)), any(self._nullable[one] for one in found))
+
+    def both(self, *parts: int) -> int:
+        """The texts that all of them have."""
+        found = {*self._flat("both", parts)} - {self.everything}
+        if self.nothing in found:
+            return self.nothing
+        if len(found) < 2:
+            return next(iter(found), self.everything)
+        return self._make(_Node("both", (*sorted(found),)), all(self._nullable[one] for one in found))
+
+    def repeat(self, part: int, least: int = 0, most: int | None = None) -> int:
+        """Several times in turn; most None: as often as one likes."""
+        if most == 0 or part == self.empty:
+            return self.empty
+        if part == self.nothing:
+            return self.empty if least == 0 else self.nothing
+        if (least, most) == (1, 1):
+            return part
+        least = 0 if self._nullable[part] else least
+        return self._make(_Node("repeat", (part,), least=least, most=most), least == 0)
+
+    def compile(self, starts: Iterable[int], most: int) -> Automaton:
+        """The automaton of several languages, which share states.
+
+        Raises:
+          TooLarge: it would have more than `most` states.
+        """
+        masks = [node.mask for node in self._nodes if node.kind == "bytes"]
+        of_byte = [tuple(mask >> byte & 1 for mask in masks) for byte in range(256)]
+        number = {signature: i for i, signature in enumerate(dict.fromkeys(of_byte))}
+        kinds = np.asarray([number[signature] for signature in of_byte], np.int32)
+        examples = [of_byte.index(signature) for signature in number]
+        states: dict[int, int] = {self.nothing: 0}
+        begins = [states.setdefault(start, len(states)) for start in starts]
+        waiting, moves = list(states), list[list[int]]()
+        for state in waiting:
+            moves.append([])
+            for byte in examples:
+                after = self._derive(state, byte)
+                if after not in states:
+                    states[after] = len(states)
+                    waiting.append(after)
+                moves[-1].append(states[after])
+            if len(states) > most:
+                raise TooLarge(f"more than {most} states")
+        accepts = np.asarray([self._nullable[state] for state in waiting])
+        return Automaton(begins, kinds, np.asarray(moves, np.int32).T, accepts)
+
+    def without(self, part: int, byte: str) -> int:
+        """The texts in which that character of one byte is not."""
+        return self.both(part, self.repeat(self._bytes(EVERY - (1 << ord(byte)))))
+
+    def not_first(self, part: int, byte: str) -> int:
+        """The texts that do not begin with that character of one byte."""
+        return self.both(
+            part, self.either(self.empty, self._join(self._bytes(EVERY - (1 << ord(byte))), self.everything))
+        )
+
+    def not_empty(self, part: int) -> int:
+        """The texts of one byte and more."""
+        return self.both(part, self._join(self._bytes(EVERY), self.everything))
+
+    def _flat(self, kind: str, parts: Iterable[int]) -> Iterator[int]:
+        for part in parts:
+            yield from self._nodes[part].parts if self._nodes[part].kind == kind else (part,)
+
+    def _make(self, node: _Node, nullable: bool) -> int:
+        if node not in self._numbers:
+            self._numbers[node] = len(self._nodes)
+            self._nodes.append(node)
+            self._nullable.append(nullable)
+        return self._numbers[node]
+
+    def _bytes(self, mask: int) -> int:
+        return self._make(_Node("bytes", mask=mask), False) if mask else self.nothing
+
+    def _range(self, low: int, high: int) -> int:
+        return self._bytes((1 << (high + 1)) - (1 << low))
+
+    def _join(self, first: int, rest: int) -> int:
+        if self.nothing in (first, rest):
+            return self.nothing
+        if self.empty in (first, rest):
+            return rest if first == self.empty else first
+        node = self._nodes[first]
+        if node.kind == "join":  # to the right, so that equal ones are made once
+            return self._join(node.parts[0], self._join(node.parts[1], rest))
+        return self._make(_Node("join", (first, rest)), self._nullable[first] and self._nullable[rest])
+
+    def _between(self, low: bytes, high: bytes, *, least: int, most: int) -> list[int]:
+        """The texts of as many bytes from low to high; each byte but the first is from least to most."""
+        first, last, rests = low[0], high[0], len(low) - 1
+        if not rests:
+            return [self._range(first, last)]
+        bottom, top, found = bytes([least]) * rests, bytes([most]) * rests, list[int]()
+        ends = list[tuple[int, bytes, bytes]]()  # first bytes after which not all may follow
+        if first == last:
+            ends, first = [(first, low[1:], high[1:])], last + 1
+        elif low[1:] != bottom:
+            ends, first = [(first, low[1:], top)], first + 1
+        if first <= last and high[1:] != top:
+            ends, last = [*ends, (last, bottom, high[1:])], last - 1
+        for byte, start, end in ends:
+            after = self._between(start, end, least=least, most=most)
+            found += (self._join(self._range(byte, byte), rest) for rest in after)
+        if first <= last:
+            found.append(self.join(self._range(first, last), *[self._range(least, most)] * rests))
+        return found
+
+    def _derive(self, number: int, byte: int) -> int:
+        """The texts that go on after that byte."""
+        if (found := self._derived.get((number, byte))) is not None:
+            return found
+        node, made = self._nodes[number], self.nothing
+        if node.kind == "bytes":
+            made = self.empty if node.mask >> byte & 1 else self.nothing
+        elif node.kind == "join":
+            first, rest = node.parts
+            made = self._join(self._derive(first, byte), rest)
+            if self._nullable[first]:
+                made = self.either(made, self._derive(rest, byte))
+        elif node.kind == "repeat":
+            most = None if node.most is None else node.most - 1
+            rest = self.repeat(node.parts[0], max(node.least - 1, 0), most)
+            made = self._join(self._derive(node.parts[0], byte), rest)
+        elif node.parts:
+            combine = self.either if node.kind == "either" else self.both
+            made = combine(*(self._derive(part, byte) for part in node.parts))
+        self._derived[number, byte] = made
+        if len(self._derived) > MOST:
+            raise TooLarge(f"more than {MOST} derivatives")
+        return made

@@ -1,0 +1,155 @@
+"""Regular expressions as JSON schemas write them (ECMA 262, flag u), without backreferences and look-around."""
+
+import re
+
+from pipejax.data.expressions import LAST, Expressions, Ranges
+from pipejax.system.errors import UserError
+
+DIGITS = ((ord("0"), ord("9")),)
+WORD = (*DIGITS, (ord("A"), ord("Z")), (ord("_"), ord("_")), (ord("a"), ord("z")))
+SPACE = (
+    *((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
+    *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
+LINE_ENDS = ((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))
+CLASSES = {"d": DIGITS, "w": WORD, "s": SPACE}
+CONTROLS = {"t": 0x9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD, "0": 0x0}
+REPEATS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+MOST_REPEATS = 1000
+_COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
+_HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
+
+
+def read(pattern: str, made: Expressions, where: str) -> int:
+    """The texts in which a pattern is found, as an expression; `^` and `$` hold it to their beginning and end.
+
+    Raises:
+      UserError: it is no pattern, or of a kind that is not known; the message begins with `where`.
+    """
+    return _Reader(pattern, made, where).read()
+
+
+def inverse(ranges: Ranges) -> Ranges:
+    """All characters but those."""
+    found, begin = [], 0
+    for first, last in sorted(ranges):
+        if begin < first:
+            found.append((begin, first - 1))
+        begin = max(begin, last + 1)
+    return [*found, (begin, LAST)] if begin <= LAST else found
+
+
+class _Reader:
+    def __init__(self, pattern: str, made: Expressions, where: str) -> None:
+        self._text, self._made, self._where, self._place, self._depth = pattern, made, where, 0, 0
+
+    def read(self) -> int:
+        found = self._either()
+        if self._place < len(self._text):
+            raise self._refusal("')' without '('")
+        return found
+
+    def _refusal(self, found: str) -> UserError:
+        at = f"{self._text[:60]!r} with {found} at character {self._place}"
+        return UserError(f"{self._where}: found {at}; expected a regular expression of {KNOWN}")
+
+    def _peek(self) -> str:
+        return self._text[self._place : self._place + 1]
+
+    def _take(self, text: str) -> bool:
+        taken = self._text.startswith(text, self._place)
+        self._place += len(text) if taken else 0
+        return taken
+
+    def _either(self) -> int:
+        found = [self._sequence()]
+        while self._take("|"):
+            found.append(self._sequence())
+        return self._made.either(*found)
+
+    def _sequence(self) -> int:
+        top, parts = self._depth == 0, list[int]()
+        begins = top and self._take("^")
+        while self._peek() not in ("", "|", ")", "$"):
+            parts.append(self._repeated())
+        ends = top and self._take("$")
+        if self._peek() not in ("", "|", ")"):
+            raise self._refusal("'$' before its end")
+        before, after = ([] if held else [self._made.everything] for held in (begins, ends))
+        return self._made.join(*(before if top else ()), *parts, *(after if top else ()))
+
+    def _repeated(self) -> int:
+        part = self._atom()
+        if self._peek() and self._peek() in REPEATS:
+            least, most = REPEATS[self._peek()]
+            self._place += 1
+        elif count := _COUNT.match(self._text, self._place):
+            least = int(count[1])
+            most = least if count[2] is None else int(count[3]) if count[3] else None
+            if max(least, most or 0) > MOST_REPEATS or (most is not None and most < least):
+                raise self._refusal(f"{count[0]!r}")
+            self._place = count.end()
+        else:
+            return part
+        self._take("?")  # as few as will do: the same texts
+        return self._made.repeat(part, least, most)
+
+    def _atom(self) -> int:
+        if self._take("("):
+            if not self._take("?:") and self._peek() == "?":
+                raise self._refusal("'(?'")
+            self._depth += 1
+            found = self._either()
+            self._depth -= 1
+            if not self._take(")"):
+                raise self._refusal("'(' without ')'")
+            return found
+        if self._take("["):
+            return self._made.characters(self._set())
+        if self._take("."):
+            return self._made.characters(inverse(LINE_ENDS))
+        if self._peek() in ("*", "+", "?", "{", "}", "]", "^"):
+            raise self._refusal(repr(self._peek()))
+        return self._made.characters(self._character())
+
+    def _set(self) -> Ranges:
+        inverted, found = self._take("^"), list[tuple[int, int]]()
+        while not self._take("]"):
+            first = self._character()
+            if self._peek() == "-" and self._text[self._place + 1 : self._place + 2] not in ("]", ""):
+                self._place += 1
+                last = self._character()
+                if not _is_one(first) or not _is_one(last) or first[0][0] > last[0][0]:
+                    raise self._refusal("a range of no characters")
+                first = [(first[0][0], last[0][0])]
+            found += first
+        return inverse(found) if inverted else found
+
+    def _character(self) -> Ranges:
+        r"""Of a character its code; of a class such as \d all that are of it."""
+        if not self._peek():
+            raise self._refusal("its end")
+        char = self._peek()
+        self._place += 1
+        if char != "\\":
+            return [(ord(char), ord(char))]
+        name = self._peek()
+        if number := _HEX.match(self._text, self._place):
+            code = int(number[1] or number[2] or number[3], 16)
+            if code <= LAST:
+                self._place = number.end()
+                return [(code, code)]
+        if not name or (name.isalnum() and name.lower() not in CLASSES and name not in CONTROLS):
+            raise self._refusal(repr(f"\\{name}"))
+        self._place += 1
+        if name.lower() in CLASSES:
+            return CLASSES[name] if name in CLASSES else inverse(CLASSES[name.lower()])
+        code = CONTROLS.get(name, ord(name))
+        return [(code, code)]
+
+
+def _is_one(ranges: Ranges) -> bool:
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+
+
+KNOWN = r"characters, classes such as [a-z] and \d, groups, |, * + ? {2,3}, and ^ and $ around all of an alternative"

@@ -1,0 +1,43 @@
+"""The bytes of text that each token of a vocabulary writes, whatever stands before it."""
+
+import re
+
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.system.errors import UserError
+
+SPACE = "▁"  # stands for a space in the pieces of SentencePiece
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """The bytes of ids up to `size`; none of special tokens, and of ids that the tokenizer lacks.
+
+    A row of tokens is the text of all their bytes; the first may be a space, which stands for no character there.
+
+    Raises:
+      UserError: the tokenizer writes text in a way that is not known.
+    """
+    pieces = [tokenizer.piece(i) if tokenizer.is_word(i) else "" for i in range(size)]
+    kinds = tokenizer.decoders()
+    if kinds is None and all(piece <= "\xff" for piece in pieces):  # ByT5's
+        return [piece.encode("latin-1") for piece in pieces]
+    if kinds == ():  # words, between which it puts a space
+        return [f" {piece}".encode() if piece else b"" for piece in pieces]
+    if kinds == ("ByteLevel",):
+        codes = _byte_level()
+        return [bytes(codes[char] for char in piece) if {*piece} <= codes.keys() else b"" for piece in pieces]
+    if kinds is None or not {*kinds} <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise UserError(f"tokenizer: found one of {kinds or 'an unknown kind'}; expected one of pieces or of bytes")
+    found = [piece.replace(SPACE, " ").encode() for piece in pieces]
+    if "ByteFallback" in kinds:
+        bytes_apart = ((i, _BYTE.fullmatch(tokenizer.piece(i))) for i in range(size))
+        for i, byte in bytes_apart:
+            found[i] = bytes([int(byte[1], 16)]) if byte else found[i]
+    return found
+
+
+def _byte_level() -> dict[str, int]:
+    """The character that stands for each byte in GPT-2's vocabularies: itself if it can be seen, else one of others."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -1,0 +1,107 @@
+"""The texts that rows may be, as an automaton over tokens: the tokens after which a row can still end in time.
+
+Shapes: V vocabulary, K kinds of tokens, P states, B batch, R rows, N queries of a step.
+"""
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+FAR = 1 << 20  # tokens to an end that cannot be reached
+LEAST = 64  # states and kinds are padded to so many, or twice, four times ...: few shapes have to be compiled
+
+
+@flax.struct.dataclass
+class Table:
+    """An automaton over the tokens of a vocabulary. State 0 is of texts that cannot be; tokens of a kind move alike."""
+
+    kinds: Array | np.ndarray  # i32 [V]
+    moves: Array | np.ndarray  # i32 [K, P], the next state
+    distance: Array | np.ndarray  # i32 [P], tokens to the nearest end at least; 0: a row may end there
+
+    @classmethod
+    def lift(
+        cls, moves: np.ndarray, accepts: np.ndarray, spelled: Sequence[Sequence[int]], *, most: int
+    ) -> "Table | None":
+        """The table of an automaton over smaller parts of text.
+
+        Args:
+          moves: i32 [parts, states], the next state; 0 leads to itself alone.
+          accepts: bool [states].
+          spelled: the parts of each token; none: it is not to be written.
+          most: entries of the table; None comes back if it would have more.
+        """
+        # Each token is a function from states to states. Few differ, and a prefix of a token has one of its own.
+        states = moves.shape[1]
+        functions = [np.zeros(states, np.int32), np.arange(states, dtype=np.int32)]
+        number = {function.tobytes(): i for i, function in enumerate(functions)}
+        after: dict[tuple[int, int], int] = {}
+        kinds: np.ndarray = np.zeros(len(spelled), np.int32)
+        for token, parts in enumerate(spelled):
+            here = 1 if parts else 0
+            for part in parts:
+                if not here:
+                    break
+                if (here, part) not in after:
+                    function = moves[part][functions[here]]
+                    found = number.setdefault(function.tobytes(), len(functions))
+                    if found == len(functions):
+                        functions.append(function)
+                    if len(functions) * states > most:
+                        return None
+                    after[here, part] = found
+                here = after[here, part]
+            kinds[token] = here
+        used, kinds = np.unique(np.append(kinds, 0), return_inverse=True)  # 0 stays the first
+        return cls._padded(kinds[:-1].astype(np.int32), np.stack([functions[i] for i in used]), accepts)
+
+    @classmethod
+    def _padded(cls, kinds: np.ndarray, moves: np.ndarray, accepts: np.ndarray) -> "Table":
+        distance: np.ndarray = np.where(accepts, 0, FAR)
+        while True:
+            nearer = np.minimum(distance, distance[moves].min(axis=0) + 1)
+            if (nearer == distance).all():
+                break
+            distance = nearer
+        shape = tuple(max(LEAST, 1 << (size - 1).bit_length()) for size in moves.shape)
+        wide = np.zeros(shape, np.int32)
+        wide[: moves.shape[0], : moves.shape[1]] = moves
+        far = np.full(shape[1] - len(distance), FAR)
+        return cls(kinds, wide, np.append(np.minimum(distance, FAR), far).astype(np.int32))
+
+
+@flax.struct.dataclass
+class Grammar:
+    """The texts that the rows of a batch may be."""
+
+    table: Table
+    starts: Array | np.ndarray  # i32 [B, R], the state of each row before its first token that is no given one
+    first: Array | np.ndarray  # i32 [B, R], the time of the query for that token
+    last: Array | np.ndarray  # i32 [B, R], the time of the last query of the row, whose answer is eos at the latest
+    eos: int = flax.struct.field(pytree_node=False, default=1)
+
+    def take(self, numbers: np.ndarray) -> "Grammar":
+        """The grammar of the examples with those numbers [E, B]; each of the E has the table, which they share."""
+        table = jax.tree.map(lambda x: np.broadcast_to(x, (len(numbers), *x.shape)), self.table)
+        starts, first, last = (np.asarray(x)[numbers] for x in (self.starts, self.first, self.last))
+        return Grammar(table, starts, first, last, self.eos)
+
+    def allow(self, states: Array, left: Array) -> Array:
+        """bool [V, N], the tokens that may be chosen.
+
+        Args:
+          states: i32 [N], of the rows.
+          left: i32 [N], tokens that may follow the one that is chosen, eos included.
+        """
+        ends = jnp.asarray(self.table.distance)[jnp.asarray(self.table.moves)[:, states]] < left  # [K, N]
+        ids = jax.lax.broadcasted_iota(jnp.int32, (len(self.table.kinds), 1), 0)
+        return jnp.where(ids == self.eos, jnp.asarray(self.table.distance)[states] == 0, ends[self.table.kinds])
+
+    def move(self, states: Array, tokens: Array) -> Array:
+        """i32 [N], the states after those tokens i32 [N]; eos leaves a state as it is."""
+        moved = jnp.asarray(self.table.moves)[jnp.asarray(self.table.kinds)[tokens], states]
+        return jnp.where(tokens == self.eos, states, moved)

@@ -1,0 +1,522 @@
+"""Answers that follow JSON schemas, wherever they are decoded: against jsonschema, Algorithm 1 and plain Python."""
+
+import dataclasses
+import datetime
+import json
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from pipejax.apps.command import main
+from pipejax.apps.serving import app
+from pipejax.data.examples import Example
+from pipejax.data.token_bytes import token_bytes
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.decoding import grammar
+from pipejax.inference.backends import XLA, OwnKernel
+from pipejax.inference.engine import Engine, Request
+from pipejax.inference.loading import load
+from pipejax.inference.schema import Schema
+from pipejax.inference.streaming import RowEvent
+from pipejax.system.errors import UserError
+from pipejax.training.loop import fit
+from support import oracle, schemas
+from support.schemas import PROPERTIES, generator, many, schema
+from support.tiny import RUN_ON_ONE, change
+
+FORMATS = jsonschema.FormatChecker(("date", "email", "uuid"))
+FORMATS.checks("time", ValueError)(lambda text: bool(datetime.time.fromisoformat(text).tzinfo))
+FORMATS.checks("date-time", ValueError)(lambda text: bool(datetime.datetime.fromisoformat(text).tzinfo))
+SOURCES = ["a red fish", "2024", "the", "ab ab ab ab", "no", "5 5", "x", "red red"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_size() -> Any:
+    """Tables of most schemas have one size, so that few programs are compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar, "LEAST", 512)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    return generator()
+
+
+def check(records: list[Any], asked: dict[str, Any]) -> list[Any]:
+    """The objects of records, which jsonschema finds good."""
+    judge = jsonschema.Draft202012Validator(asked, format_checker=FORMATS)
+    found = []
+    for record in records:
+        judge.validate(json.loads(record["text"]))
+        assert record["truncated"] is None and [*json.loads(record["text"])] == [*asked["properties"]]
+        found.append(json.loads(record["text"]))
+    return found
+
+
+def test_every_property_is_asked_for_in_thirty_schemas() -> None:
+    asked = many(30)
+    assert {name for one in asked for name in one["properties"]} == {*PROPERTIES} and len(PROPERTIES) == 30
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_answers_are_valid(made: Any, temperature: float) -> None:
+    """Of weights that know nothing. Each third answer, or more, would be cut off without its schema."""
+    seen = set()
+    for i, asked in enumerate(many(30)):
+        records = made.decode(SOURCES, schema=asked, temperature=temperature, seed=i, strategy="pipelined")
+        seen |= {json.dumps(found) for found in check(records, asked)}
+    assert len(seen) > 60
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("delay", [0, 1])
+def test_ten_thousand_answers_are_valid(delay: int) -> None:
+    made = generator(1, delay=delay)
+    for asked in many(30):
+        check(made.decode(SOURCES, schema=asked, temperature=1.5, samples=21), asked)
+
+
+@pytest.mark.slow
+def test_rows_that_start_later_end_in_time() -> None:
+    """An id has 12 characters, most of which are a token each; a text would go on for ever."""
+    made, asked = generator(3, time_max=26, delay=2), schema("text", "id", "tags")
+    found = check(made.decode(SOURCES, schema=asked, temperature=3.0), asked)
+    assert max(len(one["text"]) for one in found) > 15
+
+
+@pytest.mark.slow
+def test_a_bound_that_is_too_tight_is_refused() -> None:
+    asked = schema("date")  # date: 4 to begin with, or 5 tokens; and the day, in 9 tokens at least
+    with pytest.raises(
+        UserError, match=r"properties\.date: found grid\.time_max=9; expected at least (\d+), so"
+    ) as told:
+        generator(time_max=9).decode(["a"], schema=asked)
+    least = int(str(told.value).split("at least ")[1].split(",")[0])
+    with pytest.raises(UserError, match=f"expected at least {least}"):
+        generator(time_max=least - 1).decode(["a"], schema=asked)
+    check(generator(time_max=least).decode(SOURCES, schema=asked), asked)
+
+
+# Against plain Python: the best of the tokens with which some text is still within reach.
+
+FINITE = {"colour": ["red", "redder", "ab"], "mixed": ["5", "null", "19"], "fixed": ["ab"]}
+
+
+def tokens_needed(text: str, pieces: list[str]) -> int:
+    """The fewest tokens that spell a text."""
+    best = [0] + [10**6] * len(text)
+    for end in range(1, len(text) + 1):
+        best[end] = min(
+            (best[end - len(p)] + 1 for p in pieces if len(p) <= end and text[end - len(p) : end] == p), default=10**6
+        )
+    return best[len(text)]
+
+
+def allowed(written: str, texts: list[str], left: int, pieces: dict[int, str]) -> list[int]:
+    """Tokens that may come next; `left`: answers that are left, this one included."""
+    spelled, targets = [*pieces.values()], [space + text for text in texts for space in ("", " ")]
+    found = [1] if written in targets else []
+    for token, piece in pieces.items():
+        rests = [text[len(written) + len(piece) :] for text in targets if text.startswith(written + piece)]
+        if any(tokens_needed(rest, spelled) + 1 <= left - 1 for rest in rests):
+            found.append(token)
+    return found
+
+
+def choices(made: Any, params: Any, encoded: Any, rows: Any, near: list[bool]) -> Any:
+    """For `oracle.algorithm1`: the best allowed token of each row; one that is over or has still to begin gets any."""
+    pieces = {i: piece.replace("▁", " ") for i, piece in enumerate(schemas.PIECES) if i > 2}
+    delay, time_max = made.config.grid.delay, made.config.grid.time_max
+
+    def next_tokens(written: list[list[int]]) -> list[int]:
+        found = [1] * len(written)
+        logits = oracle.grid_logits(params, schemas.SIZES, encoded, written, delay)
+        for i, (row, tokens) in enumerate(zip(rows, written, strict=False)):
+            begun = len(row.beginning) + 1
+            if tokens[-1] != 1 and len(tokens) >= begun:
+                text = "".join(pieces[token] for token in tokens[begun:])
+                left = time_max - (len(tokens) - 1 + delay * i)
+                may = allowed(text, FINITE[row.name], left, pieces)
+                found[i] = may[int(np.argmax(logits[i][-1][may]))]
+                near.append(left <= 3)
+        return found
+
+    return next_tokens
+
+
+@pytest.mark.parametrize(
+    "native, delay",
+    [(False, 0), pytest.param(False, 2, marks=pytest.mark.slow), pytest.param(True, 0, marks=pytest.mark.slow)],
+)
+def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, request: Any) -> None:
+    backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
+    asked = of(**{name: {"enum": values} for name, values in FINITE.items()})
+    near = list[bool]()
+    made: Any = generator(2, backend=backend, delay=delay, time_max=12 + 2 * delay)
+    rows, params = (
+        made.under(asked).schema.rows,
+        oracle.random_params(schemas.SIZES, np.random.default_rng(2), eos_scale=1.2),
+    )
+    for source in SOURCES[:4]:
+        encoded = oracle.encode(params, schemas.SIZES, [*made.tokenizer.encode(source), 1])
+        expected = oracle.algorithm1(
+            choices(made, params, encoded, rows, near),
+            delay=delay,
+            time_max=made.config.grid.time_max,
+            sub_max=4 if delay else 3,
+            stop="empty_row",
+            prefixes=[row.beginning for row in rows],
+        )
+        (record,) = made.decode([source], schema=asked)
+        assert record["row_ids"] == [[token for token in row[1:] if token != 1] for row in expected.all_rows[:3]]
+    assert any(near) or delay
+
+
+# Wherever answers are decoded.
+
+
+@pytest.mark.slow
+def test_streams_and_refilled_batches_give_the_same() -> None:
+    """Requests with other schemas, and without one, come and go at the same time."""
+    served = generator(row_names=(*schemas.NAMES[:4],))
+    ways = [served.under(schema("short", "range", "yes")), served.under(schema("colour")), served]
+    expected = [way.decode(SOURCES[:4]) for way in ways]
+    for way, records in zip(ways[:2], expected, strict=False):
+        *events, last = list(way.stream_rows(SOURCES[0]))
+        assert isinstance(last, dict) and last["text"] == records[0]["text"]
+        assert events and all(isinstance(event, RowEvent) for event in events)
+    engine = Engine(served, places=3, queue=64)
+    try:
+        for k in range(2):
+            answers = [
+                (engine.submit(Request(way.source(text, "here", i), "pipelined", log_probs=False)), records[i])
+                for way, records in zip(ways, expected, strict=True)
+                for i, text in enumerate(SOURCES[k:4], k)
+            ]
+            for answer, record in answers:
+                *_, found = answer.events()
+                assert isinstance(found, dict)
+                assert (found["text"], found["row_ids"]) == (record["text"], record["row_ids"])
+    finally:
+        engine.close(drain=False, seconds=10)
+
+
+def test_drafts_are_off_and_one_line_says_so(made: Any, said: list[str]) -> None:
+    asked = schema("short", "range")
+    drafting = generator(decode={"draft": "jacobi", "trace": True})
+    found = [drafting.decode(SOURCES, schema=asked) for _ in range(2)]
+    assert [record["text"] for record in found[1]] == [record["text"] for record in made.decode(SOURCES, schema=asked)]
+    assert [line for line in said if "drafts" in line] == [
+        "warning: a schema is given, so no drafts are verified, and records have no trace"
+    ]
+    assert "trace" not in found[0][0]
+
+
+def test_rows_have_the_names_of_training(made: Any, said: list[str]) -> None:
+    own: Any = generator(row_names=("yes - ", "short:", "range:"))
+    rows = own.under(schema("short", "range", "yes")).schema.rows
+    assert [row.name for row in rows] == ["yes", "short", "range"]  # in the order of training
+    assert rows[0].beginning == (*own.tokenizer.encode("yes - "),)
+    assert [*json.loads(own.decode(["a"], schema=schema("short", "range", "yes"))[0]["text"])] == [
+        "short",
+        "range",
+        "yes",
+    ]
+    assert not said
+    own.under(schema("short", "date"))
+    assert said == [
+        "warning: schema: properties.date: found no such name in grid.row_names = ['yes - ', 'short:', 'range:']; "
+        "the model has not learned to write that row"
+    ]
+
+
+def test_values_that_the_tokenizer_lacks_are_told(made: Any, said: list[str]) -> None:
+    asked = {"type": "object", "properties": {"v": {"enum": ["red", "ß", "{}"]}}}
+    assert {one["v"] for one in check(made.decode(SOURCES, schema=asked), asked)} == {"red"}
+    assert said == ["warning: schema: properties.v: found 'ß' and 1 others, which this tokenizer cannot write"]
+    with pytest.raises(UserError, match=r"^schema: properties\.v: found no text that this tokenizer can write"):
+        made.decode(["a"], schema={"type": "object", "properties": {"v": {"const": "ß"}}})
+
+
+# Refusals.
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+REFUSED = {
+    "no object": ([], r"^schema: found \[\]; expected a schema"),
+    "a list": ({"type": "array"}, r"^schema: type: found 'array'; expected \"object\""),
+    "no property": (of(), r"properties: found \{\}"),
+    "required": ({**of(a={"type": "null"}), "required": ["b"]}, r"required: found \['b'\]; expected names of prop"),
+    "nested": (of(a=of(b={"type": "null"})), r"properties\.a: type: found 'object'; expected one of string"),
+    "lists of lists": (of(a={"type": "array", "items": {"type": "array"}}), r"a: items: found .*; expected values"),
+    "a reference": (of(a={"$ref": "#/$defs/A"}), r"a: type: found None|a: found '\$ref'"),
+    "any of two": (
+        of(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+        r"a: anyOf: found .*; expected none, or",
+    ),
+    "two types": (of(a={"type": ["string", "integer"]}), r"a: type: found \['string', 'integer'\]; expected one type"),
+    "another key": (of(a={"type": "integer", "multipleOf": 3}), r"a: found 'multipleOf'; expected none but type, min"),
+    "a key of lists": (of(a={"type": "array", "items": {"type": "null"}, "uniqueItems": True}), r"a: found 'uniqueIt"),
+    "definitions": ({**of(a={"type": "null"}), "$defs": {}}, r"^schema: found '\$defs'"),
+    "a format": (of(a={"type": "string", "format": "ipv6"}), r"a: format: found 'ipv6'; expected one of date, time"),
+    "look-ahead": (of(a={"type": "string", "pattern": "a(?=b)"}), r"a: pattern: found 'a\(\?=b\)' with '\(\?' at cha"),
+    "a backreference": (
+        of(a={"type": "string", "pattern": r"(a)\1"}),
+        r"a: pattern: found .* at character 4; expected",
+    ),
+    "a boundary": (
+        of(a={"type": "string", "pattern": r"\bred"}),
+        r"a: pattern: found .*; expected a regular expression",
+    ),
+    "an open group": (of(a={"type": "string", "pattern": "(a"}), r"'\(' without '\)' at character 2"),
+    "an open set": (of(a={"type": "string", "pattern": "[a"}), r"its end at character 2"),
+    "a wrong range": (of(a={"type": "string", "pattern": "[z-a]"}), r"a range of no characters"),
+    "an anchor within": (of(a={"type": "string", "pattern": "a$b"}), r"'\$' before its end"),
+    "no text": (
+        of(a={"type": "string", "pattern": "^ab$", "maxLength": 1}),
+        r"a: found no text that this tokenizer can",
+    ),
+    "no number": (of(a={"type": "integer", "minimum": 3, "maximum": 2.5}), r"a: found no whole number from 3 to 2"),
+    "a bound of numbers": (of(a={"type": "number", "minimum": 3}), r"a: minimum: found 3; expected 0 or none"),
+    "lengths": (of(a={"type": "string", "minLength": 3, "maxLength": 2}), r"a: maxLength: found 2; expected at least"),
+    "a length": (of(a={"type": "string", "maxLength": "2"}), r"a: maxLength: found '2'; expected a whole number"),
+    "too long": (
+        of(a={"type": "string", "minLength": 10**6}),
+        r"a: minLength: found 1000000; expected at most \d+, as",
+    ),
+    "an enum of none": (of(a={"enum": []}), r"a: enum: found \[\]; expected a list of values"),
+    "an enum of lists": (of(a={"enum": [[]]}), r"a: enum: found \[\]; expected values of type"),
+    "an enum of others": (of(a={"type": "string", "enum": [5]}), r"a: enum: found 5; expected values of type string"),
+    "a space first": (of(a={"enum": [" a"]}), r"a: enum: found ' a'; expected no space at its beginning"),
+    "commas": (of(a={"type": "array", "items": {"enum": ["a,b"]}}), r"a: items: found 'a,b'; expected texts without"),
+    "an empty name": (of(**{" ": {"type": "null"}}), r"properties: found 'an empty name'"),
+    "rows that begin alike": (of(ß={"type": "null"}, ñ={"type": "null"}), r"properties\.ß: found a row that begins as"),
+    "too many": (
+        of(**{f"n{i}": {"type": "null"} for i in range(5)}),
+        r"^schema: found 5 row_prefixes with grid\.delay",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_schemas_that_rows_cannot_follow(case: str, made: Any) -> None:
+    asked, words = REFUSED[case]
+    with pytest.raises(UserError, match=words) as told:
+        made.decode(["a"], schema=asked)
+    assert "\n" not in str(told.value)
+
+
+def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pipejax.inference.schema.STATES", 500)
+    with pytest.raises(UserError, match=r"^schema: found one of more than 500 states, or"):
+        made.decode(["a"], schema=of(a={"type": "string", "pattern": "^(a|b)*a(a|b){12}$"}))
+    monkeypatch.setattr("pipejax.inference.schema.ENTRIES", 500)
+    with pytest.raises(UserError, match=r"or of a table of more than 500 entries; expected shorter bounds"):
+        made.decode(["a"], schema=schema("code", "date"))
+    with pytest.raises(UserError, match=r"^schema: found groups or lists in too many others"):
+        made.decode(["a"], schema=of(a={"type": "string", "pattern": "(" * 5000}))
+
+
+def test_settings_that_go_against_a_schema(made: Any) -> None:
+    asked = schema("yes")
+    with pytest.raises(UserError, match=r"^schema: found one with sequential decoding; expected none"):
+        made.decode(["a"], schema=asked, strategy="sequential")
+    with pytest.raises(UserError, match=r"^decode\.limit: found source with a schema; expected none"):
+        made.decode(["a"], schema=asked, limit="source")
+    with pytest.raises(UserError, match=r"^decode\.limit: found source with a schema; expected none"):
+        made.under(asked).decode(["a"], limit="source")
+    with pytest.raises(UserError, match=r"^grid\.stop: found literal with a schema; expected empty_row"):
+        made.decode(["a"], schema=asked, delay=1, stop="literal")
+    with pytest.raises(UserError, match=r"^source 0: found row_prefixes or max_rows; expected neither"):
+        made.decode([{"source": "a", "row_prefixes": ["yes:"]}], schema=asked)
+    with pytest.raises(
+        UserError, match=r"^absent\.json: cannot be read \(No such file or directory\); expected a JSON"
+    ):
+        made.decode(["a"], schema="absent.json")
+
+
+# Tokenizers.
+
+
+def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+    found = token_bytes(tokenizer, tokenizer.size)
+    return b"".join(found[i] for i in ids).decode(errors="ignore").strip()
+
+
+def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models
+
+    from pipejax.data.tokenizer_file import TokenizerFile
+
+    own = schemas.tokenizer()
+    pieces = ["</s>", "<unk>", "▁", "a", "▁b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    fallback = tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
+    fallback.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fallback.add_special_tokens(["</s>", "<unk>"])
+    byte_level = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate("aĠbÃ©")}, []))
+    byte_level.decoder = decoders.ByteLevel()
+    rng = np.random.default_rng(0)
+    for one in (own, tokenizer, Tokenizer(TokenizerFile(fallback, {"eos_token": "</s>"}, False, {}))):
+        for _ in range(200):
+            ids = [5, *rng.integers(0, min(one.size, 128), rng.integers(1, 9)).tolist()]  # after a word, as in a row
+            assert spelled(one, ids) == one.decode(ids)
+    assert spelled(Tokenizer(TokenizerFile(fallback, {}, False, {})), [3, 5 + 0xC3, 5 + 0xA9, 4]) == "aé b"
+    assert spelled(Tokenizer(TokenizerFile(byte_level, {}, False, {})), [0, 1, 2, 3, 4]) == "a bé"
+    assert spelled(Tokenizer(transformers.ByT5Tokenizer()), [*range(3, 131), 0xC3 + 3, 0xA9 + 3, 300, 1]).endswith(
+        "~\x7fé"
+    )
+    word_piece = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    word_piece.decoder = decoders.WordPiece()
+    with pytest.raises(
+        UserError, match=r"^tokenizer: found one of \('WordPiece',\); expected one of pieces or of bytes"
+    ):
+        token_bytes(Tokenizer(TokenizerFile(word_piece, {}, False, {})), 2)
+
+
+# The server.
+
+
+def posted(client: Any, **body: Any) -> Any:
+    return client.post("/v1/completions", json={"prompt": SOURCES[0], **body})
+
+
+def test_a_server_follows_response_format() -> None:
+    own = generator(row_names=(*schemas.NAMES[:4],))
+    engine = Engine(own, places=2, queue=8)
+    limits = app.Limits(body=10_000, seconds=60.0, answers=4)
+    service = app.Service(own, engine, name="tiny", limits=limits)
+    asked = schema("short", "range", "yes")
+    (wanted,) = own.decode(SOURCES[:1], schema=asked)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": asked}}
+    try:
+        with TestClient(app.make(service), raise_server_exceptions=False) as client:
+            (choice,) = posted(client, response_format=form).json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == (wanted["text"], "stop")
+            events = posted(client, response_format=form, stream=True).text.split("\n\n")
+            chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted["text"]
+            assert len(chunks) == 4  # a property each, and the end
+            least = 3 * 10  # tokens: "short:", "range:" and a digit have ten at the most
+            (choice,) = posted(client, response_format=form, max_tokens=least).json()["choices"]
+            check([{"text": choice["text"], "truncated": None}], asked)
+            assert choice["finish_reason"] == "stop"
+            plain = posted(client, response_format={"type": "text"}).json()["choices"][0]["text"]
+            assert plain == posted(client).json()["choices"][0]["text"] != wanted["text"]
+            for body, words in (
+                ({"response_format": form, "max_tokens": 9}, r"max_tokens: found 9 for 3 rows \(schema: properties\.s"),
+                ({"response_format": form, "stop": ";"}, r"stop: found ';'; expected none with response_format"),
+                ({"response_format": form, "logprobs": 1}, r"logprobs: found 1; expected none with response_format"),
+                ({"response_format": form, "rows": True, "stream": True}, r"rows: found True; expected none with resp"),
+                (
+                    {"response_format": {"type": "json_object"}},
+                    r"response_format: found .*; expected an object whose ty",
+                ),
+                ({"response_format": {"type": "json_schema"}}, r"response_format json_schema: found None; expected an"),
+                (
+                    {"response_format": {"type": "json_schema", "json_schema": {"schema": of(a=of())}}},
+                    r"response_format: schema: properties\.a: type: found 'object'; expected one of string",
+                ),
+            ):
+                reply = posted(client, **body)
+                error = reply.json()["error"]
+                assert reply.status_code == 400 and re.match(words, error["message"]), error
+                assert error["param"] in body and "\n" not in error["message"]
+    finally:
+        engine.close(drain=False, seconds=10)
+
+
+# The command.
+
+
+def test_the_command(made: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("pipejax.inference.loading.load", lambda *args, **options: made)
+    given, wanted, out = (tmp_path / name for name in ("in.jsonl", "schema.json", "out.jsonl"))
+    given.write_text("".join(json.dumps({"id": i, "source": text}) + "\n" for i, text in enumerate(SOURCES)))
+    asked = schema("short", "range")
+    wanted.write_text(json.dumps(asked))
+    flags = ["--checkpoint", "x", "--input", str(given), "--output", str(out), "--schema", str(wanted)]
+    assert main(flags) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["text"] for line in lines] == [r["text"] for r in made.decode(SOURCES, schema=asked)]
+    check(lines, asked)
+    wanted.write_text('{"type": "object", "properties": {"a": {"$ref": "b"}}}')
+    kept = out.read_bytes()
+    with pytest.raises(UserError, match=r"properties\.a"):
+        main(flags)
+    wanted.write_text("{")
+    with pytest.raises(UserError, match=r"schema\.json: found no JSON \(Expecting property name.*\); expected a JSON"):
+        main(flags)
+    assert out.read_bytes() == kept
+
+
+def test_another_schema_is_other_work(made: Any) -> None:
+    from pipejax.apps.unfinished import difference, flattened, settings_of
+
+    def settings(*names: str) -> Any:
+        own = made.under(schema(*names)) if names else made
+        return flattened(settings_of(own, "pipelined", [own.source("a", "here", 0)]))
+
+    assert settings("yes") == settings("yes")
+    for other in (("short",), ()):
+        assert difference(settings("yes"), settings(*other)).startswith("answers under another schema")
+
+
+@pytest.mark.slow
+def test_a_trained_model_writes_what_it_learned_and_nothing_else(tmp_path: Any, said: list[str]) -> None:
+    """Of a source "red 7" it has learned the rows "num: 7" and "colour: red"; of other words it knows nothing."""
+    (tmp_path / "tokenizer").mkdir()
+    words = [f"{colour} {number}" for colour in ("red", "ab", "null") for number in range(10)]
+    rows = [(f"num: {word[-1]}", f"colour: {word[:-2]}") for word in words]
+    config = change(
+        RUN_ON_ONE,
+        grid={"delay": 0, "time_max": 16, "row_names": ("num:", "colour:")},
+        data={"task": "jsonl", "tokenizer": str(schemas.save(tmp_path / "tokenizer"))},
+        train={"steps": 150, "learning_rate": 1e-2, "dropout": 0.0, "evaluate_every": 150, "checkpoint_every": 150},
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(schemas.SIZES, dropout_rate=0.0))
+    examples = [Example(str(i), word, row) for i, (word, row) in enumerate(zip(words, rows, strict=True))]
+    assert fit(config, tmp_path / "run", given={"train": examples, "dev": examples[:4]}) == 0
+    made = load(tmp_path / "run")
+    asked = of(colour={"enum": ["red", "ab"]}, num={"type": "integer", "minimum": 3, "maximum": 12})
+    free = [record["rows"] for record in made.decode(words)]
+    learned = [i for i, word in enumerate(words) if free[i] == [*rows[i]]]
+    found = check(made.decode(words, schema=asked), asked)
+    assert len(learned) > 20
+    for i in learned:
+        if words[i][:-2] != "null" and int(words[i][-1]) >= 3:
+            assert found[i] == {"colour": words[i][:-2], "num": int(words[i][-1])}
+
+
+# Real pieces.
+
+
+def test_the_real_tokenizer_of_t5(real_data: Any) -> None:
+    from pipejax.config import Config, GridConfig, TrainConfig
+    from pipejax.inference.generator import Generator
+
+    sizes = dataclasses.replace(schemas.SIZES, vocab_size=32128)
+    grid = GridConfig(delay=0, time_max=24, sub_max=5)
+    params = oracle.random_params(sizes, np.random.default_rng(0), eos_scale=1.2)
+    own = Generator(
+        Config(model=sizes, grid=grid, train=TrainConfig(objective="pipelined")),
+        params,
+        Tokenizer.load(real_data / "t5_tokenizer"),
+    )
+    for names in (("date", "text", "price", "tags", "code"), ("moment", "mail", "many", "maybe", "long")):
+        for temperature in (0.0, 1.0):
+            check(own.decode(SOURCES, schema=schema(*names), temperature=temperature), schema(*names))
+
+
+def test_a_table_is_small(made: Any) -> None:
+    found = made.under(schema("id", "text", "date", "code")).schema
+    assert isinstance(found, Schema) and found.table.moves.nbytes < 2**22
