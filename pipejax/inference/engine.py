@@ -21,6 +21,7 @@ from pipejax.inference.answers import Record, record_of
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, RunningBatch, Switch
 from pipejax.inference.sources import Source
+from pipejax.methods import Method
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Request:
     max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
     log_probs: bool = True  # whether events and record have them; else they are 0, or lack
     at_once: bool = True  # whether events come as tokens are written; else they may all come in the end
+    adapter: str = ""  # one of the generator's, whose settings count; "": the base
 
 
 class Event(NamedTuple):
@@ -56,9 +58,16 @@ Found = Sequence[Event | Record | BaseException]  # of one answer; its last is t
 class Answer:
     """The result of a request as it comes. May be read or listened to by one thread, and cancelled by any."""
 
-    def __init__(self, request: Request, wake: Callable[[], None]) -> None:
-        """Nothing has come yet. `wake`: called when it is cancelled."""
-        self.request = request
+    def __init__(self, request: Request, generator: Generator, kind: "Kind", wake: Callable[[], None]) -> None:
+        """Nothing has come yet.
+
+        Args:
+          request: that it is for.
+          generator: that of the adapter.
+          kind: with whom it is decoded.
+          wake: called when it is cancelled.
+        """
+        self.request, self.generator, self.kind = request, generator, kind
         self.cancelled = False
         self._wake = wake
         self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
@@ -114,15 +123,22 @@ class _Running:
     steps: int = 0  # taken
 
 
+class Kind(NamedTuple):
+    """Requests that can be decoded together, whatever adapters they have."""
+
+    strategy: Refillable
+    method: Method  # its rows may begin as told
+
+
 class _Lane(NamedTuple):
     """Requests that are decoded together. One that comes alone has a lane to itself, in which a step is faster."""
 
-    strategy: str
+    kind: Kind
     places: int
 
 
 class Engine:
-    """Answers requests with one T5 on one device, each strategy in batches of its own.
+    """Answers requests with one T5 on one device, each strategy and its settings in batches of their own.
 
     Attributes:
       answered: requests that were.
@@ -149,7 +165,8 @@ class Engine:
         self._beside = False  # whether somebody was there when the last request got its place: so it may be again
         self._change, self._switch = threading.Condition(), Switch()
         self._open, self._stops = True, False
-        self._strategy(generator.default_strategy)
+        for each in self._generators:
+            self._kind(each, each.default_strategy)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -173,14 +190,15 @@ class Engine:
         """
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
-        self._strategy(request.strategy)
-        method = self.generator.method(request.strategy)
+        generator = self.generator.adapted(request.adapter) if request.adapter else self.generator
+        kind = self._kind(generator, request.strategy)
+        method = kind.method
         if temperature := request.sampling.temperature:
             method.require("sample", f"temperature: found {temperature}", 0)
         if request.log_probs:
             method.require("score", "logprobs: found some")
         wishes.rows_of(request.source, method, self.generator.tokenizer)
-        answer = Answer(request, self._switch.throw)
+        answer = Answer(request, generator, kind, self._switch.throw)
         with self._change:
             if not self._open:
                 raise Closed("the engine takes no more requests")
@@ -188,18 +206,18 @@ class Engine:
                 raise Full(f"{len(self._waiting)} requests wait")
             self._waiting.append(answer)
             self._change.notify()
-            if self._running_with(request.strategy) < self.places:
+            if self._running_with(kind) < self.places:
                 self._switch.throw()
         return answer
 
     def warm_up(self, length: int) -> None:
         """Compiles what prompts of so many tokens need with the default strategy; before there are requests."""
-        name = self.generator.default_strategy
         source = Source("", [self.generator.architecture.eos_token_id] * length)
-        for lane in {_Lane(name, 1), _Lane(name, self.places)}:
+        kinds = {self._kind(each, each.default_strategy): each for each in self._generators}
+        for lane, generator in {_Lane(kind, n): each for kind, each in kinds.items() for n in (1, self.places)}.items():
             batch = self._batch(lane, source)
             for log_probs in (False, True):
-                place = batch.add(self.generator.ids_of(source), log_probs=log_probs)
+                place = batch.add(generator.ids_of(source), log_probs=log_probs, adapter=generator.adapter)
                 batch.advance(1)
                 batch.drop(place)
 
@@ -253,19 +271,19 @@ class Engine:
                 if one.answer.cancelled:
                     self._leave(lane, place)
         while (answer := self._next()) is not None:  # others may come while one is encoded
-            request, name = answer.request, answer.request.strategy
+            request, kind = answer.request, answer.kind
             if answer.cancelled:
                 answer.give(Closed("the request was cancelled"))
                 continue
             with self._change:
-                others = any(one.request.strategy == name and not one.cancelled for one in self._waiting)
-            beside = others or self._running_with(name) > 0
-            lane = _Lane(name, self.places if beside or self._beside else 1)
+                others = any(one.kind == kind and not one.cancelled for one in self._waiting)
+            beside = others or self._running_with(kind) > 0
+            lane = _Lane(kind, self.places if beside or self._beside else 1)
             self._beside = beside
             try:
                 batch = self._batch(lane, request.source)
-                ids = self.generator.ids_of(request.source)
-                place = batch.add(ids, request.sampling, log_probs=request.log_probs)
+                own, ids = answer.generator.adapter, answer.generator.ids_of(request.source)
+                place = batch.add(ids, request.sampling, log_probs=request.log_probs, adapter=own)
             except Exception as error:
                 answer.give(error)  # the others are told where this is caught
                 raise
@@ -275,35 +293,39 @@ class Engine:
         """Takes the first of those that wait who may have a place, or was cancelled."""
         with self._change:
             for answer in self._waiting:
-                if answer.cancelled or self._running_with(answer.request.strategy) < self.places:
+                if answer.cancelled or self._running_with(answer.kind) < self.places:
                     self._waiting.remove(answer)
                     return answer
         return None
 
-    def _running_with(self, strategy: str) -> int:
-        """Requests that have a place with that strategy."""
+    def _running_with(self, kind: Kind) -> int:
+        """Requests of the kind that have a place."""
         running = [*self._running.items()]  # at once: the engine's thread may add a lane
-        return sum(len(places) for lane, places in running if lane.strategy == strategy)
+        return sum(len(places) for lane, places in running if lane.kind == kind)
 
     def _batch(self, lane: _Lane, source: Source) -> RunningBatch:
         """That of the lane; `source`: one of its requests, as the rows of all begin alike."""
         if lane not in self._batches:
-            made = self._strategy(lane.strategy)
-            method = self.generator.method(lane.strategy)
+            made, method = lane.kind
             forced = wishes.forced_of(wishes.rows_of(source, method, self.generator.tokenizer), made)
             programs = self.generator.programs
             self._batches[lane] = RunningBatch(programs, made, lane.places, self._switch, forced=forced)
             self._running[lane] = {}
         return self._batches[lane]
 
-    def _strategy(self, name: str) -> Refillable:
+    def _kind(self, generator: Generator, name: str) -> Kind:
         """Without drafts, whose states hold a whole batch."""
-        method = self.generator.method(name)
+        method = generator.method(name)
         method.require("serve")
         method.check()
-        if self.generator.config.decode.limit != "none":
-            raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")
-        return cast(Refillable, self.generator.make_strategy(name, drafts=False))
+        if generator.config.decode.limit != "none":
+            raise UserError(f"decode.limit: found {generator.config.decode.limit}; expected none, to be served")
+        return Kind(cast(Refillable, generator.make_strategy(name, drafts=False)), method)
+
+    @property
+    def _generators(self) -> list[Generator]:
+        """The base's, and those of all adapters."""
+        return [self.generator, *self.generator.adapters.values()]
 
     def _advance(self, lane: _Lane) -> None:
         """Some steps of all requests of a lane: no pause but for those who wait for something."""
@@ -345,11 +367,11 @@ class Engine:
             only = dataclasses.replace(only, log_probs=None)
         record = record_of(
             one.answer.request.source,
-            self.generator.method(lane.strategy),
+            lane.kind.method,
             only,
             0,
             start=strategy.start,
-            config=self.generator.config,
+            config=one.answer.generator.config,
             tokenizer=self.generator.tokenizer,
             ends=not cut,
         )

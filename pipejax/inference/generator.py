@@ -37,7 +37,8 @@ WINDOW = 16  # batches that are read ahead and sorted by length
 class Generator:
     """Parameters, tokenizer and settings, ready to decode.
 
-    For everybody: `decode`, `stream_rows`, `warm_up`, `default_strategy`. The rest is what the commands are made of.
+    For everybody: `decode`, `stream_rows`, `warm_up`, `adapted`, `default_strategy`. The rest is what the commands are
+    made of.
     The weights are laid out for the devices when the first source is decoded; what is given is checked before.
     """
 
@@ -70,6 +71,8 @@ class Generator:
         self.origin: dict[str, Any] = {}  # its step, and params_fp
         self.trained: Config | None = None  # that they were trained with; None: unknown
         self._told: set[str] = set()  # warnings
+        self.adapters: dict[str, Generator] = {}  # by name, each with the weights and programs of this one
+        self.adapter: int | None = None  # the number of its own, 0 for the base; None: there are no adapters
 
     def __repr__(self) -> str:
         model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
@@ -90,6 +93,16 @@ class Generator:
     def default_strategy(self) -> str:
         """The method that the weights were trained for; sequential for converted weights."""
         return methods.default(self.config)
+
+    def adapted(self, name: str) -> "Generator":
+        """Decodes with the adapter of that name, and with the settings that it was trained with.
+
+        Raises:
+          UserError: `load` was given none of that name.
+        """
+        if name not in self.adapters:
+            raise UserError(f"adapter: found {name!r}; expected one of {', '.join(self.adapters) or 'none: load none'}")
+        return self.adapters[name]
 
     @property
     def ids(self) -> Ids:
@@ -177,7 +190,7 @@ class Generator:
         ids, sampling = self.ids_of(source), wishes.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
-            for event in streaming.events(batch, ids, sampling, self.tokenizer, **wanted):
+            for event in streaming.events(batch, ids, sampling, self.tokenizer, adapter=self.adapter, **wanted):
                 if isinstance(event, RowEvent):
                     yield event
                 else:
@@ -217,7 +230,9 @@ class Generator:
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
                 wished = own.wishes_of([Source("", ids)] * size, [ids] * size, method, chosen)
-                own.programs.warm_up(chosen, batch_size=size, length=length, report=report, wishes=wished)
+                own.programs.warm_up(
+                    chosen, batch_size=size, length=length, report=report, wishes=wished, adapter=own.adapter
+                )
         return report
 
     def _with(self, call: str, settings: Mapping[str, Any], **without: str) -> "Generator":
@@ -295,7 +310,13 @@ class Generator:
                 ids = [encoded[i] for i in part]
                 wished = self.wishes_of([chunk[i] for i in part], ids, method, chosen)
                 found = self.programs.decode(
-                    ids, chosen, batch_size=batch_size, across=across, report=report, wishes=wished
+                    ids,
+                    chosen,
+                    batch_size=batch_size,
+                    across=across,
+                    report=report,
+                    wishes=wished,
+                    adapter=self.adapter,
                 )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):

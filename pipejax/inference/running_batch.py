@@ -18,6 +18,7 @@ from pipejax.data.shapes import bucket, memory_length, pad
 from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Refillable, Sampling, Stretch, Wishes
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.weights import Weights
+from pipejax.model import lora
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 
@@ -102,18 +103,22 @@ class RunningBatch:
         """Places that nobody uses."""
         return np.flatnonzero(~self._in_use).tolist()
 
-    def add(self, ids: Any, sampling: Sampling = MOST_LIKELY, *, log_probs: bool = True) -> int:
+    def add(
+        self, ids: Any, sampling: Sampling = MOST_LIKELY, *, log_probs: bool = True, adapter: int | None = None
+    ) -> int:
         """Encodes a source, gives it a free place and returns that; it begins with the next `advance`.
 
         Args:
           ids: of the source.
           sampling: how its tokens are chosen.
           log_probs: whether theirs are computed, which costs a little.
+          adapter: of the source; None: there are no adapters.
         """
         place = self.free[0]
         source = pad([np.asarray(ids, np.int32)], bucket(len(ids)))
         with precision(self._model.dtype):
-            memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32))
+            own = None if adapter is None else np.asarray([adapter], np.int32)
+            memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32), own)
             length = memory_length(source.shape[1])
             if self._memory is None or (not self._in_use.any() and self._memory.mask.shape[1] != length):
                 self._slots = self._sizes.slots[0]
@@ -189,7 +194,7 @@ class RunningBatch:
                 self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
 
     def _decoder(self, weights: Weights, memory: Memory) -> Any:
-        return self._backend.decoder(self._model, weights, memory)
+        return self._backend.decoder(self._model, lora.choose(weights, memory.adapter), memory)
 
     def _emptied(self, weights: Weights, memory: Memory, *, slots: int, length: int) -> tuple[Memory, Carry]:
         """A memory and a carry whose places nobody uses; `memory`: of one source."""

@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`).
+    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`), of all or of each example.
 
     W may be int8 with a scale for each output (`pipejax.model.quantization`).
     """
@@ -71,7 +71,7 @@ class Linear(nn.Module):
             return answer
         a: Array = self.get_variable("params", lora.A)
         b: Array = self.get_variable("params", lora.B)
-        return answer + jnp.dot(jnp.dot(x, a.astype(self.dtype)), b.astype(self.dtype))
+        return answer + jnp.matmul(jnp.matmul(x, a.astype(self.dtype)), b.astype(self.dtype))
 
 
 class Dropout(nn.Module):

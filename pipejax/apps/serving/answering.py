@@ -40,20 +40,19 @@ class Choice:
 class Completion:
     """The answers to one request, all under way."""
 
-    def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters, *, model: str) -> None:
+    def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters) -> None:
         """Asks the engine for all of them, or for none.
 
         Args:
           asked: what is asked for.
-          generator: the engine's.
+          generator: the engine's, of the adapter that is asked for.
           engine: answers.
           counters: get its tokens and reasons.
-          model: the name of the model.
 
         Raises:
           Refused: the queue is full, or the engine cannot do what is asked.
         """
-        self.asked, self._counters, self._model = asked, counters, model
+        self.asked, self._counters = asked, counters
         self._scored = asked.logprobs is not None or generator.config.decode.scores
         self._whole = generator.tokenizer is None or asked.rows  # with the record
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
@@ -80,6 +79,8 @@ class Completion:
             for source in asked.sources:
                 for k in range(asked.n):
                     one = _request(asked, source._replace(sample=k), log_probs=self._scored)
+                    if generator.adapter:
+                        one = dataclasses.replace(one, adapter=asked.model)
                     self._answers.append(engine.submit(one))
         except BaseException as error:
             self.close()
@@ -179,7 +180,7 @@ class Completion:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._model,
+            "model": self.asked.model,
             "system_fingerprint": self._fingerprint,
             "choices": choices,
         }

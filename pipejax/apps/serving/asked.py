@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipejax import methods
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
@@ -37,6 +37,7 @@ STOPS, STOP_LENGTH = 4, 200  # texts, characters
 class Asked:
     """A request for completions, read and checked; sample k of prompt i is choice i * n + k."""
 
+    model: str  # its name
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # of the prompts, that the model will not read
     strategy: str
@@ -80,13 +81,12 @@ def _no_number(name: str) -> None:
     raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
-def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
+def read(body: Object, models: Mapping[str, Generator], *, most: int) -> Asked:
     """The request in a body.
 
     Args:
       body: the JSON object.
-      generator: that would answer.
-      model: its name.
+      models: that would answer, by name; the first unless another one is asked for.
       most: answers that may be asked for at once.
 
     Raises:
@@ -102,9 +102,10 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
             guess = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f' (did you mean "{guess[0]}"?)' if guess else ""
             raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(FIELDS)}{hint}")
-    wanted = given.get("model", model)
-    if wanted != model:
-        raise unsuitable("model", wanted, repr(model), status=404, code="model_not_found")
+    model = given.get("model", next(iter(models)))
+    if not isinstance(model, str) or model not in models:
+        raise unknown_model(model, models)
+    generator = models[model]
     decode = generator.config.decode
     temperature = _number(given, "temperature", decode.temperature, least=0.0, most=100.0)
     top_p = _number(given, "top_p", decode.top_p, least=0.0, most=1.0)
@@ -134,6 +135,7 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
         raise unsuitable("user", user, "a text")
     sources, cut = _sources(given, generator, most=most // n, truncate=_flag(given, "truncate"))
     return Asked(
+        model=model,
         sources=sources,
         cut_tokens=cut,
         strategy=strategy,
@@ -153,6 +155,11 @@ def read(body: Object, generator: Generator, *, model: str, most: int) -> Asked:
         include_usage=_flag(options, "include_usage"),
         rows=rows,
     )
+
+
+def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
+    """The refusal of a name that no model has."""
+    return unsuitable("model", name, " or ".join(map(repr, models)), status=404, code="model_not_found")
 
 
 def _sources(given: Object, generator: Generator, *, most: int, truncate: bool) -> tuple[tuple[Source, ...], int]:
