@@ -101,7 +101,7 @@ class Generator:
           UserError: `load` was given none of that name.
         """
         if name not in self.adapters:
-            raise UserError(f"adapter: found {name!r}; expected one of {', '.join(self.adapters) or 'none: load none'}")
+            raise UserError(f"adapter: found {name!r}; expected {' or '.join(self.adapters) or 'none'}")
         return self.adapters[name]
 
     @property

@@ -174,9 +174,9 @@ def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
     for one in given:
         name, _, directory = one.partition("=")
         if not name or not directory:
-            raise UserError(f"--adapter {one}: expected NAME=DIR")
+            raise UserError(f"--adapter: found {one!r}; expected NAME=DIR")
         if name in (base, *found):
-            raise UserError(f"--adapter {one}: found the name {name} twice; expected another one for each model")
+            raise UserError(f"--adapter {one}: found the name {name} twice; expected a name for each model")
         found[name] = directory
     return found
 
