@@ -28,6 +28,7 @@ CONFIG = Config(
     train=TrainConfig(objective="pipelined"),
     decode=DecodeConfig(max_length=20),
 )
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 class Places(NamedTuple):
@@ -61,6 +62,12 @@ def places(tmp_path_factory: Any) -> Places:
     return Places(alone[""], alone, {"run": alone["run"], "other": alone["other"], "peft": root / "hf"})
 
 
+def alone(place: Path) -> Generator:
+    """Decodes with merged weights."""
+    restored = checkpoint.open_run(place)
+    return Generator(restored.config, restored.items["params"], None)
+
+
 @pytest.fixture(scope="module")
 def generator(places: Places) -> Generator:
     return pipejax.load(places.base, adapters=places.adapters)
@@ -69,7 +76,7 @@ def generator(places: Places) -> Generator:
 @pytest.fixture(scope="module")
 def sources() -> list[list[int]]:
     rng = np.random.default_rng(0)
-    return [[*rng.integers(2, 12, rng.choice([3, 20])).tolist(), 1] for _ in range(64)]
+    return [[*rng.integers(2, 12, rng.choice([3, 9])).tolist(), 1] for _ in range(64)]
 
 
 @pytest.mark.slow
@@ -83,14 +90,14 @@ def test_each_of_64_requests_gets_the_answer_of_its_adapter_alone(
     answers = [engine.submit(Request(Source(i, ids), "pipelined", adapter=name)) for i, (ids, name) in enumerate(given)]
     found = [[*answer.events()][-1] for answer in answers]
     engine.close(drain=True, seconds=60)
-    told = {name: pipejax.load(place).decode(sources) for name, place in places.alone.items()}
+    told = {name: alone(place).decode(sources) for name, place in places.alone.items()}
     for i, name in enumerate(wanted):
         assert isinstance(found[i], dict) and found[i]["row_ids"] == told[name][i]["row_ids"], (i, name)
         assert name == "" or told[name] != told[""]
-    for name, place in places.adapters.items():
-        own = generator.adapted(name)
-        assert [x["row_ids"] for x in own.decode(sources)] == [x["row_ids"] for x in told[name]], place
-        assert [*own.stream_rows(sources[0])][-1]["row_ids"] == told[name][0]["row_ids"]  # type: ignore[call-overload]
+    for name in ("run", "peft"):
+        assert [x["row_ids"] for x in generator.adapted(name).decode(sources)] == [x["row_ids"] for x in told[name]]
+    *_, last = generator.adapted("run").stream_rows(sources[0])
+    assert isinstance(last, dict) and last["row_ids"] == told["run"][0]["row_ids"]
 
 
 @pytest.mark.slow
@@ -105,7 +112,7 @@ def test_the_model_of_a_request_is_the_base_or_an_adapter(
     prints = set()
     for name in ("base", "other", "peft"):
         reply = client.post("/v1/completions", json={"model": name, "prompt": sources[0]}).json()
-        expected = pipejax.load(places.alone["" if name == "base" else name]).decode(sources[:1])[0]
+        expected = alone(places.alone["" if name == "base" else name]).decode(sources[:1])[0]
         assert reply["model"] == name and reply["choices"][0]["record"]["row_ids"] == expected["row_ids"]
         prints.add(reply["system_fingerprint"])
     assert len(prints) == 3

@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`), of all or of each example.
+    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`).
 
     W may be int8 with a scale for each output (`pipejax.model.quantization`).
     """
@@ -71,7 +71,11 @@ class Linear(nn.Module):
             return answer
         a: Array = self.get_variable("params", lora.A)
         b: Array = self.get_variable("params", lora.B)
-        return answer + jnp.matmul(jnp.matmul(x, a.astype(self.dtype)), b.astype(self.dtype))
+        low = jnp.dot(x, a.astype(self.dtype))
+        if self.has_variable("params", lora.OF):  # [B, rank]: the part of each example's adapter
+            of: Array = self.get_variable("params", lora.OF)
+            low = low * of[:, None].astype(self.dtype)
+        return answer + jnp.dot(low, b.astype(self.dtype))
 
 
 class Dropout(nn.Module):
