@@ -35,7 +35,12 @@ _PLACES = {
 
 
 def load(
-    path: str | Path, *, best: bool = False, overrides: "Overrides" = (), method: "Method | None" = None
+    path: str | Path,
+    *,
+    best: bool = False,
+    overrides: "Overrides" = (),
+    method: "Method | None" = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> "Generator":
     """Opens the newest good step of a checkpoint or run directory for decoding.
 
@@ -45,14 +50,15 @@ def load(
       overrides: settings of the sections grid and decode, and some of data: a dict such as {"grid.delay": 2,
         "decode.temperature": 0.7}, or a list of "key=value" texts.
       method: a way of your own to write answers (docs/methods.md), instead of the run's.
+      adapters: the directories of LoRA runs or of PEFT's, by names for `Generator.adapted`.
 
     Raises:
-      UserError: no such directory, no good step in it, or an override that does not fit.
+      UserError: no such directory, no good step in it, an override that does not fit, or an adapter of other weights.
     """
     _begin()
     from pipejax.inference.loading import load as open_checkpoint
 
-    return open_checkpoint(path, best=best, overrides=overrides, where="overrides", method=method)
+    return open_checkpoint(path, best=best, overrides=overrides, where="overrides", method=method, adapters=adapters)
 
 
 def fit(

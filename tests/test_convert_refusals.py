@@ -234,7 +234,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "nothing": (clear, ("config.json",)),
     "an adapter": (
         both(clear, content("adapter_config.json", b"{}")),
-        ("source: found a LoRA adapter (merge it into its T5 first)",),
+        ("adapter_config.json: base_model_name_or_path: found None; expected a name",),
+    ),
+    "an adapter of an adapter": (
+        both(clear, lambda d: content("adapter_config.json", b'{"base_model_name_or_path": "%s"}' % bytes(d))(d)),
+        ("source: found a LoRA adapter, which has no weights of its own",),
     ),
     "a training's directory": (
         both(clear, lambda d: (d / "checkpoint-9").mkdir(), content("checkpoint-9/config.json", b"{}")),

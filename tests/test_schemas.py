@@ -415,9 +415,10 @@ def test_a_server_follows_response_format() -> None:
             turns = [{"role": "user", "content": SOURCES[0]}]
             reply = client.post("/v1/chat/completions", json={"messages": turns, "response_format": form})
             assert reply.json()["choices"][0]["message"]["content"] == wanted["text"]
-            text = {"format": {"type": "json_schema", "name": "x", "schema": asked}}
-            reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": text})
+            named = {"format": {"type": "json_schema", "name": "x", "schema": asked}}
+            reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": named})
             assert reply.json()["output"][0]["content"][0]["text"] == wanted["text"]
+            text: object
             for text, words in (
                 ("plain", "text: found 'plain'; expected an object such as"),
                 ({"format": {"type": "json_schema", "json_schema": {}}}, "text.format json_schema: found .*; expected"),
@@ -428,7 +429,10 @@ def test_a_server_follows_response_format() -> None:
                 ({"response_format": form, "max_tokens": 9}, r"max_tokens: found 9 for 3 rows \(schema: properties\.s"),
                 ({"response_format": form, "stop": ";"}, r"stop: found ';'; expected none with a schema"),
                 ({"response_format": form, "logprobs": 1}, r"logprobs: found 1; expected none with a schema"),
-                ({"response_format": form, "rows": True, "stream": True}, r"rows: found True; expected none with a sch"),
+                (
+                    {"response_format": form, "rows": True, "stream": True},
+                    r"rows: found True; expected none with a",
+                ),
                 (
                     {"response_format": {"type": "json_object"}},
                     r"response_format: found .*; expected an object whose ty",

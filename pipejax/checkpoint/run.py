@@ -17,7 +17,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import look, new_directory, write_text
 
 
-def open_run(directory: str | Path, *, best: bool = False, packed: bool = False) -> Restored:
+def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
     """Reads the parameters of the newest good step, or of the best step; merges low-rank factors into their matrices.
 
     The result's `arrays` are the fingerprints of the arrays on disk, before that.
@@ -26,6 +26,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False)
       directory: a run directory or a converted checkpoint.
       best: the step of the best evaluation, not the newest.
       packed: weights that are saved in bfloat16, or in int8 with scales, stay so; else all parameters are float32.
+      apart: low-rank factors stay beside their matrices.
 
     Raises:
       UserError: this is no run directory, or none of its steps is good.
@@ -40,7 +41,11 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False)
     if look(directory / kind) != "directory":
         if best and (directory / "checkpoints").is_dir():
             raise UserError(f"{directory}: found no best/; expected a run that was evaluated at least once")
-        hint = "; convert it first: pipejax convert from-hf" if (directory / "config.json").is_file() else ""
+        hint = (
+            "; convert it first: pipejax convert from-hf"
+            if any(map(look, (directory / "config.json", directory / "adapter_config.json")))
+            else ""
+        )
         for above in directory.absolute().parents[:2]:
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
                 hint = f"; it is a part of {above}: give that directory, and --best for its best step"
@@ -51,10 +56,8 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False)
         raise UserError(f"{directory / kind}: found no good step; expected at least one{hint}")
     if restored.config.model is None:
         raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
-    params = restored.items["params"]
-    return dataclasses.replace(
-        restored, items={"params": lora.merge_factors(params if packed else quantization.whole(params))}
-    )
+    params = restored.items["params"] if packed else quantization.whole(restored.items["params"])
+    return dataclasses.replace(restored, items={"params": params if apart else lora.merge_factors(params)})
 
 
 def tokenizer_of(restored: Restored) -> Tokenizer | None:

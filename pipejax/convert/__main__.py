@@ -15,6 +15,9 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf,quantize}")
     incoming = commands.add_parser("from-hf", help="Hugging Face directory or hub id -> checkpoint")
     incoming.add_argument("source", metavar="SRC", help="directory with config.json and weights, or a hub id")
+    incoming.add_argument(
+        "--base-model", default="", metavar="NAME", help="of an adapter, or its directory; default: as the adapter says"
+    )
     outgoing = commands.add_parser("to-hf", help="checkpoint -> Hugging Face directory")
     smaller = commands.add_parser("quantize", help="checkpoint -> checkpoint in fewer bytes, to decode with")
     for command in (outgoing, smaller):
@@ -23,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     for command in (incoming, outgoing, smaller):
         command.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5")
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    outgoing.add_argument("--adapter", action="store_true", help="the factors of LoRA alone, as PEFT loads them")
     add_origin(outgoing)
     smaller.add_argument(
         "--weights",
@@ -33,9 +37,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     backbone = config.find_class(args.backbone, "model") if args.backbone else config.T5Config
     if args.command == "from-hf":
-        from_hf(args.source, args.out, backbone)
+        from_hf(args.source, args.out, backbone, base_model=args.base_model)
     elif args.command == "to-hf":
-        to_hf(args.source, args.out, best=args.best, base_model=args.base_model, scores=args.scores)
+        given = {"best": args.best, "base_model": args.base_model, "scores": args.scores}
+        to_hf(args.source, args.out, **given, adapter=args.adapter)
     else:
         quantize(args.source, args.out, weights=args.weights, best=args.best)
     return 0

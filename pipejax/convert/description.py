@@ -17,7 +17,7 @@ from typing import Any
 from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.config import Config, DataConfig, TrainConfig
-from pipejax.convert import generation
+from pipejax.convert import adapters, generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import PUBLISHED, make_task
@@ -42,8 +42,7 @@ CARD_TEXT = """\
 # {name}
 
 {what}
-`pipejax convert to-hf` wrote this directory. `config.json`, `generation_config.json` and the weights are as
-transformers reads them; `pipejax.json` keeps the settings that transformers does not know.
+{files}; `pipejax.json` keeps the settings that transformers does not know.
 
 ## With pipejax
 
@@ -68,8 +67,14 @@ ids = tokenizer(source, truncation=True, max_length={max_source}, return_tensors
 {rows}
 ```
 {scores}"""
+FILES = """\
+`pipejax convert to-hf` wrote this directory. `config.json`, `generation_config.json` and the weights are as
+transformers reads them"""
+ADAPTER_FILES = """\
+`pipejax convert to-hf --adapter` wrote this directory: low-rank factors (LoRA) beside the weights of {base}.
+`adapter_config.json` and the factors are as peft reads them; where it is installed, transformers loads both"""
 WHOLE = """\
-text = tokenizer.decode(model.generate(**ids)[0], skip_special_tokens=True)
+text = tokenizer.decode(model.generate(**ids{settings})[0], skip_special_tokens=True)
 rows = {rows}"""
 SIDE_BY_SIDE = """\
 how = {"custom_generate": "DIRECTORY", "trust_remote_code": True, "return_dict_in_generate": True}
@@ -120,9 +125,10 @@ def write(
     facts = json.loads(config_lib.to_json(kept(config)))
     sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
-    values = {"format": FORMAT, "weights": _digest(directory / WEIGHTS), "config": sections}
+    values = {"format": FORMAT, "weights": _digest(_weights(directory)), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    text = card(name, config, tokenizer=tokenizer is not None, origin=origin)
+    is_adapter = adapters.is_adapter(directory)
+    text = card(name, config, tokenizer=tokenizer is not None, origin=origin, is_adapter=is_adapter)
     (directory / CARD).write_text(text, encoding="utf-8")
     lines = []
     if (program := custom_generate(config, tokenizer)) is not None:
@@ -189,7 +195,7 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
     Raises:
       UserError: the file is damaged, of another version, or does not go with the architecture.
     """
-    file, weights = directory / FILE, directory / WEIGHTS
+    file, weights = directory / FILE, _weights(directory)
     if not look(file):
         return None
     values = read_json(file)
@@ -213,8 +219,16 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
     return config, lines
 
 
-def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN) -> str:
-    """The text of README.md; arguments as of `write`."""
+def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN, is_adapter: bool = False) -> str:
+    """The text of README.md.
+
+    Args:
+      name: of the model, as `write` has it.
+      config: see there.
+      tokenizer: whether one lies there.
+      origin: see there.
+      is_adapter: whether the directory holds the factors of `origin.base_model` alone.
+    """
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data
@@ -232,7 +246,10 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
         named = f" \\\n    --set method={name_of}  # where Python finds that class"
     elif not method.parts_text:
         what += f" pipejax joins rows with {between!r}."
-    rows = "[text]"
+    rows, settings = "[text]", ""
+    if is_adapter:  # whose directory has no generation_config.json that transformers would read
+        said = {key: x for key, x in generation.written(config).items() if key not in generation.IDS}
+        settings = "".join(f", {key}={x!r}" for key, x in said.items())
     in_torch = _in_torch(method, tokenizer=tokenizer) is not None
     if "generate" in method.can and tells_rows_apart(between) and not never:
         rows = f"[row.strip() for row in text.split({core!r})]"
@@ -240,7 +257,7 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
     results = [EvalResult("text2text-generation", data.task, data.task, key, value) for key, value in found.items()]
     metadata = ModelCardData(
         base_model=origin.base_model or None,
-        library_name="transformers",
+        library_name="peft" if is_adapter else "transformers",
         tags=["text2text-generation", "pipejax", *(["custom_generate", "pipelined-decoding"] if in_torch else [])],
         model_name=name,
         eval_results=results or None,
@@ -248,6 +265,7 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
     return CARD_TEXT.format(
         metadata=metadata.to_yaml() + "\n",
         name=name,
+        files=ADAPTER_FILES.format(base=origin.base_model) if is_adapter else FILES,
         what=what if tokenizer else f"{what} There is no tokenizer here: sources have to be token ids.",
         line=json.dumps(fields),
         made=f" The source is made of it by the template {template!r}." if template else "",
@@ -255,7 +273,7 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
         named=named,
         source=f"{template!r}.format_map({fields!r})" if template else repr("..."),
         max_source=data.max_source,
-        rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows),
+        rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows, settings=settings),
         scores=_told(origin.scores, found),
     )
 
@@ -275,6 +293,10 @@ def _told(given: Mapping[str, Any] | None, scores: Mapping[str, float]) -> str:
     told = "\n".join(f"| {key} | {value:.2f} |" for key, value in scores.items())
     command = f"pipejax evaluate --checkpoint checkpoint --task {given['task']} --split {given['split']}"
     return SCORES_TEXT.format(examples=given["examples"], steps=given["steps"], command=command, table=told)
+
+
+def _weights(directory: Path) -> Path:
+    return directory / (adapters.WEIGHTS if adapters.is_adapter(directory) else WEIGHTS)
 
 
 def _digest(file: Path) -> str:

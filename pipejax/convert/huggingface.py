@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from safetensors.numpy import save_file
 from pipejax.checkpoint import Restored, check_place, open_run, require_free, save_params
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
-from pipejax.convert import description, generation
+from pipejax.convert import adapters, description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, unwrapped
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
@@ -95,16 +96,40 @@ def write_hf(
     Raises:
       UserError: `out` is not empty or cannot be written, or `params` do not fit `config` or are not finite.
     """
+    generate = generation.written(run) if run else {key: getattr(config, key) for key in generation.IDS}
+    files = {"config.json": config.facts(), generation.FILE: generate}
+    _write(out, files, description.WEIGHTS, _to_tensors(config, params), tokenizer_dir, run=run, origin=origin)
+
+
+def _write(
+    out: str | Path,
+    files: Mapping[str, Mapping[str, object]],
+    weights: str,
+    tensors: dict[str, np.ndarray],
+    tokenizer_dir: str | Path | None,
+    *,
+    run: Config | None,
+    origin: description.Origin,
+) -> None:
+    """Writes a directory, completely or not at all.
+
+    Args:
+      out: a new or an empty directory.
+      files: of JSON, by name.
+      weights: the name of the file for the tensors.
+      tensors: by name.
+      tokenizer_dir: as of `write_hf`, like the others.
+      run: see there.
+      origin: see there.
+    """
     out = Path(out).absolute()
     require_free(out)
-    tensors = _to_tensors(config, params)
-    generate = generation.written(run) if run else {key: getattr(config, key) for key in generation.IDS}
     try:
         with new_directory(out) as staging:
-            for name, values in (("config.json", config.facts()), (generation.FILE, generate)):
+            for name, values in files.items():
                 (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-            save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})  # transformers requires this
-            shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors sets mode 0600
+            save_file(tensors, staging / weights, metadata={"format": "pt"})  # transformers requires this
+            shutil.copymode(staging / next(iter(files)), staging / weights)  # safetensors sets mode 0600
             if tokenizer_dir is not None:
                 _copy_tokenizer(Path(tokenizer_dir), staging)
             if run:
@@ -115,24 +140,43 @@ def write_hf(
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
 
 
-def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Config) -> None:
+def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Config, *, base_model: str = "") -> None:
     """Converts a Hugging Face directory, or a model of the hub, to a run directory with step 0.
 
+    Of an adapter of PEFT's the run has the base's weights, with the factors beside them. Tokenizer and settings are the
+    adapter's own, if it has some.
+
+    Args:
+      source: the directory, or the name of the model.
+      out: a new or an empty directory.
+      backbone: of the model.
+      base_model: of an adapter, as `source`; "": as its adapter_config.json says.
+
     Raises:
-      UserError: as `read_hf`; `out` is not empty; the tokenizer does not load or has more ids than the model.
+      UserError: as `read_hf` or `adapters.read`; `out` is not empty; the tokenizer does not load or has more ids than
+        the model.
     """
     require_free(Path(out))
     check_place(Path(out))
-    directory = locate(str(source))
+    given = directory = locate(str(source))
+    if is_adapter := adapters.is_adapter(given):
+        base_model = base_model or adapters.base_of(given)
+        note(f"{given}: a LoRA adapter, put beside the weights of {base_model}")
+        directory = locate(base_model)
+    elif base_model:
+        raise UserError(f"{given}: found no {adapters.CONFIG}; expected an adapter beside --base-model")
     model, files = _read_architecture(directory, backbone)
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = _copy_tokenizer(directory, Path(scratch) / "tokenizer")
+        own = given if _copy_tokenizer(given, Path(scratch) / "tokenizer") else directory
+        tokenizer = _copy_tokenizer(own, Path(scratch) / "tokenizer")
         if tokenizer is None:
             note(f"{directory}: no tokenizer files, so the checkpoint carries no tokenizer")
         else:
-            _check_tokenizer(Tokenizer.load(tokenizer, copy_of=directory), model, directory, files)
+            _check_tokenizer(Tokenizer.load(tokenizer, copy_of=own), model, own, files)
+        factors = adapters.read(given, model) if is_adapter else {}
         model, params = _read_params(directory, model)
-        config = dataclasses.replace(_settings(directory, model), name=Path(source).resolve().name)
+        params = unflatten_dict(flatten_dict(params, sep="/") | factors, sep="/")
+        config = dataclasses.replace(_settings(directory, model, given), name=Path(source).resolve().name)
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
@@ -141,7 +185,12 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
 
 
 def to_hf(
-    checkpoint: str | Path, out: str | Path, best: bool = False, base_model: str = "", scores: str | Path = ""
+    checkpoint: str | Path,
+    out: str | Path,
+    best: bool = False,
+    base_model: str = "",
+    scores: str | Path = "",
+    adapter: bool = False,
 ) -> None:
     """Converts the newest good step of a run directory, or the best step, to a Hugging Face directory.
 
@@ -149,21 +198,41 @@ def to_hf(
       checkpoint: the run directory.
       out: a new or an empty directory.
       best: the best step.
-      base_model: the hub's name of the model from which the training started, for README.md.
+      base_model: the hub's name of the model from which the training started, for README.md; of an adapter, also a
+        directory, which is compared with the run's weights.
       scores: a file of `pipejax evaluate --json`, for README.md.
+      adapter: the low-rank factors alone, as PEFT reads them.
 
     Raises:
-      UserError: there is no good step, the scores are of other weights, or as `write_hf`.
+      UserError: there is no good step, the scores are of other weights, there are no factors or those of another
+        base, or as `write_hf`.
     """
     require_free(Path(out))
-    restored = open_run(checkpoint, best=best)
+    if adapter and not base_model:
+        raise UserError("--adapter: found no --base-model; expected the name or the directory of the adapted model")
+    restored = open_run(checkpoint, best=best, apart=adapter)
     origin = description.Origin(base_model, _scores_of(restored, Path(scores)) if scores else None)
     assert restored.config.model is not None  # `open_run` checks it
     model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()
     if files is not None:
         check_special_ids(Tokenizer.load(files), model, f"{checkpoint}: model.eos_token_id", str(files))
-    write_hf(model, params, out, files, run=restored.config, origin=origin)
-    _report(out, restored.items["params"])
+    if adapter:
+        params, facts = adapters.written(model, params, base_model)
+        _compare(flatten_dict(restored.items["params"], sep="/"), base_model, type(model))
+        _write(out, {adapters.CONFIG: facts}, adapters.WEIGHTS, params, files, run=restored.config, origin=origin)
+    else:
+        write_hf(model, params, out, files, run=restored.config, origin=origin)
+    _report(out, params)
+
+
+def _compare(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
+    """Raises a UserError unless the run's weights are those of its base: only there the factors mean the same."""
+    if look(base_model) != "directory":
+        note(f"{base_model}: not compared with the weights of the run, as it is no directory")
+        return
+    for path, array in flatten_dict(read_hf(base_model, backbone)[1], sep="/").items():
+        if not np.array_equal(array, params.get(path, ())):
+            raise UserError(f"{base_model}: {path}: found other numbers than in the run; expected the adapted model")
 
 
 def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
@@ -177,10 +246,17 @@ def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
     return found
 
 
-def _settings(directory: Path, model: Backbone) -> Config:
-    """The config of the new run: that of the run which the directory is from, or as near to `generate` as can be."""
+def _settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
+    """The config of the new run: that of the run which a directory is from, or as near to `generate` as can be.
+
+    Args:
+      directory: of the model.
+      model: its architecture.
+      adapter: a directory whose settings go before.
+    """
     generate = generation.read(directory, read_json(directory / "config.json"))
-    if (found := description.read(directory, model, generate)) is not None:
+    read = (description.read(place, model, generate) for place in dict.fromkeys((adapter or directory, directory)))
+    if (found := next(filter(None, read), None)) is not None:
         config, lines = found
     else:
         decode, lines = generation.decoding(generate, model)
@@ -226,7 +302,7 @@ def _read_architecture(directory: Path, backbone: type[Model]) -> tuple[Model, d
     if not look(file):
         below = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
         found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"
-        found = "a LoRA adapter (merge it into its T5 first)" if look(directory / "adapter_config.json") else found
+        found = "a LoRA adapter, which has no weights of its own" if adapters.is_adapter(directory) else found
         raise UserError(f"{directory}: found {found}; expected a directory as transformers saves a T5")
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
     kind = facts.get("model_type")
@@ -277,13 +353,14 @@ def locate(source: str) -> Path:
         raise UserError(f"{source}: found a file; expected a directory with config.json and weights")
     reason = "no such path"
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
-        patterns = ["*.json", *TOKENIZER_FILES, "model*.safetensors"]
+        patterns = ["*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*"]
         try:
             from huggingface_hub import snapshot_download
 
             directory = Path(snapshot_download(source, allow_patterns=patterns))
             for other in ("pytorch_model*.bin*", "flax_model.msgpack"):
-                if not any((*directory.glob("model*.safetensors"), *directory.glob("pytorch_model*.bin"))):
+                names = "adapter_model.*", "model*.safetensors", "pytorch_model*.bin"
+                if not any(found for name in names for found in directory.glob(name)):
                     snapshot_download(source, allow_patterns=other)
             return directory
         except Exception as error:  # the hub client and its HTTP libraries raise many kinds

@@ -4,7 +4,7 @@ import fnmatch
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ RESAVE = "torch's: load it into its T5 there, and save_pretrained that as safete
 OTHERS = {
     "tf_model.h5": "TensorFlow's: open it with transformers 4, from_tf=True, and save_pretrained it",
     "flax_model-*.msgpack": "a part of flax weights: save them in one file",
-    "adapter_model.*": "a LoRA adapter: merge it into its T5, with merge_and_unload of peft, and save that",
+    "adapter_model.*": "a LoRA adapter without its adapter_config.json, which says what it adapts",
     "model.*.safetensors": "a variant: rename it to model.safetensors",
     "*.safetensors": "another name: rename it to model.safetensors if these are the weights",
     "rust_model.ot": "Rust's: convert the files that it was made from",
@@ -58,19 +58,17 @@ class Stored:
         return array
 
 
-def open_tensors(directory: Path) -> tuple[Path, dict[str, Stored]]:
+def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Path, dict[str, Stored]]:
     """The file of a directory's weights (or of their index), and the tensors by name.
+
+    Args:
+      directory: of the file.
+      openers: of the files that may be there, by name; the first counts. None: WHOLE.
 
     Raises:
       UserError: there are no weights, a file is damaged or contradicts the index, or a dtype is not in DTYPES.
     """
-    openers: dict[str, Callable[[Path], dict[str, Stored]]] = {
-        "model.safetensors": _open_safetensors,
-        "model.safetensors.index.json": partial(_open_index, _open_safetensors),
-        "pytorch_model.bin": _open_torch,
-        "pytorch_model.bin.index.json": partial(_open_index, _open_torch),
-        "flax_model.msgpack": _open_msgpack,
-    }
+    openers = openers or WHOLE
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):
         if look(file) == "file":
             tensors = opener(file)
@@ -191,3 +189,14 @@ def _open_msgpack(file: Path) -> dict[str, Stored]:
         name, dtype = f"{stem}.weight", codes.get(str(array.dtype), str(array.dtype))
         tensors[name] = Stored(file, name, array.shape, dtype, partial(np.asarray, array))
     return tensors
+
+
+Openers = Mapping[str, Callable[[Path], dict[str, Stored]]]
+WHOLE: Openers = {  # the weights of a model
+    "model.safetensors": _open_safetensors,
+    "model.safetensors.index.json": partial(_open_index, _open_safetensors),
+    "pytorch_model.bin": _open_torch,
+    "pytorch_model.bin.index.json": partial(_open_index, _open_torch),
+    "flax_model.msgpack": _open_msgpack,
+}
+ADAPTER: Openers = {"adapter_model.safetensors": _open_safetensors, "adapter_model.bin": _open_torch}

@@ -77,7 +77,8 @@ class Backend:
         """
         held = compute(_laid, params, model=model, backend=self, part="_held")
         if self.weights == "int8":
-            check_read("decode.weights: found int8", model, held, f"/{quantization.SCALE}")
+            of_one = lora.choose(held, jnp.zeros(1, jnp.int32) if lora.is_stacked(held) else None)
+            check_read("decode.weights: found int8", model, of_one, f"/{quantization.SCALE}")
         return Ready(held, held)
 
     def _held(self, model: Module, params: Tree) -> Tree:
@@ -99,7 +100,8 @@ class Backend:
     def widen(self, memory: Memory, slots: int) -> Memory:
         """The memory with so many slots, at least as many as it has; those added are masked."""
         more = slots - memory.mask.shape[1]
-        return Memory(
+        return dataclasses.replace(
+            memory,
             keys=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) for x in memory.keys),
             values=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in memory.values),
             mask=jnp.pad(memory.mask, ((0, 0), (0, more))),

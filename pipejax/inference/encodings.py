@@ -10,7 +10,7 @@ from pipejax.model.t5 import Memory
 
 
 class Encodings:
-    """Memories of single sources by token ids; the one that was not asked for the longest makes room for a new one.
+    """Memories of sources by ids and adapter; the one that was not asked for the longest makes room for a new one.
 
     Of one model, and written by one thread; any may read the numbers.
 
@@ -23,18 +23,18 @@ class Encodings:
     def __init__(self, most: int) -> None:
         """Keeps the memories of at most so many sources; 0: of none."""
         self._most = most
-        self._kept: OrderedDict[bytes, Memory] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, int | None], Memory] = OrderedDict()
         self.hits = self.misses = self.bytes = 0
 
-    def of(self, ids: np.ndarray, encode: Callable[[np.ndarray], Memory]) -> Memory:
-        """The memory of a source, i32 [L]: the very arrays that `encode` made of these ids before, if they are kept."""
-        key = ids.tobytes()
+    def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
+        """The memory of a source, i32 [L]: the very arrays that `encode` made of the same before, if they are kept."""
+        key = ids.tobytes(), adapter
         memory = self._kept.pop(key, None)
         if memory is not None:
             self.hits += 1
         else:
             self.misses += 1
-            memory = encode(ids)
+            memory = encode(ids, adapter)
             self.bytes += _size(memory)
         self._kept[key] = memory
         while len(self._kept) > self._most:

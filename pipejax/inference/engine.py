@@ -5,6 +5,7 @@ between gives places that became free to those that wait.
 """
 
 import dataclasses
+import itertools
 import logging
 import queue
 import threading
@@ -23,6 +24,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, RunningBatch, Switch
 from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source
+from pipejax.methods import Method
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Request:
     log_probs: bool = True  # whether events and record have them; else they are 0, or lack
     at_once: bool = True  # whether events come as tokens are written; else they may all come in the end
     row_tokens: int | None = None  # of each row, if the source has a schema; None: as many as the grid holds
+    adapter: str = ""  # one of the generator's, whose settings count; "": the base
 
 
 class Event(NamedTuple):
@@ -59,9 +62,16 @@ Found = Sequence[Event | Record | BaseException]  # of one answer; its last is t
 class Answer:
     """The result of a request as it comes. May be read or listened to by one thread, and cancelled by any."""
 
-    def __init__(self, request: Request, wake: Callable[[], None]) -> None:
-        """Nothing has come yet. `wake`: called when it is cancelled."""
-        self.request = request
+    def __init__(self, request: Request, generator: Generator, kind: "Kind", wake: Callable[[], None]) -> None:
+        """Nothing has come yet.
+
+        Args:
+          request: that it is for.
+          generator: that of the adapter.
+          kind: with whom it is decoded.
+          wake: called when it is cancelled.
+        """
+        self.request, self.generator, self.kind = request, generator, kind
         self.cancelled = False
         self._wake = wake
         self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
@@ -117,16 +127,23 @@ class _Running:
     steps: int = 0  # taken
 
 
+class Kind(NamedTuple):
+    """Requests that can be decoded together, whatever adapters they have."""
+
+    strategy: Refillable
+    method: Method  # its rows may begin as told
+
+
 class _Lane(NamedTuple):
     """Requests that are decoded together. One that comes alone has a lane to itself, in which a step is faster."""
 
-    strategy: str
+    kind: Kind
     places: int
     schema: Schema | None  # that all follow
 
 
 class Engine:
-    """Answers requests with one T5 on one device, each strategy in batches of its own.
+    """Answers requests with one T5 on one device, each strategy and its settings in batches of their own.
 
     Attributes:
       answered: requests that were.
@@ -156,7 +173,7 @@ class Engine:
         self._beside = False  # whether somebody was there when the last request got its place: so it may be again
         self._change, self._switch = threading.Condition(), Switch()
         self._open, self._stops = True, False
-        self._strategy(generator.default_strategy)
+        self._kinds = {self._kind(one, one.default_strategy): one for one in (generator, *generator.adapters.values())}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -180,14 +197,14 @@ class Engine:
         """
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
-        self._strategy(request.strategy)
-        method = self.generator.method(request.strategy)
+        generator = self.generator.adapted(request.adapter) if request.adapter else self.generator
+        kind = self._kind(generator, request.strategy)
         if temperature := request.sampling.temperature:
-            method.require("sample", f"temperature: found {temperature}", 0)
+            kind.method.require("sample", f"temperature: found {temperature}", 0)
         if request.log_probs:
-            method.require("score", "logprobs: found some")
-        wishes.rows_of(request.source, method, self.generator.tokenizer)
-        answer = Answer(request, self._switch.throw)
+            kind.method.require("score", "logprobs: found some")
+        wishes.rows_of(request.source, kind.method, self.generator.tokenizer)
+        answer = Answer(request, generator, kind, self._switch.throw)
         with self._change:
             if not self._open:
                 raise Closed("the engine takes no more requests")
@@ -195,18 +212,17 @@ class Engine:
                 raise Full(f"{len(self._waiting)} requests wait")
             self._waiting.append(answer)
             self._change.notify()
-            if self._running_with(request.strategy) < self.places:
+            if self._running_with(kind) < self.places:
                 self._switch.throw()
         return answer
 
     def warm_up(self, length: int) -> None:
         """Compiles what prompts of so many tokens need with the default strategy; before there are requests."""
-        name = self.generator.default_strategy
         source = Source("", [self.generator.architecture.eos_token_id] * length)
-        for lane in {_Lane(name, places, None) for places in (1, self.places)}:
-            batch = self._batch(lane, source)
+        for kind, places in itertools.product(self._kinds, {1, self.places}):
+            batch, generator = self._batch(_Lane(kind, places, None), source), self._kinds[kind]
             for log_probs in (False, True):
-                place = batch.add(self.generator.ids_of(source), log_probs=log_probs)
+                place = batch.add(generator.ids_of(source), log_probs=log_probs, adapter=generator.adapter)
                 batch.advance(1)
                 batch.drop(place)
             self.encodings.clear()  # each lane compiles an encoder of its own
@@ -262,19 +278,24 @@ class Engine:
                 if one.answer.cancelled:
                     self._leave(lane, place)
         while (answer := self._next()) is not None:  # others may come while one is encoded
-            request, name = answer.request, answer.request.strategy
+            request, kind = answer.request, answer.kind
             if answer.cancelled:
                 answer.give(Closed("the request was cancelled"))
                 continue
             with self._change:
-                others = any(one.request.strategy == name and not one.cancelled for one in self._waiting)
-            beside = others or self._running_with(name) > 0
-            lane = _Lane(name, self.places if beside or self._beside else 1, request.source.schema)
-            self._beside = beside
+                others = any(one.kind == kind and not one.cancelled for one in self._waiting)
+            beside = others or self._running_with(kind) > 0
+            places, self._beside = self.places if beside or self._beside else 1, beside
+            lane = _Lane(kind, places, request.source.schema)
             try:
                 batch = self._batch(lane, request.source)
-                ids = self.generator.ids_of(request.source)
-                place = batch.add(ids, request.sampling, log_probs=request.log_probs, row_tokens=request.row_tokens)
+                place = batch.add(
+                    answer.generator.ids_of(request.source),
+                    request.sampling,
+                    log_probs=request.log_probs,
+                    row_tokens=request.row_tokens,
+                    adapter=answer.generator.adapter,
+                )
             except Exception as error:
                 answer.give(error)  # the others are told where this is caught
                 raise
@@ -284,21 +305,20 @@ class Engine:
         """Takes the first of those that wait who may have a place, or was cancelled."""
         with self._change:
             for answer in self._waiting:
-                if answer.cancelled or self._running_with(answer.request.strategy) < self.places:
+                if answer.cancelled or self._running_with(answer.kind) < self.places:
                     self._waiting.remove(answer)
                     return answer
         return None
 
-    def _running_with(self, strategy: str) -> int:
-        """Requests that have a place with that strategy."""
+    def _running_with(self, kind: Kind) -> int:
+        """Requests of the kind that have a place."""
         running = [*self._running.items()]  # at once: the engine's thread may add a lane
-        return sum(len(places) for lane, places in running if lane.strategy == strategy)
+        return sum(len(places) for lane, places in running if lane.kind == kind)
 
     def _batch(self, lane: _Lane, source: Source) -> RunningBatch:
         """That of the lane; `source`: one of its requests, as the rows of all begin alike."""
         if lane not in self._batches:
-            made = self._strategy(lane.strategy)
-            method = self.generator.method(lane.strategy)
+            made, method = lane.kind
             kin = [one for one in self._batches if one[:2] == lane[:2]]
             if idle := next((one for one in kin if not self._running[one]), None):  # it has all memory it needs
                 batch = self._batches.pop(idle)
@@ -312,14 +332,14 @@ class Engine:
             self._batches[lane], self._running[lane] = batch, {}
         return self._batches[lane]
 
-    def _strategy(self, name: str) -> Refillable:
+    def _kind(self, generator: Generator, name: str) -> Kind:
         """Without drafts, whose states hold a whole batch."""
-        method = self.generator.method(name)
+        method = generator.method(name)
         method.require("serve")
         method.check()
-        if self.generator.config.decode.limit != "none":
-            raise UserError(f"decode.limit: found {self.generator.config.decode.limit}; expected none, to be served")
-        return cast(Refillable, self.generator.make_strategy(name, drafts=False))
+        if generator.config.decode.limit != "none":
+            raise UserError(f"decode.limit: found {generator.config.decode.limit}; expected none, to be served")
+        return Kind(cast(Refillable, generator.make_strategy(name, drafts=False)), method)
 
     def _advance(self, lane: _Lane) -> None:
         """Some steps of all requests of a lane: no pause but for those who wait for something."""
@@ -355,17 +375,17 @@ class Engine:
         only = jax.tree.map(lambda x: x[place : place + 1], decoded)
         kept = np.minimum(only.lengths, one.lengths)
         cut |= bool((kept < only.lengths).any())
-        strategy = self._batches[lane].strategy
+        strategy, method = lane.kind
         only = dataclasses.replace(only, lengths=kept, calls=strategy.calls(only))
         if not one.answer.request.log_probs:
             only = dataclasses.replace(only, log_probs=None)
         record = record_of(
             one.answer.request.source,
-            self.generator.method(lane.strategy),
+            method,
             only,
             0,
             start=strategy.start,
-            config=self.generator.config,
+            config=one.answer.generator.config,
             tokenizer=self.generator.tokenizer,
             ends=not cut,
         )

@@ -39,8 +39,8 @@ WINDOW = 16  # batches that are read ahead and sorted by length
 class Generator:
     """Parameters, tokenizer and settings, ready to decode.
 
-    For everybody: `decode`, `stream_rows`, `under`, `warm_up`, `default_strategy`. The rest is for the commands. The
-    weights are laid out for the devices when the first source is decoded; what is given is checked before.
+    For everybody: `decode`, `stream_rows`, `under`, `warm_up`, `adapted`, `default_strategy`. The rest is for the
+    commands. The weights are laid out when the first source is decoded; what is given is checked before.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class Generator:
         self._told: set[str] = set()  # lines that are logged once
         self.schema: schema_lib.Schema | None = None  # that answers follow: see `under`
         self._schemas = schema_lib.Schemas()
+        self.adapters: dict[str, Generator] = {}  # by name, each with the weights and programs of this one
+        self.adapter: int | None = None  # the number of its own, 0 for the base; None: there are no adapters
 
     def __repr__(self) -> str:
         model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
@@ -94,6 +96,16 @@ class Generator:
     def default_strategy(self) -> str:
         """The method that the weights were trained for; sequential for converted weights."""
         return methods.default(self.config)
+
+    def adapted(self, name: str) -> "Generator":
+        """Decodes with the adapter of that name, and with the settings that it was trained with.
+
+        Raises:
+          UserError: `load` was given none of that name.
+        """
+        if name not in self.adapters:
+            raise UserError(f"adapter: found {name!r}; expected {' or '.join(self.adapters) or 'none'}")
+        return self.adapters[name]
 
     @property
     def ids(self) -> Ids:
@@ -184,7 +196,7 @@ class Generator:
         ids, sampling = self.ids_of(source), wishes.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
-            for event in streaming.events(batch, ids, sampling, self.tokenizer, **wanted):
+            for event in streaming.events(batch, ids, sampling, self.tokenizer, adapter=self.adapter, **wanted):
                 if isinstance(event, RowEvent):
                     yield event
                 else:
@@ -223,8 +235,10 @@ class Generator:
         for size in map(own.batch_size_for, batch_sizes):
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
-                wished = own.wishes_of([Source("", ids)] * size, [ids] * size, method, chosen)
-                own.programs.warm_up(chosen, batch_size=size, length=length, report=report, wishes=wished)
+                wished = own._wishes([Source("", ids)] * size, [ids] * size, method, chosen)
+                own.programs.warm_up(
+                    chosen, batch_size=size, length=length, report=report, wishes=wished, adapter=own.adapter
+                )
         return report
 
     def _with(self, call: str, settings: Mapping[str, Any], **without: str) -> "Generator":
@@ -312,9 +326,15 @@ class Generator:
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                wished = self.wishes_of([chunk[i] for i in part], ids, method, chosen)
+                wished = self._wishes([chunk[i] for i in part], ids, method, chosen)
                 found = self.programs.decode(
-                    ids, chosen, batch_size=batch_size, across=across, report=report, wishes=wished
+                    ids,
+                    chosen,
+                    batch_size=batch_size,
+                    across=across,
+                    report=report,
+                    wishes=wished,
+                    adapter=self.adapter,
                 )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
@@ -329,27 +349,8 @@ class Generator:
         config, tokenizer = self.config, self.tokenizer
         return record_of(source, method, found, place, start=made.start, config=config, tokenizer=tokenizer)
 
-    def wishes_of(
-        self, batch: Sequence[Source], ids: Sequence[Sequence[int]], method: Method, made: Strategy
-    ) -> Wishes:
-        """The wishes for the answers to a batch.
-
-        Args:
-          batch: its sources.
-          ids: the token ids of each.
-          method: that decodes.
-          made: its strategy.
-        """
-        is_limited = self.config.decode.limit != "none"
-        return wishes.of_batch(
-            batch,
-            ids,
-            self.config.decode,
-            made,
-            rows=[wishes.rows_of(source, method, self.tokenizer) for source in batch],
-            more=method.allowed(self.tokenizer) if self.tokenizer and is_limited else [],
-            vocabulary=self.architecture.vocab_size,
-        )
+    def _wishes(self, batch: Sequence[Source], ids: list[Sequence[int]], method: Method, made: Strategy) -> Wishes:
+        return wishes.of_batch(batch, ids, method, made, config=self.config, tokenizer=self.tokenizer)
 
     def batch_size_for(self, wanted: int) -> int:
         """The number of sources that a device decodes at a time when so many are wanted: on a CPU a few at most."""

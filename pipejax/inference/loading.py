@@ -1,6 +1,8 @@
 """From a checkpoint to a `Generator`."""
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipejax import checkpoint, methods
@@ -8,7 +10,9 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
 from pipejax.inference.generator import Generator
+from pipejax.inference.settings import LOADED
 from pipejax.methods import Method
+from pipejax.model import lora
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
@@ -23,6 +27,7 @@ def load(
     overrides: Overrides = (),
     where: str = "--set",
     method: Method | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Generator:
     """Does the work of `pipejax.load`, which describes arguments and errors. `where` names the overrides in errors.
 
@@ -45,11 +50,28 @@ def load(
     config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
     config = override(config, overrides, where=where)
     methods.default(config)  # else the first decode would say that a class is not there
-    tokenizer = checkpoint.tokenizer_of(restored)
-    generator = Generator(config, restored.items["params"], tokenizer, backend=None)
+    tokenizer, params = checkpoint.tokenizer_of(restored), restored.items["params"]
+    found = {}
+    if adapters:
+        from pipejax.inference import adapters as reading  # not above, for the same reason
+
+        found = {name: reading.read(directory, restored, tokenizer) for name, directory in adapters.items()}
+        params = lora.stack(params, [own.factors for own in found.values()])
+    generator = Generator(config, params, tokenizer, backend=None)
     generator.checkpoint = str(path)
     generator.trained = restored.config
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    for number, (name, own) in enumerate(found.items(), 1):
+        adapted = copy.copy(generator)
+        of_base = {key: getattr(config.decode, key) for key in (*LOADED, "draft")}
+        adapted.config = override(own.trained, overrides, where=where)
+        adapted.config = dataclasses.replace(
+            adapted.config, decode=dataclasses.replace(adapted.config.decode, **of_base)
+        )
+        methods.default(adapted.config)
+        adapted.trained, adapted.origin, adapted.adapter = own.trained, own.origin, number
+        generator.adapters[name] = adapted
+    generator.adapter = 0 if found else None
     return generator
 
 

@@ -1,6 +1,7 @@
 """A T5 as it was read, and as it runs on devices once somebody decodes."""
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,10 @@ from pipejax.config import Config
 from pipejax.inference import backends, small
 from pipejax.inference.backends import Backend
 from pipejax.inference.programs import Programs
+from pipejax.model import lora
 from pipejax.model.precision import compute_dtype
+
+logger = logging.getLogger(__name__)
 
 
 class Opened:
@@ -25,7 +29,7 @@ class Opened:
 
         Args:
           config: with `model`.
-          params: of the model.
+          params: of the model; with stacked adapters (`lora.stack`), each source may have one.
           devices: that decode.
           backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
         """
@@ -46,7 +50,11 @@ class Opened:
     def _prepare(self) -> Programs:
         config, dtype = self._config, dtype_of(self._config)
         assert config.model is not None
-        backend = backends.choose(self._backend, config.model, dtype, config.decode.weights)
+        if lora.is_stacked(self._params):
+            logger.info("adapters: decoding computes layer by layer: the fast decoders know the base's weights alone")
+            backend = Backend(config.decode.weights)
+        else:
+            backend = backends.choose(self._backend, config.model, dtype, config.decode.weights)
         made = Programs(config.model, dtype, devices=self._devices, backend=backend)
         made.set_params(self._params)
         if self.small:

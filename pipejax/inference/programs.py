@@ -21,6 +21,7 @@ from pipejax.data.shapes import bucket, pad
 from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
+from pipejax.model import lora
 from pipejax.model.interface import Backbone, Module
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
@@ -51,7 +52,13 @@ def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
 
 
 def encode_batch(
-    model: Module, encoder: Tree, source: jax.Array, length: jax.Array, *, backend: Backend = XLA
+    model: Module,
+    encoder: Tree,
+    source: jax.Array,
+    length: jax.Array,
+    adapter: jax.Array | None = None,
+    *,
+    backend: Backend = XLA,
 ) -> Memory:
     """Encodes one padded batch; `model` and `backend` are static under jit.
 
@@ -60,9 +67,11 @@ def encode_batch(
       encoder: `Ready.encoding`.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
+      adapter: i32 [B], of each source; None: there are no adapters.
       backend: that `encoder` was prepared by.
     """
-    return backend.encode(model, encoder, source, length)
+    memory = backend.encode(model, lora.choose(encoder, adapter), source, length)
+    return memory if adapter is None else dataclasses.replace(memory, adapter=adapter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +125,7 @@ def decode_batch(
         weights, small = weights
         assert source is not None
         strategy = drafting.lend(strategy, small, source)
-    decoder = backend.decoder(model, weights, memory)
+    decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
 
@@ -181,6 +190,7 @@ class Programs:
         across: int,
         report: Report,
         wishes: Wishes = GREEDILY,
+        adapter: int | None = None,
     ) -> Decoded:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
@@ -191,6 +201,7 @@ class Programs:
           across: E.
           report: what it took.
           wishes: how the tokens of the sources are chosen, in NumPy.
+          adapter: of all sources; None: there are no adapters.
 
         Returns:
           NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
@@ -201,7 +212,8 @@ class Programs:
         source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
         ready = self._on(across)
-        memory = self._run("encoder", 0, (ready.encoding, source, lengths), source.shape, report)
+        adapters = None if adapter is None else np.full_like(lengths, adapter)
+        memory = self._run("encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
         weights: Tree = ready.decoding
         read: SourceIds | None = None
@@ -211,7 +223,7 @@ class Programs:
             read = SourceIds(wide, lengths)
             if small := self._small(strategy):
                 own = small._on(across)
-                found = small._run("encoder", 0, (own.encoding, source, lengths), source.shape, report)
+                found = small._run("encoder", 0, (own.encoding, source, lengths, None), source.shape, report)
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
         wishes = wishes.take(numbers)
@@ -226,7 +238,14 @@ class Programs:
         return decoded if decoded.calls is not None else dataclasses.replace(decoded, calls=strategy.calls(decoded))
 
     def warm_up(
-        self, strategy: Strategy, *, batch_size: int, length: int, report: Report, wishes: Wishes = GREEDILY
+        self,
+        strategy: Strategy,
+        *,
+        batch_size: int,
+        length: int,
+        report: Report,
+        wishes: Wishes = GREEDILY,
+        adapter: int | None = None,
     ) -> None:
         """Compiles all that batches of a size may need.
 
@@ -236,11 +255,13 @@ class Programs:
           length: of a source; it counts padded.
           report: is told of the compilation.
           wishes: such as the batches will have.
+          adapter: any, if there are adapters.
         """
         shape = 1, batch_size, bucket(length)
         ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
-        memory = self._program("encoder", 0, (ready.encoding, source, lengths), shape, report).out_info
+        adapters = None if adapter is None else lengths
+        memory = self._program("encoder", 0, (ready.encoding, source, lengths, adapters), shape, report).out_info
         carry = None
         weights: Tree = ready.decoding
         read: SourceIds | None = None
@@ -248,7 +269,7 @@ class Programs:
             read = jax.eval_shape(SourceIds, jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
             if small := self._small(strategy):
                 own = small._on(1)
-                found = small._program("encoder", 0, (own.encoding, source, lengths), shape, report).out_info
+                found = small._program("encoder", 0, (own.encoding, source, lengths, None), shape, report).out_info
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         for slots in schedule(strategy, batch_size).slots:
             arguments = weights, memory, carry, read, jax.tree.map(lambda x: x[None], wishes)

@@ -20,6 +20,7 @@ from pipejax.inference.encodings import Encodings
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.schema import Schema
 from pipejax.inference.weights import Weights
+from pipejax.model import lora
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 
@@ -129,7 +130,13 @@ class RunningBatch:
         return np.flatnonzero(~self._in_use).tolist()
 
     def add(
-        self, ids: Any, sampling: Sampling = MOST_LIKELY, *, log_probs: bool = True, row_tokens: int | None = None
+        self,
+        ids: Any,
+        sampling: Sampling = MOST_LIKELY,
+        *,
+        log_probs: bool = True,
+        row_tokens: int | None = None,
+        adapter: int | None = None,
     ) -> int:
         """Encodes a source unless that was just done, and returns its place; it begins with the next `advance`.
 
@@ -138,10 +145,11 @@ class RunningBatch:
           sampling: how its tokens are chosen.
           log_probs: whether theirs are computed, which costs a little.
           row_tokens: of a row at the most, if it follows a schema; None: as many as the grid holds.
+          adapter: of the source; None: there are no adapters.
         """
         place = self.free[0]
         with precision(self._model.dtype):
-            memory = self._encodings.of(np.asarray(ids, np.int32), self._encoded)
+            memory = self._encodings.of(np.asarray(ids, np.int32), adapter, self._encoded)
             length = memory.mask.shape[1]
             if self._memory is None or (not self._in_use.any() and self._memory.mask.shape[1] != length):
                 self._slots = self._sizes.slots[0]
@@ -160,9 +168,9 @@ class RunningBatch:
         self._in_use[place] = self._begins[place] = True
         return place
 
-    def _encoded(self, ids: np.ndarray) -> Memory:
-        source = pad([ids], bucket(len(ids)))
-        memory: Memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32))
+    def _encoded(self, ids: np.ndarray, adapter: int | None) -> Memory:
+        source, own = pad([ids], bucket(len(ids))), None if adapter is None else np.asarray([adapter], np.int32)
+        memory: Memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32), own)
         return memory
 
     def drop(self, place: int) -> None:
@@ -225,7 +233,7 @@ class RunningBatch:
                 self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
 
     def _decoder(self, weights: Weights, memory: Memory) -> Any:
-        return self._backend.decoder(self._model, weights, memory)
+        return self._backend.decoder(self._model, lora.choose(weights, memory.adapter), memory)
 
     def _emptied(self, weights: Weights, memory: Memory, *, slots: int, length: int) -> tuple[Memory, Carry]:
         """A memory and a carry whose places nobody uses; `memory`: of one source."""

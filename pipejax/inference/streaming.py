@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 import jax
@@ -31,6 +31,7 @@ def events(
     *,
     log_probs: bool = True,
     unique: bool = False,
+    adapter: int | None = None,
 ) -> Iterator[RowEvent | Decoded]:
     """Gives what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
 
@@ -41,16 +42,16 @@ def events(
       tokenizer: of the model, if it has one.
       log_probs: whether they are computed.
       unique: without the rows that repeat one above them.
+      adapter: of the source; None: there are no adapters.
     """
-    found = _all_events(batch, ids, sampling, tokenizer, log_probs)
+    found = _all_events(batch, tokenizer, lambda: batch.add(ids, sampling, log_probs=log_probs, adapter=adapter))
     return _of_unique_rows(found) if unique else found
 
 
 def _all_events(
-    batch: RunningBatch, ids: Sequence[int], sampling: Sampling, tokenizer: Tokenizer | None, log_probs: bool
+    batch: RunningBatch, tokenizer: Tokenizer | None, add: Callable[[], int]
 ) -> Iterator[RowEvent | Decoded]:
-    rows = len(batch.starts)
-    place = batch.add(ids, sampling, log_probs=log_probs)
+    rows, place = len(batch.starts), add()
     known, ended, over = np.zeros(rows, np.int64), np.zeros(rows, bool), False
     growing, said = defaultdict[int, Growing](lambda: Growing(tokenizer)), defaultdict[int, str](str)  # by row
     try:

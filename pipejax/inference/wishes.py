@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipejax.config import DecodeConfig
+from pipejax.config import Config, DecodeConfig
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Sampling, Strategy, Wishes
 from pipejax.inference.sources import Source
@@ -64,35 +64,34 @@ def forced_of(rows: Given, strategy: Strategy) -> np.ndarray | None:
 def of_batch(
     sources: Sequence[Source],
     ids: Sequence[Sequence[int]],
-    decode: DecodeConfig,
+    method: Method,
     strategy: Strategy,
     *,
-    rows: Sequence[Given],
-    more: Sequence[int],
-    vocabulary: int,
+    config: Config,
+    tokenizer: Tokenizer | None,
 ) -> Wishes:
     """Arrays [B, ...] in NumPy.
 
     Args:
       sources: of the batch.
       ids: of each source.
-      decode: the settings.
-      strategy: that decodes.
-      rows: what is known of those of each answer.
-      more: ids beside eos that are allowed though the source lacks them.
-      vocabulary: V.
+      method: that decodes.
+      strategy: of the method.
+      config: with the settings and the model.
+      tokenizer: spells what rows begin with.
     """
-    sampling, schema = None, sources[0].schema  # the same for all
+    assert config.model is not None  # `load` checks it
+    sampling, decode, schema = None, config.decode, sources[0].schema  # the same for all
     if decode.temperature > 0:
         sampling = Sampling.together([sampling_of(source, decode) for source in sources])
     forced = allowed = None
-    tables = [forced_of(one, strategy) for one in rows]
+    tables = [forced_of(rows_of(source, method, tokenizer), strategy) for source in sources]
     if any(table is not None for table in tables):
         free = np.full(strategy.places, -1, np.int32)
         forced = np.stack([free if table is None else table for table in tables])
     if decode.limit == "source":
-        allowed = np.zeros((len(ids), vocabulary), bool)
-        allowed[:, [strategy.eos, *more]] = True
+        allowed = np.zeros((len(ids), config.model.vocab_size), bool)
+        allowed[:, [strategy.eos, *(method.allowed(tokenizer) if tokenizer else [])]] = True
         for b, of_source in enumerate(ids):
             allowed[b, np.asarray(of_source)] = True
     grammar = None if schema is None else schema.grammar(strategy, [None] * len(sources))

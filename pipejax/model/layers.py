@@ -71,7 +71,11 @@ class Linear(nn.Module):
             return answer
         a: Array = self.get_variable("params", lora.A)
         b: Array = self.get_variable("params", lora.B)
-        return answer + jnp.dot(jnp.dot(x, a.astype(self.dtype)), b.astype(self.dtype))
+        low = jnp.dot(x, a.astype(self.dtype))
+        if self.has_variable("params", lora.OF):  # [B, rank]: the part of each example's adapter
+            of: Array = self.get_variable("params", lora.OF)
+            low = low * of[:, None].astype(self.dtype)
+        return answer + jnp.dot(low, b.astype(self.dtype))
 
 
 class Dropout(nn.Module):

@@ -35,6 +35,7 @@ class Memory:
     keys: tuple[Array, ...]  # a layer each [B, H, K, L]
     values: tuple[Array, ...]  # [B, H, L, K]
     mask: Array  # bool [B, L]
+    adapter: Array | None = None  # i32 [B], that of each source, if several share the weights
 
 
 @flax.struct.dataclass

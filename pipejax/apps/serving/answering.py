@@ -42,7 +42,7 @@ class Completion:
 
         Args:
           asked: what is asked for.
-          generator: the engine's.
+          generator: the engine's, of the adapter that is asked for.
           engine: answers.
           counters: get its tokens and reasons.
 
@@ -76,6 +76,8 @@ class Completion:
             for source in asked.sources:
                 for k in range(asked.n):
                     one = _request(asked, source._replace(sample=k), log_probs=self._scored)
+                    if generator.adapter:
+                        one = dataclasses.replace(one, adapter=asked.model)
                     self._answers.append(engine.submit(one))
         except BaseException as error:
             self.close()

@@ -17,7 +17,7 @@ from pipejax.apps.serving.answering import Completion, told
 from pipejax.apps.serving.asked import Asked, Form
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
-from pipejax.apps.serving.refusals import Refused, unsuitable
+from pipejax.apps.serving.refusals import Refused
 from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import template_of
@@ -82,12 +82,13 @@ class Service:
         Args:
           generator: the engine's.
           engine: answers.
-          name: of the model.
+          name: of the model, beside those of its adapters.
           limits: of a request.
           keys: one of which a client must know; none: nobody is asked.
           origins: of other sites, whose pages may ask and read the answers; "*": of all.
         """
-        self.generator, self.engine, self.name, self.limits = generator, engine, name, limits
+        self.models = {name: generator} | generator.adapters
+        self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins = [key.encode() for key in keys], origins
         self.counters = Counters()
         self.active = 0  # requests for answers
@@ -116,8 +117,9 @@ class Service:
             form, made = POSTS[scope["path"]]
             wanted = await asyncio.to_thread(self._read, body, form)
             self._tell_of_turns(wanted)
-            completion = Completion(wanted, self.generator, self.engine, self.counters)
-            objects = made(completion, model=self.name, fingerprint=self.generator.origin.get("params_fp"))
+            generator = self.models[wanted.model]
+            completion = Completion(wanted, generator, self.engine, self.counters)
+            objects = made(completion, model=wanted.model, fingerprint=generator.origin.get("params_fp"))
             try:
                 answer = _stream if wanted.stream else _whole
                 await answer(completion, objects, scope, receive, send, ends=begun + self.limits.seconds)
@@ -135,7 +137,7 @@ class Service:
                 self.counters.seconds.observe(time.perf_counter() - begun)
 
     def _read(self, body: bytes, form: Form) -> Asked:
-        return asked.read(asked.parse(body), form, self.generator, model=self.name, most=self.limits.answers)
+        return asked.read(asked.parse(body), form, self.models, most=self.limits.answers)
 
     def _tell_of_turns(self, wanted: Asked) -> None:
         """Says once that a part of a conversation was not read."""
@@ -144,29 +146,33 @@ class Service:
             said = "no system message and no earlier turn (the first such request; later ones are not told)"
             logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
 
-    async def models(self, request: Request) -> Response:
+    async def show_models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""
-        config, template = self.generator.config, template_of(self.generator.config)
-        ids, served = self.generator.ids, methods.able(config, "serve")
-        found = {
-            "id": self.name,
+        name = request.path_params.get("name")
+        if name is None:
+            return _json({"object": "list", "data": [self._shown(each) for each in self.models]})
+        if name not in self.models:
+            raise asked.unknown_model(name, self.models)
+        return _json(self._shown(name))
+
+    def _shown(self, name: str) -> dict[str, object]:
+        """One of the models, as clients are told of it."""
+        generator = self.models[name]
+        config, template = generator.config, template_of(generator.config)
+        ids, served = generator.ids, methods.able(config, "serve")
+        return {
+            "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "pipejax",
             "strategies": [*served],
-            "default_strategy": self.generator.default_strategy,
+            "default_strategy": generator.default_strategy,
             "delays": {name: int(method.strategy(ids).start(1)) for name, method in served.items()},
             "max_prompt_tokens": config.data.max_source,
             "template": template.text,
             "fields": [*dict.fromkeys(template.fields)],
-            "has_tokenizer": self.generator.tokenizer is not None,
+            "has_tokenizer": generator.tokenizer is not None,
         }
-        name = request.path_params.get("name")
-        if name is None:
-            return _json({"object": "list", "data": [found]})
-        if name != self.name:
-            raise unsuitable("model", name, repr(self.name), status=404, code="model_not_found")
-        return _json(found)
 
     async def health(self, request: Request) -> Response:
         """GET /health: whether to send requests here."""
@@ -199,8 +205,8 @@ def make(service: Service) -> Starlette:
     routes = [
         Route("/", show),
         *(Route(path, service, methods=["POST"]) for path in POSTS),
-        Route("/v1/models", service.models),
-        Route("/v1/models/{name:path}", service.models),
+        Route("/v1/models", service.show_models),
+        Route("/v1/models/{name:path}", service.show_models),
         Route("/health", service.health),
         Route("/metrics", service.metrics),
     ]

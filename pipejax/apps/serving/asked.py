@@ -48,6 +48,7 @@ STOPS, STOP_LENGTH = 4, 200  # texts, characters
 class Asked:
     """A request, read and checked; sample k of prompt i is choice i * n + k."""
 
+    model: str  # its name
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # of the prompts, that the model will not read
     strategy: str
@@ -98,14 +99,13 @@ def _no_number(name: str) -> None:
     raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
-def read(body: Object, form: Form, generator: Generator, *, model: str, most: int) -> Asked:
+def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int) -> Asked:
     """The request in a body.
 
     Args:
       body: the JSON object.
       form: of the route that it was sent to.
-      generator: that would answer.
-      model: its name.
+      models: that would answer, by name; the first unless another one is asked for.
       most: answers that may be asked for at once.
 
     Raises:
@@ -122,9 +122,10 @@ def read(body: Object, form: Form, generator: Generator, *, model: str, most: in
             guess = difflib.get_close_matches(name, form.fields, n=1)
             hint = f' (did you mean "{guess[0]}"?)' if guess else ""
             raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(form.fields)}{hint}")
-    wanted = given.get("model", model)
-    if wanted != model:
-        raise unsuitable("model", wanted, repr(model), status=404, code="model_not_found")
+    model = given.get("model", next(iter(models)))
+    if not isinstance(model, str) or model not in models:
+        raise unknown_model(model, models)
+    generator = models[model]
     decode = generator.config.decode
     temperature = _number(given, "temperature", decode.temperature, least=0.0, most=100.0)
     top_p = _number(given, "top_p", decode.top_p, least=0.0, most=1.0)
@@ -156,6 +157,7 @@ def read(body: Object, form: Form, generator: Generator, *, model: str, most: in
     row_tokens = response_format.row_tokens(under, strategy, *bound)
     sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
     return Asked(
+        model=model,
         sources=sources,
         cut_tokens=cut,
         strategy=strategy,
@@ -175,6 +177,11 @@ def read(body: Object, form: Form, generator: Generator, *, model: str, most: in
         rows=rows,
         unread=unread,
     )
+
+
+def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
+    """The refusal of a name that no model has."""
+    return unsuitable("model", name, " or ".join(map(repr, models)), status=404, code="model_not_found")
 
 
 def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None]:

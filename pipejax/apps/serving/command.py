@@ -40,6 +40,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--name", help="of the model, for clients (default: the name of DIR)")
     parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a LoRA run from this checkpoint, or PEFT's directory, that answers where NAME is the model (repeatable)",
+    )
+    parser.add_argument(
         "--places",
         type=cli.whole(1, 2**12),
         default=8,
@@ -94,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
 
-    keys = read_keys(flags.api_key_file)
+    keys, name = read_keys(flags.api_key_file), flags.name or Path(os.path.abspath(flags.checkpoint)).name
+    adapters = read_adapters(flags.adapter, name)
     listener = listen(flags.host, flags.port)
     from pipejax.apps.serving.app import Limits, Service
     from pipejax.inference.engine import Engine
@@ -102,14 +110,14 @@ def main(argv: Sequence[str]) -> int:
         load,  # starts JAX: after the flags and the port are known to be good
     )
 
-    generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides)
+    generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
     if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
         cli.note(f"warning: decode.draft = {draft}: a server decodes without drafts; the answers are the same")
     engine = Engine(generator, places=flags.places, queue=flags.queue, encodings=flags.encoding_cache)
     service = Service(
         generator,
         engine,
-        name=flags.name or Path(os.path.abspath(flags.checkpoint)).name,
+        name=name,
         limits=Limits(body=flags.max_body, seconds=flags.timeout, answers=flags.places + flags.queue),
         keys=keys,
         origins=flags.allow_origin,
@@ -161,6 +169,23 @@ def read_keys(path: str | None) -> list[str]:
     if not keys:
         raise UserError(f"{place}: found no key; expected one a line")
     return keys
+
+
+def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
+    """The directories of adapters by name, from NAME=DIR.
+
+    Raises:
+      UserError: one has another form, or a name is taken, such as that of the base.
+    """
+    found = dict[str, str]()
+    for one in given:
+        name, _, directory = one.partition("=")
+        if not name or not directory:
+            raise UserError(f"--adapter: found {one!r}; expected NAME=DIR")
+        if name in (base, *found):
+            raise UserError(f"--adapter {one}: found the name {name} twice; expected a name for each model")
+        found[name] = directory
+    return found
 
 
 def listen(host: str, port: int) -> socket.socket:

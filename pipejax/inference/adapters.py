@@ -1,0 +1,85 @@
+"""Reads adapters for a base that is opened: LoRA runs of ours, and directories of PEFT's."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from pipejax import checkpoint
+from pipejax.checkpoint import Restored
+from pipejax.checkpoint.fingerprint import digest, fingerprints
+from pipejax.config import Config
+from pipejax.convert import adapters, description, generation
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.model import lora
+from pipejax.system import Tree
+from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+CLOSE = 1e-5  # by which merged weights differ from machine to machine
+
+
+class Adapter(NamedTuple):
+    """The factors of one adapter, and the settings that it was trained with."""
+
+    factors: dict[str, Any]  # arrays by path
+    trained: Config
+    origin: dict[str, Any]  # its step, and params_fp
+
+
+def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
+    """Reads an adapter, of a run its newest good step.
+
+    Args:
+      directory: of a run of ours with low-rank factors, or of PEFT's.
+      base: the checkpoint that it adapts.
+      tokenizer: of the base.
+
+    Raises:
+      UserError: there is no adapter, or one of another model or tokenizer.
+    """
+    place = Path(directory)
+    if adapters.is_adapter(place):
+        return _of_peft(place, base, tokenizer)
+    restored = checkpoint.open_run(place, packed=True, apart=True)
+    if restored.config.model != base.config.model:
+        raise UserError(f"{place}: model: found another architecture; expected that of {base.path.parents[1]}")
+    _check_tokenizer(place, checkpoint.tokenizer_of(restored), tokenizer)
+    flat = flatten_dict(restored.items["params"], sep="/")
+    factors = {path: flat.pop(path) for path in [*flat] if lora.is_factor(path)}
+    if not factors:
+        raise UserError(f"{place}: found no factors of LoRA; expected a run with train.lora_rank, or PEFT's directory")
+    _compare(place, flat, base)
+    return Adapter(factors, restored.config, {"step": restored.step, "params_fp": digest(restored.arrays["params"])})
+
+
+def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
+    assert base.config.model is not None  # `open_run` checks it
+    factors = adapters.read(place, base.config.model)
+    if (place / "tokenizer_config.json").is_file():
+        _check_tokenizer(place, Tokenizer.load(place), tokenizer)
+    config, lines = base.config, [f"{place}: not compared with {base.path.parents[1]}, as it holds factors alone"]
+    if (found := description.read(place, base.config.model, generation.read(place, {}))) is not None:
+        config, more = found
+        lines += more
+    for line in lines:
+        logger.info(line)
+    return Adapter(factors, config, {"step": 0, "params_fp": digest(fingerprints(factors))})
+
+
+def _check_tokenizer(place: Path, found: Tokenizer | None, expected: Tokenizer | None) -> None:
+    if found and expected and (found.other_pieces(expected) or found.size != expected.size):
+        raise UserError(f"{place}: found another tokenizer; expected that of the base")
+
+
+def _compare(place: Path, found: dict[str, Tree], base: Restored) -> None:
+    """Raises a UserError unless the weights under the factors are those of the base; a rounded base is not compared."""
+    for path, array in flatten_dict(base.items["params"], sep="/").items():
+        if array.dtype != np.float32:
+            logger.info(f"{place}: not compared with {base.path.parents[1]}, whose weights are rounded")
+            return
+        if not np.allclose(array, found[path], rtol=CLOSE, atol=CLOSE):
+            raise UserError(f"{place}: {path}: found other weights than in {base.path.parents[1]}; expected its base")
