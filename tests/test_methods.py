@@ -459,7 +459,7 @@ def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
     assert str(run.parent) in sys.path  # for what the module imports later
     opened.decode([[5, 1]])
     assert not caplog.records
-    assert settings_of(opened, "brought", [])["method"]["class"] == "brought:Brought"
+    assert settings_of(opened, "brought", [])["method"] == config_lib.described(opened.config.method)
     with pytest.raises(UserError, match=r"^brought:Brought: method\.row: unknown key"):
         config_lib.made({"class": "brought:Brought", "row": 1})
 

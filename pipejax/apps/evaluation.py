@@ -110,7 +110,7 @@ def _decode(
     return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 
 
-def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, Any]]:
+def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, float]]:
     """The chief score, steps and, if known, seconds of the documents with 0, 1, ... rows (paper, Figures 4 and 5)."""
     groups: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
@@ -122,7 +122,7 @@ def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str)
             metric, [e.source for e in part], [e.targets for e in part], [texts(records[i]) for i in members]
         )
         headline = metrics.HEADLINES[metric]
-        line = {"rows": rows, "documents": len(members), headline: scores[headline]}
+        line: dict[str, float] = {"rows": rows, "documents": len(members), headline: scores[headline]}
         line["steps"] = sum(records[i]["steps"] for i in members) / len(members)
         if "seconds" in records[members[0]]:
             line["seconds"] = sum(records[i]["seconds"] for i in members) / len(members)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,8 +99,14 @@ def _described(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _update(
-    module: Module, optimizer: Any, params: Tree, state: Any, batch: dict[str, Array], delay: Array, without: Array
-) -> tuple[Tree, Any, Array]:
+    module: Module,
+    optimizer: optax.GradientTransformation,
+    params: Tree,
+    state: optax.OptState,
+    batch: dict[str, Array],
+    delay: Array,
+    without: Array,
+) -> tuple[Tree, optax.OptState, Array]:
     def mean(params: Tree) -> Array:
         weights = batch["weights"][:, None]
         nll = likelihoods(module, params, batch, delay, without) * weights

@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
         lessons=flags.updates * BATCH,
         overrides=overrides,
     )
-    settings = measuring.settings_of(work) | {"--updates": flags.updates if flags.adapt else 0}
+    updates = flags.updates if flags.adapt else 0
+    settings = measuring.settings_of(work) | {"--updates": updates}
     unfinished = Unfinished(str(output / EXAMPLES), settings)
     kept = unfinished.kept([example.id for example in work.examples]) if flags.resume else Kept(0, 0)
     make_directories(output)
@@ -82,9 +83,14 @@ def main(argv: Sequence[str]) -> int:
         work = dataclasses.replace(work, params=learned)
     else:
         logger.warning("without --adapt a cost is more than dependence: what is hidden was never missing in training")
-    told = {key: getattr(flags, key) for key in ("checkpoint", "input", "adapt")}
-    found = measuring.measure(work, unfinished, kept, batch_size=flags.batch_size)
-    found = {**told, "updates": settings["--updates"], **work.origin, **found}
+    found: measuring.Found = {
+        "checkpoint": flags.checkpoint,
+        "input": flags.input,
+        "adapt": flags.adapt,
+        "updates": updates,
+        **work.origin,
+        **measuring.measure(work, unfinished, kept, batch_size=flags.batch_size),
+    }
     cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     cli.write_output("--output", str(output / PAGE), page.html(found))
     sweep(output, f"{ADAPTED}*")

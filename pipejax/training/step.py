@@ -76,7 +76,7 @@ def batch_loss(
     mask = grid.visible(*pairs) & together & real[:, None, :]
     owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])  # of a group's source tokens
     variables = {"params": params}
-    hidden: Any = model.apply(
+    hidden: Array = model.apply(
         variables,
         source,
         source_mask,
@@ -90,7 +90,7 @@ def batch_loss(
     )
 
     def logits(hidden: Array) -> Array:
-        answer: Any = model.apply(variables, hidden, method="logits")
+        answer: Array = model.apply(variables, hidden, method="logits")
         return answer
 
     return losses.in_parts(loss, logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size)
@@ -243,7 +243,7 @@ class Trainer:
             in_shardings=(self.shardings, None, replicated),
             out_shardings=(self.shardings, replicated),
         )
-        self._programs: dict[tuple[Any, ...], Future[Any]] = {}
+        self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         loss = partial(batch_loss, config.model.module(dtype=dtype, remat=train.remat, pin=pin), dropout=None)
         loss = partial(loss, **asked)
@@ -284,7 +284,7 @@ class Trainer:
             params = sharding.put_tree(params, sharding.param_shardings(config, params, self.mesh))
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
-    def templates(self) -> dict[str, Any]:
+    def templates(self) -> dict[str, Tree]:
         """The templates that `checkpoint.Store.restore` needs to put a saved state on this mesh."""
         placed = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
@@ -295,7 +295,7 @@ class Trainer:
         """Makes one update with a placed batch; the given state is used up."""
         return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
-    def program(self, batch: ArrayShapes) -> Tree:
+    def program(self, batch: ArrayShapes) -> jax.stages.Compiled:
         """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
         key = _key(batch)
         known = self._programs.get(key)
@@ -362,7 +362,7 @@ class Trainer:
         return jax.random.fold_in(self.key, step)
 
 
-def _key(batch: ArrayShapes) -> tuple[Any, ...]:
+def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:
     return batch["source"], batch["inputs"]
 
 
