@@ -14,6 +14,7 @@ def find(source: str | Path) -> Path:
     """The checkpoint that is meant: the directory itself, or what a Hugging Face directory or a hub's name becomes.
 
     A directory's conversion is known by the names, sizes and times of its files: if they change, it is converted anew.
+    The hub is not asked for a name whose newest download was converted already.
 
     Raises:
       UserError: the hub has no such model, `from_hf` refuses it, or nothing is to be kept.
@@ -23,14 +24,20 @@ def find(source: str | Path) -> Path:
     is_name = isinstance(source, str) and not look(path) and not path.is_absolute() and source.count("/") == 1
     if not (is_hugging_face or (is_name and not path.parent.is_dir())):
         return path
-    directory = path if is_hugging_face else locate(str(source))
     cache = compile_cache.safe_directory()
     if cache is None:
         raise UserError(
             f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
             f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
         )
-    target = cache / "models" / f"{path.absolute().name}-{_digest(directory)}"
+
+    def place_of(directory: Path) -> Path:
+        return cache / "models" / f"{path.absolute().name}-{_digest(directory)}"
+
+    directory = path if is_hugging_face else _downloaded(str(source))
+    if directory is None or (is_name and look(place_of(directory)) != "directory"):
+        directory = locate(str(source))
+    target = place_of(directory)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
@@ -40,6 +47,16 @@ def find(source: str | Path) -> Path:
 
 def _lacks_steps(path: Path) -> bool:
     return not any((path / kind).is_dir() for kind in ("checkpoints", "best"))
+
+
+def _downloaded(name: str) -> Path | None:
+    """The files of a hub's model that are here already, of the version that was asked for last."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # the hub client raises many kinds; `locate` says in one line if there is no such model
+        return None
 
 
 def _digest(directory: Path) -> str:
