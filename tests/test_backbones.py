@@ -115,7 +115,7 @@ def check_answers(
         forced.rows(source, strategy)
         sure.append(forced.margin > 1e-4)
     assert sum(sure) > 0.8 * len(given) and len({str(rows) for rows in expected}) > 5
-    found = [generator.decode(given, strategy=strategy, batch_size=4)]
+    found: list[list[Any]] = [generator.decode(given, strategy=strategy, batch_size=4)]
     if not briefly:
         found.append(generator.decode(given, strategy=strategy, batch_size=1))
         found.append(generator.decode(given, strategy=strategy, draft="source", batch_size=4))

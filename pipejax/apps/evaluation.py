@@ -152,10 +152,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
     parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
-    parser.add_argument(
-        "--batch-size", type=cli.whole(1, 2**16), default=1, metavar="N", help="documents decoded together (1)"
-    )
-    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many documents")
+    parser.add_number("--batch-size", "documents decoded together (1)", most=2**16, default=1)
+    parser.add_number("--limit", "only the first so many documents")
     parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
     parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
     parser.add_argument(

@@ -46,10 +46,7 @@ Unpacked = Callable[[Sequence[jax.Array]], Ready]  # makes the weights of the ar
 
 KEYS = ("grid", "decode", "method")  # sections that `--set` may change
 # What a program follows of `decode`; the other keys must have their defaults.
-FOLLOWED = (
-    *("max_length", "beams", "length_penalty", "draft", "draft_tokens"),
-    *("batch_size", "dtype", "weights"),
-)
+FOLLOWED = (*("max_length", "beams", "length_penalty", "draft", "draft_tokens"), *("batch_size", "dtype", "weights"))
 WEIGHTS, DESCRIPTION = "weights.npz", "export.json"
 COMPATIBILITY = {  # of the JAX that loads a program, compared with the one that exported it
     "newer_at_most": "6 months",

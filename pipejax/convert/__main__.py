@@ -25,10 +25,7 @@ def main(argv: Sequence[str]) -> int:
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
     add_origin(outgoing)
     smaller.add_argument(
-        "--weights",
-        choices=["int8", "bfloat16"],
-        default="int8",
-        help="what weights are rounded to (default: int8)",
+        "--weights", choices=["int8", "bfloat16"], default="int8", help="what weights are rounded to (default: int8)"
     )
     args = parser.parse_args(argv)
     backbone = config.find_class(args.backbone, "model") if args.backbone else config.T5Config

@@ -20,7 +20,8 @@ def find(source: str | Path) -> Path:
       UserError: the hub has no such model, `from_hf` refuses it, or nothing is to be kept.
     """
     path = Path(source)
-    is_hugging_face = look(path) == "directory" and (path / "config.json").is_file() and _lacks_steps(path)
+    is_run = any((path / kind).is_dir() for kind in ("checkpoints", "best"))
+    is_hugging_face = look(path) == "directory" and (path / "config.json").is_file() and not is_run
     is_name = isinstance(source, str) and not look(path) and not path.is_absolute() and source.count("/") == 1
     if not (is_hugging_face or (is_name and not path.parent.is_dir())):
         return path
@@ -43,10 +44,6 @@ def find(source: str | Path) -> Path:
         with new_directory(target) as staging:
             from_hf(source, staging / "checkpoint")
     return target / "checkpoint"
-
-
-def _lacks_steps(path: Path) -> bool:
-    return not any((path / kind).is_dir() for kind in ("checkpoints", "best"))
 
 
 def _downloaded(name: str) -> Path | None:

@@ -178,12 +178,7 @@ class Decoder:
         return x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2)
 
     def _attend(
-        self,
-        attention: torch.nn.Module,
-        x: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        bias: torch.Tensor,
+        self, attention: torch.nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         """Attention of the states x [B, Q, D] over keys and values [B, H, C, K]."""
         scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias  # T5 divides by no root

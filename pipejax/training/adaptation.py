@@ -38,12 +38,7 @@ SAVED = 50  # updates; no more than these are lost
 
 
 def adapt(
-    config: Config,
-    params: Tree,
-    targets: Sequence[Target],
-    conditions: Sequence[Condition],
-    updates: int,
-    place: Path,
+    config: Config, params: Tree, targets: Sequence[Target], conditions: Sequence[Condition], updates: int, place: Path
 ) -> Tree:
     """The parameters after so many updates with the mean likelihood of all tokens under all conditions.
 
@@ -70,7 +65,8 @@ def adapt(
     params = jax.tree.map(jnp.array, params)  # copies: an update takes the place of those that it is given
     items = {"params": params, "state": optimizer.init(params)}
     store = Store(place, keep=1, writable=True)
-    kept = store.newest(lambda _: jax.tree.map(_described, items), set_aside=True)
+    shape_of = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+    kept = store.newest(lambda _: shape_of(items), set_aside=True)
     items, begun = (kept.items, kept.step) if kept else (items, 0)
     progress = Progress("adapting", updates, unit="update", start=begun)
     try:
@@ -92,10 +88,6 @@ def adapt(
         progress.close()
         store.close()
     return items["params"]
-
-
-def _described(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _update(

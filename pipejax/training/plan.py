@@ -200,9 +200,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
-    parser.add_argument(
-        "--devices", type=cli.whole(1, 2**12), metavar="N", help="devices to plan for (default: what the mesh names)"
-    )
+    parser.add_number("--devices", "devices to plan for (default: what the mesh names)", most=2**12)
     parser.add_argument(
         "--memory",
         type=_gib,

@@ -35,11 +35,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--adapt", metavar="FILE", help="labelled examples to learn from first, none of them in --input"
     )
-    parser.add_argument(
-        "--updates", type=cli.whole(1), default=UPDATES, metavar="N", help=f"of that learning ({UPDATES})"
-    )
-    parser.add_argument("--batch-size", type=cli.whole(1, 2**16), default=8, metavar="N", help="of measuring (8)")
-    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many examples of --input")
+    parser.add_number("--updates", f"of that learning ({UPDATES})", default=UPDATES)
+    parser.add_number("--batch-size", "of measuring (8)", most=2**16, default=8)
+    parser.add_number("--limit", "only the first so many examples of --input")
     parser.add_argument("--resume", action="store_true", help="keep what an interrupted run measured, and go on")
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no examples, and count them")
     parser.add_overrides("override a setting of data, train.learning_rate, a dtype, or method (repeatable)")

@@ -206,36 +206,25 @@ class Trainer:
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
         self.model = config.model.module(
-            dtype=dtype,
-            dropout=train.dropout,
-            remat=train.remat,
-            pin=pin,
-            shards=sharding.batch_shards(self.mesh),
+            dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin, shards=sharding.batch_shards(self.mesh)
         )
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
-        self.abstract = jax.eval_shape(self._birth, self.key)
+        self.abstract = jax.eval_shape(lambda key: self._newborn(self.model.config.init_params(key)), self.key)
         check_paths(
             "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
         )
         if train.lora_rank and not is_stock(self.model):  # whose layers read them
             check_read("train.lora_rank", self.model, self.abstract.params, (f"/{lora.A}", f"/{lora.B}"))
         self.shardings = self._shardings()
-        replicated, place = (
-            sharding.replicated(self.mesh),
-            partial(sharding.gather_tables, config.model, mesh=self.mesh),
-        )
+        replicated = sharding.replicated(self.mesh)
+        place = partial(sharding.gather_tables, config.model, mesh=self.mesh)
         self.method = methods.trained(config)
         ids = methods.Ids.of(config.model)
         asked = {"loss": self.method.loss, "position": self.method.strategy(ids).position}
-        options: dict[str, Any] = {
-            **asked,
-            "accumulate": train.accumulate,
-            "is_trained": self._is_trained,
-            "place": place,
-        }
-        options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
+        options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
+        options |= asked | {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         options["branch"] = self.mesh.devices.flat[0].platform == "cpu"
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
@@ -248,9 +237,6 @@ class Trainer:
         loss = partial(batch_loss, config.model.module(dtype=dtype, remat=train.remat, pin=pin), dropout=None)
         loss = partial(loss, **asked)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
-
-    def _birth(self, key: Array) -> TrainState:
-        return self._newborn(self.model.config.init_params(jax.random.fold_in(key, 0)))
 
     def _newborn(self, params: Tree) -> TrainState:
         key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
@@ -321,11 +307,11 @@ class Trainer:
         """Begins no other program; for one that is being compiled no command waits."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
-    def _compile_ahead(self, batch: ArrayShapes) -> Tree:
+    def _compile_ahead(self, batch: ArrayShapes) -> jax.stages.Compiled:
         with cli.unneeded():
             return self._compile(batch)
 
-    def _compile(self, batch: ArrayShapes) -> Tree:
+    def _compile(self, batch: ArrayShapes) -> jax.stages.Compiled:
         return self.lower(batch).compile()
 
     def lower(self, batch: ArrayShapes) -> Tree:

@@ -29,7 +29,7 @@ from pipejax.methods import Ids, Method
 from pipejax.model.precision import compute_dtype
 from pipejax.system import Tree, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output
+from pipejax.system.files import sync_output, writing
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) 
     meter = Meter(module, work.params, asked, shapes, size)
     progress = Progress("measuring", len(work.targets), unit="example", start=kept.records)
     try:
-        with output.open("r+b" if kept.size else "wb") as file:
+        with writing(output), output.open("r+b" if kept.size else "wb") as file:
             file.truncate(kept.size)
             file.seek(kept.size)
             if not kept.records:
@@ -199,8 +199,6 @@ def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) 
     except KeyboardInterrupt:
         logger.info(f"{output}: --resume goes on after the examples that are measured")
         raise
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror})") from error
     finally:
         progress.close()
     sync_output(output)

@@ -79,13 +79,15 @@ def bars(conditions: Mapping[str, Cost]) -> str:
 def arcs(graph: Sequence[Sequence[Cost]]) -> str:
     """The rows in a line, and an arc from each to those that need it, as SVG."""
     told = [(part["cost"], k, i) for i, above in enumerate(graph) for k, part in enumerate(above) if is_told(part)]
-    most, reach = max(told, default=(1.0, 0, 0))[0], max((i - k for _, k, i in told), default=0)
+    told.sort(reverse=True)
+    said = "; ".join(f"row {i + 1} needs row {k + 1}: {cost:.2f}" for cost, k, i in told) or "no row needs another"
+    most, reach = told[0][0] if told else 1.0, max((i - k for _, k, i in told), default=0)
     base, width = reach * PITCH // 2 + 40, PITCH * len(graph)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{base + RADIUS + 6}" role="img" '
-        f'font-size="12" text-anchor="middle"><title>{escape(_spoken(told))}</title>'
+        f'font-size="12" text-anchor="middle"><title>{escape(said)}</title>'
     ]
-    for place, (cost, k, i) in enumerate(sorted(told, reverse=True)):
+    for place, (cost, k, i) in enumerate(told):
         left, right = PITCH * k + PITCH // 2 + 6, PITCH * i + PITCH // 2 - 6
         radius, top = (right - left) / 2, base - RADIUS
         parts.append(
@@ -100,11 +102,6 @@ def arcs(graph: Sequence[Sequence[Cost]]) -> str:
         parts.append(f'<circle class="node" cx="{middle}" cy="{base}" r="{RADIUS}"/>')
         parts.append(f'<text x="{middle}" y="{base + 4}">{i + 1}</text>')
     return "\n".join([*parts, "</svg>"])
-
-
-def _spoken(told: Sequence[tuple[float, int, int]]) -> str:
-    said = [f"row {i + 1} needs row {k + 1}: {cost:.2f}" for cost, k, i in sorted(told, reverse=True)]
-    return "; ".join(said) or "no row needs another"
 
 
 def table(head: Sequence[str], lines: Mapping[str, Sequence[Cost | None]]) -> str:
