@@ -20,25 +20,23 @@ def find(source: str | Path) -> Path:
       UserError: the hub has no such model, `from_hf` refuses it, or nothing is to be kept.
     """
     path = Path(source)
-    is_run = any((path / kind).is_dir() for kind in ("checkpoints", "best"))
-    is_hugging_face = look(path) == "directory" and (path / "config.json").is_file() and not is_run
+    is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()
+    if is_hugging_face and any((path / kind).is_dir() for kind in ("checkpoints", "best")):
+        return path
     is_name = isinstance(source, str) and not look(path) and not path.is_absolute() and source.count("/") == 1
     if not (is_hugging_face or (is_name and not path.parent.is_dir())):
         return path
     cache = compile_cache.safe_directory()
+    directory = path if is_hugging_face else _downloaded(str(source))
+    kept = cache and directory and _place(cache, path.absolute().name, directory)
+    if directory is None or (is_name and not (kept and look(kept) == "directory")):
+        directory = locate(str(source))
     if cache is None:
         raise UserError(
             f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
             f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
         )
-
-    def place_of(directory: Path) -> Path:
-        return cache / "models" / f"{path.absolute().name}-{_digest(directory)}"
-
-    directory = path if is_hugging_face else _downloaded(str(source))
-    if directory is None or (is_name and look(place_of(directory)) != "directory"):
-        directory = locate(str(source))
-    target = place_of(directory)
+    target = _place(cache, path.absolute().name, directory)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
@@ -56,8 +54,9 @@ def _downloaded(name: str) -> Path | None:
         return None
 
 
-def _digest(directory: Path) -> str:
-    """16 hexadecimal digits for the files of a directory, by their names, sizes and times of change."""
+def _place(cache: Path, name: str, directory: Path) -> Path:
+    """Where the conversion of a directory is kept: by the names, sizes and times of change of its files."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
     facts = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
-    return hashlib.sha256(repr((str(directory.resolve()), facts)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((str(directory.resolve()), facts)).encode()).hexdigest()[:16]
+    return cache / "models" / f"{name}-{digest}"
