@@ -105,39 +105,50 @@ def patched(self: Any, x: Any, cache: Any, *given: Any) -> Any:
 ORIGINAL = t5.DecoderLayer.__call__
 
 
-def check_answers(generator: Generator, forced: TeacherForced, given: list[list[int]], strategy: str) -> None:
-    """Alone and in batches, with drafts and without, and in a batch whose examples come and go."""
+def check_answers(
+    generator: Generator, forced: TeacherForced, given: list[list[int]], strategy: str, *, briefly: bool = False
+) -> None:
+    """Alone and in batches, with drafts and without, and in a batch whose examples come and go; briefly: in batches."""
     expected = [forced.rows(source, strategy) for source in given]
     sure = []
     for source in given:
         forced.rows(source, strategy)
         sure.append(forced.margin > 1e-4)
     assert sum(sure) > 0.8 * len(given) and len({str(rows) for rows in expected}) > 5
-    found: dict[Any, list[Any]] = {size: generator.decode(given, strategy=strategy, batch_size=size) for size in (1, 4)}
-    found["drafts"] = generator.decode(given, strategy=strategy, draft="source", batch_size=4)
-    engine = Engine(generator, places=3, queue=100)
-    answers = [engine.submit(Request(Source(i, ids), strategy)) for i, ids in enumerate(given)]
-    found["refilled"] = [list(answer.events())[-1] for answer in answers]
-    engine.close(drain=True, seconds=60)
-    for records in found.values():
+    found: list[list[Any]] = [generator.decode(given, strategy=strategy, batch_size=4)]
+    if not briefly:
+        found.append(generator.decode(given, strategy=strategy, batch_size=1))
+        found.append(generator.decode(given, strategy=strategy, draft="source", batch_size=4))
+        engine = Engine(generator, places=3, queue=100)
+        answers = [engine.submit(Request(Source(i, ids), strategy)) for i, ids in enumerate(given)]
+        found.append([list(answer.events())[-1] for answer in answers])
+        engine.close(drain=True, seconds=60)
+    for records in found:
         for record, rows, certain in zip(records, expected, sure, strict=True):
             assert not certain or record["row_ids"] == rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.long)])
-def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "strategy, briefly",
+    [
+        ("pipelined", True),  # in all ways a UMT5 does, below
+        pytest.param("pipelined", False, marks=pytest.mark.long),
+        pytest.param("sequential", False, marks=pytest.mark.long),
+    ],
+)
+def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, briefly, monkeypatch, caplog):
     monkeypatch.setattr(t5.DecoderLayer, "__call__", patched)
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
     config = Config(model=FEW_WORDS, grid=GRID, decode=DecodeConfig(max_length=20, draft_tokens=3))
     generator = Generator(config, params, None)
     forced = TeacherForced(t5.T5(FEW_WORDS), params, GRID.delay)
     with caplog.at_level(logging.INFO, "pipejax"):
-        check_answers(generator, forced, sources(20), strategy)
+        check_answers(generator, forced, sources(20), strategy, briefly=briefly)
     assert caplog.text.count("which was changed, layer by layer: the fast decoders know the stock T5 alone") == 1
     monkeypatch.undo()
-    stock = [record["row_ids"] for record in Generator(config, params, None).decode(sources(20), strategy=strategy)]
-    assert stock != [forced.rows(source, strategy) for source in sources(20)]  # the change matters
+    stock = Generator(config, params, None).decode(sources(20), strategy=strategy, batch_size=4)
+    assert [record["row_ids"] for record in stock] != [forced.rows(source, strategy) for source in sources(20)]
 
 
 @pytest.mark.parametrize(
@@ -266,8 +277,10 @@ def test_umt5_decodes_as_it_is_teacher_forced(theirs, strategy, caplog):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A run of a UMT5 on eight devices, whose parameters are parted."""
-    model = dataclasses.replace(TINY, vocab_size=64, d_kv=4, num_heads=4)
-    config = dataclasses.replace(change(RUN, mesh={"data": 2, "fsdp": 2, "tensor": 2}), model=model)
+    model = dataclasses.replace(TINY, vocab_size=64, d_kv=4, num_heads=4, num_layers=1)
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    few = change(RUN, grid={"time_max": 6, "sub_max": 2}, train={"shapes": 1, "evaluate_every": 6}, mesh=mesh)
+    config = dataclasses.replace(few, model=model)
     return Path(pipejax.fit(config, tmp_path_factory.mktemp("umt5") / "run"))
 
 
@@ -435,9 +448,11 @@ def test_the_backbone_of_the_page_looks_less_at_what_lies_far_back(page):
     params["encoder"]["relative_bias"]["embedding"] *= 0
     config = Config(model=own, grid=GRID, decode=DecodeConfig(max_length=20, draft_tokens=3))
     generator, plain = Generator(config, params, None), dataclasses.replace(config, model=of_t5)
-    for a, b in zip(*(x.decode(sources(12)) for x in (generator, Generator(plain, with_table, None))), strict=True):
+    both = (x.decode(sources(12), batch_size=4) for x in (generator, Generator(plain, with_table, None)))
+    for a, b in zip(*both, strict=True):
         assert a["row_ids"] == b["row_ids"]
-    check_answers(generator, TeacherForced(own.module(), params, GRID.delay), sources(20), "pipelined")
+    forced = TeacherForced(own.module(), params, GRID.delay)
+    check_answers(generator, forced, sources(20), "pipelined", briefly=True)
 
 
 @pytest.mark.long

@@ -56,11 +56,24 @@ def test_a_directory_is_converted_once(
 
 def test_a_name_of_the_hub(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, *, allow_patterns: str(there))
+    here, asked = list[Path](), list[str]()
+
+    def download(name: str, *, allow_patterns: Any = None, local_files_only: bool = False) -> str:
+        if not local_files_only:
+            asked.append(name)
+            here[:] = [there]
+        return str(here[0])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     made = conversions(monkeypatch)
     t5 = pipejax.load("somebody/some-t5")
     assert t5.config.name == "some-t5" and made == ["somebody/some-t5"]
+    asked.clear()
     assert pipejax.load("somebody/some-t5").decode(SOURCES) == t5.decode(SOURCES) and len(made) == 1
+    assert not asked, "the kept one is opened without the hub"
+    os.utime(there / "config.json", ns=(1, 1))  # as after a download of another version
+    pipejax.load("somebody/some-t5")
+    assert asked and len(made) == 2
 
 
 def test_nothing_is_left_of_a_model_that_is_refused(there: Path, tmp_path: Path) -> None:

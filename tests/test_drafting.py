@@ -224,14 +224,11 @@ def assert_equal(found, expected, batch):
 
 
 DRAFTERS = (FromSource(), Jacobi(), FromModel(least=0.2))
-QUICK = [(SETTINGS[0], FromSource())]
-SLOW = [(SETTINGS[9], Jacobi())]
 
 
 def marks(setting, drafter):
-    if (setting, drafter) in QUICK:
-        return ()
-    return pytest.mark.slow if (setting, drafter) in SLOW else pytest.mark.long
+    """One of all is quick: a T5 drafts below, and Jacobi where rows are unique (`test_unique_rows.py`)."""
+    return () if (setting, drafter) == (SETTINGS[0], FromSource()) else pytest.mark.long
 
 
 @pytest.mark.parametrize(

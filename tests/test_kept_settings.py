@@ -170,7 +170,7 @@ def test_transformers_writes_the_rows(in_rows: Path) -> None:
     assert '{"note": "...", "my-thing": "..."}' in card and "' # '" in card and "3 rows and 9 steps" in card
 
 
-def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path) -> None:
+def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """huggingface_hub reads them; scores of other weights are refused."""
     origin = checkpoint.fingerprint.digest(checkpoint.open_run(in_rows).arrays["params"])
     scores = {"task": "demo", "split": "test", "params_fp": origin, "strategy": "pipelined", "examples": 8}
@@ -178,6 +178,7 @@ def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path) -> None
     (tmp_path / "scores.json").write_text(json.dumps(scores))
     argv = ["to-hf", in_rows, tmp_path / "hf", "--base-model", "google/t5-small", "--scores", tmp_path / "scores.json"]
     assert convert.main([*map(str, argv)]) == 0
+    assert "--scores" not in capsys.readouterr().err
     card = huggingface_hub.ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.base_model, card.data.library_name) == ("google/t5-small", "transformers")
     found = {result.metric_type: result.metric_value for result in card.data.eval_results}
@@ -186,6 +187,11 @@ def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path) -> None
     (tmp_path / "scores.json").write_text(json.dumps(scores | {"params_fp": "0" * 16}))
     with pytest.raises(UserError, match=r"scores.json: params_fp: found '0{16}'; expected '[0-9a-f]{16}'"):
         huggingface.to_hf(in_rows, tmp_path / "other", scores=tmp_path / "scores.json")
+    del scores["split"], scores["steps"]
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    huggingface.to_hf(in_rows, tmp_path / "other", scores=tmp_path / "scores.json")
+    assert "--scores: README.md there tells none: found no steps, split in the file;" in capsys.readouterr().err
+    assert "## Scores" not in (tmp_path / "other" / "README.md").read_text()
 
 
 def test_the_card_of_a_published_task_has_its_template() -> None:

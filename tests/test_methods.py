@@ -55,7 +55,7 @@ PARAMS = oracle.random_params(
     dataclasses.replace(FEW_WORDS, eos_token_id=STOP), np.random.default_rng(2), eos_scale=3.0
 )
 CONFIG = Config(model=FEW_WORDS, method=METHOD, decode=DecodeConfig(scores=True))
-RUN = dataclasses.replace(change(RUN_ON_ONE, train={"steps": 4, "checkpoint_every": 2}), method=METHOD)
+RUN = dataclasses.replace(change(RUN_ON_ONE, train={"steps": 4, "checkpoint_every": 2, "shapes": 1}), method=METHOD)
 NAME = "support.staggered:Staggered"
 BROUGHT = "method=brought:Brought"
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -318,7 +318,7 @@ def test_positions_of_a_strategys_own_decode_and_train() -> None:
     """By the fast decoder, with drafts, and in the loss of training: all as plain lists say."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(4))
     generator = Generator(Config(model=FEW_WORDS, method=RowsApart()), params, None)
-    texts, others = sources(20), 0
+    texts, others = sources(8), 0
     found = [generator.decode(texts, batch_size=4, draft=draft) for draft in ("none", "source")]
     for i, text in enumerate(texts):
         encoded, margins = oracle.encode(params, FEW_WORDS, text), list[float]()
@@ -328,7 +328,7 @@ def test_positions_of_a_strategys_own_decode_and_train() -> None:
         others += expected != oracle.algorithm1(plain, delay=1, time_max=12, sub_max=4, stop="empty_row").rows
         if min(margins) > 1e-4:
             assert [records[i]["row_ids"] for records in found] == [expected, expected]
-    assert others > 5
+    assert others > 2
     config, tokenizer = dataclasses.replace(RUN_ON_ONE, method=RowsApart()), demo.DemoTask().tokenizer()
     params = oracle.random_params(MODEL, np.random.default_rng(3))
     (example,) = demo.examples("train")[:1]
@@ -459,7 +459,7 @@ def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
     assert str(run.parent) in sys.path  # for what the module imports later
     opened.decode([[5, 1]])
     assert not caplog.records
-    assert settings_of(opened, "brought", [])["method"]["class"] == "brought:Brought"
+    assert settings_of(opened, "brought", [])["method"] == config_lib.described(opened.config.method)
     with pytest.raises(UserError, match=r"^brought:Brought: method\.row: unknown key"):
         config_lib.made({"class": "brought:Brought", "row": 1})
 

@@ -366,10 +366,10 @@ def test_what_a_lost_run_left_is_kept_aside(tmp_path, said):
     for path in (tmp_path / "run/checkpoints").iterdir():
         shutil.rmtree(path)
     (tmp_path / "run/tokenizer/tokenizer.json").write_text("of another")
-    other = change(CONFIG, model={"d_ff": 32})
+    other = change(CONFIG, model={"dropout_rate": 0.25})  # which no compiled program knows
     assert fit(other, tmp_path / "run") == 0
     assert any("kept aside as best-before" in line for line in said)
-    assert checkpoint.open_run(tmp_path / "run", best=True).config.model.d_ff == 32
+    assert checkpoint.open_run(tmp_path / "run", best=True).config.model.dropout_rate == 0.25
     assert "of another" not in (tmp_path / "run/tokenizer/tokenizer.json").read_text()
 
 

@@ -431,7 +431,8 @@ def libraries(tree: ast.AST) -> dict[str, set[str]]:
     """The packages of others that are imported, and for each the libraries that may have brought it."""
     distributions = DISTRIBUTIONS()
     ours = {"pipejax", "lab"}
-    theirs = sys.stdlib_module_names | {"compression"}  # which is Python's own from 3.14 on
+    # Python's own from 3.14 on, and the one that type checkers bring along.
+    theirs = sys.stdlib_module_names | {"compression", "_typeshed"}
     names = {name.partition(".")[0] for name in imported(tree)} - ours - theirs
     return {name: {normalised(library) for library in distributions.get(name, [name])} for name in names}
 

@@ -55,9 +55,14 @@ def leaf(tree, path):
 # The loss.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pack", [1, 2, 7])
-@pytest.mark.parametrize("delay", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "delay, pack",
+    [
+        pytest.param(delay, pack, marks=pytest.mark.slow if (i + j) % 3 else pytest.mark.long)
+        for i, delay in enumerate((0, 1, 2, 4))
+        for j, pack in enumerate((7, 2, 1))
+    ],
+)
 def test_pipelined_loss_is_the_definition(tokenizer, delay, pack):
     config = change(CONFIG, grid={"delay": delay})
     params = oracle.random_params(MODEL, np.random.default_rng(delay))

@@ -34,10 +34,10 @@ from pipejax.training import compare, examiner, loop
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
 from support import tiny_run as runs
-from support.tiny import MODEL, change, metrics, untimed
-from support.tiny import RUN as CONFIG
+from support.tiny import MODEL, RUN, change, metrics, untimed
 from support.tiny import RUN_ON_ONE as ON_ONE
 
+CONFIG = change(RUN, train={"shapes": 2})
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

@@ -252,7 +252,7 @@ def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, draf
     small = FEW_WORDS if isinstance(drafter, FromModel) else None
     program = compiled(FEW_WORDS, strategy, small=small)
     in_circles = 0
-    for seed in range(16):
+    for seed in range(8):
         rng = np.random.default_rng([seed, *setting])
         params, texts = oracle.random_params(FEW_WORDS, rng), sources(rng, batch, FEW_WORDS.vocab_size)
         other = (oracle.random_params(FEW_WORDS, rng),) if small else ()
@@ -271,7 +271,7 @@ def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, draf
             assert found.steps[b] == expected.steps
             assert TRUNCATIONS[found.truncated[b]] == expected.truncated
             in_circles += expected.truncated is None and [0, 1] not in expected.all_rows
-    assert in_circles > 3 or literal
+    assert in_circles > 1 or literal
 
 
 @pytest.mark.long

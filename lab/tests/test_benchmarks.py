@@ -265,7 +265,7 @@ def test_streams_are_timed_beside_records(tmp_path, capsys, monkeypatch):
     config = Config(
         name="run",
         model=MORE_WORDS,
-        grid=GridConfig(time_max=12, sub_max=4),
+        grid=GridConfig(time_max=6, sub_max=2),
         train=TrainConfig(objective="pipelined"),
         decode=DecodeConfig(batch_size=1),
     )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pipejax import methods
 from pipejax.apps import records
-from pipejax.apps.shards import Output, Shard, Shards, names
+from pipejax.apps.shards import Input, Output, Plan, Shard, Shards, names
 from pipejax.apps.unfinished import settings_of
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.data.lines import BadLines
@@ -59,7 +59,7 @@ class Pool(Protocol):
         """The result of `Worker` for each block, each once, in any order."""
 
 
-def caught(call: Callable[..., Said], *arguments: Any) -> Said:
+def caught(call: Callable[..., Said], *arguments: object) -> Said:
     """The result of the call, or {"error", "kind"}: an error is to become one line in another process."""
     try:
         return call(*arguments)
@@ -178,7 +178,7 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
     wanted = names(blocks)
     if not wanted:
         raise UserError(f"{files[0]}: found no lines; expected at least one source")
-    plan = {"settings": work.settings, "block": block, "inputs": inputs}
+    plan: Plan = {"settings": described["settings"], "block": block, "inputs": inputs}
     with output:
         known = output.take_up(plan)
         done = output.written(wanted, known)
@@ -219,9 +219,9 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
             raise UserError(f"{path}: found bad lines and no good one; first {error}")
 
 
-def _read(files: Sequence[str], block: int, described: Mapping[str, Any]) -> tuple[list[Said], list[list[Block]]]:
+def _read(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
     """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
-    inputs, blocks, delimiter = [], [], described["settings"][DELIMITER]
+    inputs, blocks, delimiter = list[Input](), list[list[Block]](), described["settings"][DELIMITER]
     reader = Reader(Path(), delimiter)
     with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
         for path in files:

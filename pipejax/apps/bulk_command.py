@@ -26,15 +26,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one to go on with")
     parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
-    parser.add_argument(
-        "--workers",
-        type=cli.whole(1, 2**16),
-        metavar="N",
-        help="processes that decode; default: one for each GPU or TPU, else one for each machine",
+    parser.add_number(
+        "--workers", "processes that decode; default: one for each GPU or TPU, else one for each machine", most=2**16
     )
-    parser.add_argument(
-        "--block", type=cli.whole(1, 2**31), default=1000, metavar="N", help="lines of a shard; default: 1000"
-    )
+    parser.add_number("--block", "lines of a shard; default: 1000", most=2**31, default=1000)
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
     parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster; default: $RAY_ADDRESS, else none")
     parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")

@@ -110,7 +110,7 @@ def _decode(
     return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 
 
-def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, Any]]:
+def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, float]]:
     """The chief score, steps and, if known, seconds of the documents with 0, 1, ... rows (paper, Figures 4 and 5)."""
     groups: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
@@ -122,7 +122,7 @@ def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str)
             metric, [e.source for e in part], [e.targets for e in part], [texts(records[i]) for i in members]
         )
         headline = metrics.HEADLINES[metric]
-        line = {"rows": rows, "documents": len(members), headline: scores[headline]}
+        line: dict[str, float] = {"rows": rows, "documents": len(members), headline: scores[headline]}
         line["steps"] = sum(records[i]["steps"] for i in members) / len(members)
         if "seconds" in records[members[0]]:
             line["seconds"] = sum(records[i]["seconds"] for i in members) / len(members)
@@ -152,10 +152,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
     parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
     parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
-    parser.add_argument(
-        "--batch-size", type=cli.whole(1, 2**16), default=1, metavar="N", help="documents decoded together (1)"
-    )
-    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many documents")
+    parser.add_number("--batch-size", "documents decoded together (1)", most=2**16, default=1)
+    parser.add_number("--limit", "only the first so many documents")
     parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
     parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
     parser.add_argument(

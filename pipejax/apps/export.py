@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -34,20 +33,20 @@ from pipejax.inference.loading import override
 from pipejax.inference.sources import Source, template_of
 from pipejax.inference.wishes import forced_of, rows_of
 from pipejax.methods import Ids
+from pipejax.model.interface import Module
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.sharding import path_of
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.system.files import new_directory
 
 logger = logging.getLogger(__name__)
+Unpacked = Callable[[Sequence[jax.Array]], Ready]  # makes the weights of the arrays of a file
 
 KEYS = ("grid", "decode", "method")  # sections that `--set` may change
 # What a program follows of `decode`; the other keys must have their defaults.
-FOLLOWED = (
-    *("max_length", "beams", "length_penalty", "draft", "draft_tokens"),
-    *("batch_size", "dtype", "weights"),
-)
+FOLLOWED = (*("max_length", "beams", "length_penalty", "draft", "draft_tokens"), *("batch_size", "dtype", "weights"))
 WEIGHTS, DESCRIPTION = "weights.npz", "export.json"
 COMPATIBILITY = {  # of the JAX that loads a program, compared with the one that exported it
     "newer_at_most": "6 months",
@@ -123,8 +122,7 @@ def export(
             (partial_out / file).write_bytes(exported.serialize())
             outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
             described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
-        arrays: dict[str, Any] = {name: _plain(x) for name, x in stored.items()}
-        np.savez(partial_out / WEIGHTS, allow_pickle=False, **arrays)
+        np.savez(partial_out / WEIGHTS, allow_pickle=False, **{name: _plain(x) for name, x in stored.items()})
         facts = _description(config, restored, model, batch, length) | {"programs": described}
         (partial_out / DESCRIPTION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         if tokenizer:
@@ -133,7 +131,7 @@ def export(
         print(f"{out / file}: {(out / file).stat().st_size / 1e6:.1f} MB")
 
 
-def _strategy(config: Config, name: str, platform: str, weights: Any) -> Strategy:
+def _strategy(config: Config, name: str, platform: str, weights: Tree) -> Strategy:
     assert config.model is not None  # `open_run` checks it
     method = methods.make(name, config)
     ids = Ids.of(config.model)
@@ -141,7 +139,7 @@ def _strategy(config: Config, name: str, platform: str, weights: Any) -> Strateg
     return made.suit(platform, costs=call_costs(weights), skips_fillers=False)
 
 
-def _prepare(config: Config, params: Any, platforms: Sequence[str]) -> tuple[Any, Backend, Ready]:
+def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
     """The module, what computes with it on all platforms, and its weights in one dtype for all."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
@@ -149,20 +147,20 @@ def _prepare(config: Config, params: Any, platforms: Sequence[str]) -> tuple[Any
         wanted = "float32" if "cpu" in platforms else "bfloat16"
     model = config.model.module(dtype=compute_dtype(wanted))
 
-    def compute(function: Callable[..., Any], tree: Any, **static: Any) -> Any:
+    def compute(function: Callable[..., Tree], tree: Tree, **static: object) -> Tree:
         return jax.jit(function, static_argnames=tuple(static))(tree, **static)
 
     backend = portable(model, config.decode.weights)
     return model, backend, backend.prepare(model, params, compute=compute)
 
 
-def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Callable[[Sequence[Any]], Ready]]:
+def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Unpacked]:
     """The arrays by name, each once, and what makes them from a list of these arrays again.
 
     The embedding table is in the encoder and in the decoder, and often the head as well.
     """
     stored: dict[str, np.ndarray] = {}
-    known: dict[tuple[Any, ...], int] = {}
+    known: dict[tuple[object, ...], int] = {}
     places = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(ready)
     for keys, leaf in leaves:
@@ -173,7 +171,7 @@ def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Callable[[Sequence[Any]
             stored[path_of(keys)] = array
         places.append(known[what])
 
-    def unpacked(arrays: Sequence[Any]) -> Ready:
+    def unpacked(arrays: Sequence[jax.Array]) -> Ready:
         found: Ready = jax.tree.unflatten(structure, [arrays[place] for place in places])
         return found
 
@@ -186,11 +184,11 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 
 def _decode(
-    model: Any,
+    model: Module,
     backend: Backend,
     strategy: Strategy,
     platform: str,
-    unpacked: Callable[[Sequence[Any]], Ready],
+    unpacked: Unpacked,
     forced: np.ndarray | None,
     weights: Sequence[jax.Array],
     source: jax.Array,
@@ -231,7 +229,7 @@ def _decode(
     return {name: getattr(decoded, name) for name in ("tokens", "lengths", "steps", "truncated")}
 
 
-def _description(config: Config, restored: Restored, model: Any, batch: int, length: int) -> dict[str, Any]:
+def _description(config: Config, restored: Restored, model: Module, batch: int, length: int) -> dict[str, object]:
     """The content of the JSON file but for the programs."""
     architecture, template = model.config, template_of(config)
     return {

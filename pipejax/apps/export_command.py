@@ -39,13 +39,8 @@ def main(argv: Sequence[str]) -> int:
         default=[],
         help="repeatable; default: as the checkpoint was trained",
     )
-    parser.add_argument("--batch", type=cli.whole(1, 2**16), metavar="N", help="sources; default: decode.batch_size")
-    parser.add_argument(
-        "--source",
-        type=cli.whole(2, 2**20),
-        metavar="N",
-        help="tokens of a source; default: data.max_source",
-    )
+    parser.add_number("--batch", "sources; default: decode.batch_size", most=2**16)
+    parser.add_number("--source", "tokens of a source; default: data.max_source", least=2, most=2**20)
     parser.add_argument(
         "--platforms", type=platforms, default=("cpu",), metavar="LIST", help="of cpu,cuda,tpu; default: cpu"
     )

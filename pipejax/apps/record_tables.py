@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from pipejax.data.formats import is_parquet
 from pipejax.data.lines import Object, read_file
@@ -96,7 +95,7 @@ def _write_parquet(lines: Path, partial: Path, target: str) -> None:
             type_ = arrow.list_(type_)
         fields.append(arrow.field(name, type_))
 
-    def cell(name: str, value: Any) -> Any:
+    def cell(name: str, value: object) -> object:
         if name == "id":
             return value if whole else str(value)
         return value if name in _TYPES else _json(value)
@@ -107,5 +106,5 @@ def _write_parquet(lines: Path, partial: Path, target: str) -> None:
             writer.write_table(arrow.Table.from_pylist(group, schema=writer.schema))
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)

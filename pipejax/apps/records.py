@@ -23,7 +23,7 @@ from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output
+from pipejax.system.files import sync_output, writing
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -197,12 +197,7 @@ class _Output:
 
 
 def read_sources(
-    generator: Generator,
-    placed: Iterable[Placed],
-    strategy: str,
-    bad: Refusal = refuse,
-    *,
-    at_once: bool = False,
+    generator: Generator, placed: Iterable[Placed], strategy: str, bad: Refusal = refuse, *, at_once: bool = False
 ) -> Iterator[Source]:
     """Yields the sources of records, each as often as it is to be answered; one without an id has its line's number.
 
@@ -252,12 +247,10 @@ def _show(generator: Generator, sources: Iterable[Source], strategy: str, report
 
 def _open(target: str, kept: int) -> BinaryIO:
     """The output, to be written after so many bytes of it."""
-    try:
+    with writing(f"--output {target}"):
         if kept:
             os.truncate(target, kept)
         return open(target, "ab" if kept else "wb", buffering=0)
-    except OSError as error:
-        raise UserError(f"--output {target}: cannot be written ({error.strerror})") from error
 
 
 def _write(out: BinaryIO, record: Record, target: str) -> None:

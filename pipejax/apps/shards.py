@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from pipejax.apps.unfinished import difference, flattened
 from pipejax.data.blocks import Block
@@ -23,8 +23,26 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 ATTEMPTS = 10  # processes that may die over one block
 
+
 # "shard": its path, "records", "bytes", "sha256"; and "skipped", the errors of lines that were left out, if any was.
 Shard = dict[str, Any]
+
+
+class Input(TypedDict):
+    """A file of sources."""
+
+    path: str
+    lines: int
+    bytes: int
+    sha256: str
+
+
+class Plan(TypedDict):
+    """The work that shards depend on."""
+
+    settings: Mapping[str, object]
+    block: int  # lines of a shard
+    inputs: list[Input]
 
 
 def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
@@ -142,11 +160,11 @@ class Output:
         """Lets go."""
         self._lock.close()
 
-    def take_up(self, work: Mapping[str, Any]) -> list[Shard]:
+    def take_up(self, work: Plan) -> list[Shard]:
         """Begins the work, or goes on with it; gives the shards whose digests an earlier run has written down.
 
         Args:
-          work: what the shards depend on: "settings", "block", and "inputs" with "path", "bytes" and "sha256".
+          work: what the shards depend on.
 
         Raises:
           UserError: the directory holds other work.
@@ -169,7 +187,7 @@ class Output:
         make_directories(self.shards.directory)
         return shards
 
-    def note(self, work: Mapping[str, Any], shards: Sequence[Shard], *, complete: bool) -> None:
+    def note(self, work: Plan, shards: Sequence[Shard], *, complete: bool) -> None:
         """Writes the manifest."""
         skipped = sum(len(shard.get("skipped", ())) for shard in shards)
         content = {"format": FORMAT, "complete": complete, **work, "skipped": skipped, "shards": list(shards)}
@@ -200,7 +218,7 @@ class Output:
         return found
 
 
-def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(work: Plan) -> dict[str, object]:
     """The values that must stay, by name: not where the files lie, nor their lines, of which the shards' names tell."""
     flat = {"--block": work["block"], "the number of inputs": len(work["inputs"]), **flattened(work["settings"])}
     return flat | {f"input {i}": Path(given["path"]).name for i, given in enumerate(work["inputs"], start=1)}

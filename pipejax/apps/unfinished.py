@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipejax import config as config_lib
 from pipejax.config import DecodeConfig, GridConfig
@@ -19,7 +19,7 @@ from pipejax.system.files import sync, write_text
 
 logger = logging.getLogger(__name__)
 
-Settings = dict[str, Any]  # what records depend on, as JSON
+Settings = dict[str, object]  # what records depend on, as JSON
 DEFAULTS = {
     **config_lib.flat(GridConfig(), "grid."),
     **config_lib.flat(DecodeConfig(), "decode."),
@@ -141,7 +141,7 @@ def difference(now: Settings, then: Settings) -> str:
     return ""
 
 
-def flattened(settings: Mapping[str, Any]) -> Settings:
+def flattened(settings: Mapping[str, object]) -> Settings:
     """Sections as "section.key"."""
     flat: Settings = {}
     for key, value in settings.items():

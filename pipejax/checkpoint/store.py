@@ -24,7 +24,7 @@ from pipejax.config import Config
 from pipejax.data.tokenizer import check_digests, digests
 from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
-from pipejax.system.files import look, make_directories
+from pipejax.system.files import look, make_directories, writing
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +91,12 @@ class Store:
         environment.allow_files()
         if not writable:
             return
-        with distributed.together(UserError):
-            try:
-                if distributed.first():
-                    make_directories(self.directory)
-                    if not os.access(self.directory, os.W_OK | os.X_OK):
-                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-                    self._steps.sweep()
-            except OSError as error:
-                raise UserError(f"{self.directory}: cannot be written ({error.strerror})") from error
+        with distributed.together(UserError), writing(self.directory):
+            if distributed.first():
+                make_directories(self.directory)
+                if not os.access(self.directory, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                self._steps.sweep()
         hush_stragglers()
 
     def place(self, step: int) -> Path:

@@ -24,19 +24,23 @@ from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
 from pipejax.system.files import look
 
+if typing.TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Section = typing.TypeVar("_Section", bound="DataclassInstance")
 OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}  # sections of any class that has this
 SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")  # spaces at the ends count
 
 
 # `section.key=value` texts, as of --set, or values by "section.key"; those of a section may be a dict of their own.
-Overrides = typing.Sequence[str] | typing.Mapping[str, Any]
+Overrides = typing.Sequence[str] | typing.Mapping[str, object]
 
 
 class Assignment(typing.NamedTuple):
     """A setting and its value."""
 
     key: str
-    value: Any
+    value: object
     written: bool  # as text, which is to be parsed
 
 
@@ -107,7 +111,7 @@ def assignments(overrides: Overrides, where: str) -> list[Assignment]:
     return found
 
 
-def _values(values: typing.Mapping[Any, Any], prefix: str, where: str) -> typing.Iterator[Assignment]:
+def _values(values: typing.Mapping[str, object], prefix: str, where: str) -> typing.Iterator[Assignment]:
     for name, value in values.items():
         if not isinstance(name, str):
             raise UserError(f'{where}: found the key {shown(name)}; expected a text such as "grid.delay"')
@@ -128,7 +132,7 @@ def to_json(config: Config) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _has_class(value: Any) -> bool:
+def _has_class(value: object) -> bool:
     """Whether the class of a section is named beside its keys: it is not the only one that the section may have."""
     return value is not None and type(value) is not T5Config
 
@@ -235,21 +239,23 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     return config
 
 
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:
     """All leaves by dotted key, in order, as JSON has them."""
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = prefix + field.name
         if key in OWN and _has_class(value):
             leaves |= {f"{key}.{name}": inner for name, inner in described(value, key).items()}
             continue
-        value = list(value) if isinstance(value, tuple) else value
-        leaves |= flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            leaves |= flat(value, f"{key}.")
+        else:
+            leaves[key] = list(value) if isinstance(value, tuple) else value
     return leaves
 
 
-def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool) -> Any:
+def _assign(node: _Section, keys: list[str], value: object, full: str, *, written: bool) -> _Section:
     names = [field.name for field in dataclasses.fields(node)]
     if keys[0] not in names:
         raise UserError(f"{full}: unknown key{_suggestion(full)}")
@@ -259,7 +265,7 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
         old = made(old) if isinstance(old, dict) else old
         if old is None:
             raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
-        if not dataclasses.is_dataclass(old):
+        if not dataclasses.is_dataclass(old) or isinstance(old, type):
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
@@ -272,7 +278,7 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
         return dataclasses.replace(node, **{full: value or None})
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
         raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, old)}")
-    value = parse(value, kind, full) if written else plain(value, kind)
+    value = parse(value, kind, full) if written and isinstance(value, str) else plain(value, kind)
     try:
         return dataclasses.replace(node, **{keys[0]: value})
     except Exception as error:  # of a method's own
@@ -281,7 +287,7 @@ def _assign(node: Any, keys: list[str], value: Any, full: str, *, written: bool)
         ) from error
 
 
-def _build(cls: type, values: Any, prefix: str, where: str) -> Any:
+def _build(cls: type, values: object, prefix: str, where: str) -> Any:
     if not isinstance(values, dict):
         raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
     kinds, fields = types_of(cls), dataclasses.fields(cls)
@@ -323,7 +329,7 @@ def _suggestion(key: str) -> str:
     return f"; the sections are {', '.join(types_of(Config))}"
 
 
-def _example(key: str, value: Any) -> str:
+def _example(key: str, value: object) -> str:
     section = value if dataclasses.is_dataclass(value) else T5Config
     return f"{key}.{dataclasses.fields(section)[0].name}"
 

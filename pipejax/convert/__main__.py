@@ -29,10 +29,7 @@ def main(argv: Sequence[str]) -> int:
     outgoing.add_argument("--adapter", action="store_true", help="the factors of LoRA alone, as PEFT loads them")
     add_origin(outgoing)
     smaller.add_argument(
-        "--weights",
-        choices=["int8", "bfloat16"],
-        default="int8",
-        help="what weights are rounded to (default: int8)",
+        "--weights", choices=["int8", "bfloat16"], default="int8", help="what weights are rounded to (default: int8)"
     )
     args = parser.parse_args(argv)
     backbone = config.find_class(args.backbone, "model") if args.backbone else config.T5Config

@@ -14,23 +14,29 @@ def find(source: str | Path) -> Path:
     """The checkpoint that is meant: the directory itself, or what a Hugging Face directory or a hub's name becomes.
 
     A directory's conversion is known by the names, sizes and times of its files: if they change, it is converted anew.
+    The hub is not asked for a name whose newest download was converted already.
 
     Raises:
       UserError: the hub has no such model, `from_hf` refuses it, or nothing is to be kept.
     """
     path = Path(source)
-    is_hugging_face = look(path) == "directory" and (path / "config.json").is_file() and _lacks_steps(path)
+    is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()
+    if is_hugging_face and any((path / kind).is_dir() for kind in ("checkpoints", "best")):
+        return path
     is_name = isinstance(source, str) and not look(path) and not path.is_absolute() and source.count("/") == 1
     if not (is_hugging_face or (is_name and not path.parent.is_dir())):
         return path
-    directory = path if is_hugging_face else locate(str(source))
     cache = compile_cache.safe_directory()
+    directory = path if is_hugging_face else _downloaded(str(source))
+    kept = cache and directory and _place(cache, path.absolute().name, directory)
+    if directory is None or (is_name and not (kept and look(kept) == "directory")):
+        directory = locate(str(source))
     if cache is None:
         raise UserError(
             f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
             f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
         )
-    target = cache / "models" / f"{path.absolute().name}-{_digest(directory)}"
+    target = _place(cache, path.absolute().name, directory)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
@@ -38,12 +44,19 @@ def find(source: str | Path) -> Path:
     return target / "checkpoint"
 
 
-def _lacks_steps(path: Path) -> bool:
-    return not any((path / kind).is_dir() for kind in ("checkpoints", "best"))
+def _downloaded(name: str) -> Path | None:
+    """The files of a hub's model that are here already, of the version that was asked for last."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # the hub client raises many kinds; `locate` says in one line if there is no such model
+        return None
 
 
-def _digest(directory: Path) -> str:
-    """16 hexadecimal digits for the files of a directory, by their names, sizes and times of change."""
+def _place(cache: Path, name: str, directory: Path) -> Path:
+    """Where the conversion of a directory is kept: by the names, sizes and times of change of its files."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
     facts = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
-    return hashlib.sha256(repr((str(directory.resolve()), facts)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((str(directory.resolve()), facts)).encode()).hexdigest()[:16]
+    return cache / "models" / f"{name}-{digest}"

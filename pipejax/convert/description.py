@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pipejax import config as config_lib
 from pipejax import methods
@@ -23,7 +22,7 @@ from pipejax.convert.tensor_files import read_json
 from pipejax.data import PUBLISHED, make_task
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.methods import Method, prefix_ids, separator_ids, tells_rows_apart
+from pipejax.methods import InTorch, Method, prefix_ids, separator_ids, tells_rows_apart
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
@@ -100,7 +99,7 @@ class Origin:
     """The facts of a model that its run does not hold."""
 
     base_model: str = ""  # its name on the hub, from whose weights the training started
-    scores: Mapping[str, Any] | None = None  # as `pipejax evaluate --json` writes them
+    scores: Mapping[str, object] | None = None  # as `pipejax evaluate --json` writes them
 
 
 UNKNOWN = Origin()
@@ -140,6 +139,9 @@ def write(
         lines.append(f"{said}; {CARD} there says how to decode with pipejax")
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} says none instead of model: the T5 that drafts is not in the directory")
+    if origin.scores is not None and not _scores(origin.scores):
+        found = f"no {', '.join(_lacking(origin.scores)) or 'score'} in the file"
+        lines.append(f"--scores: {CARD} there tells none: found {found}; expected that of `pipejax evaluate --json`")
     return lines
 
 
@@ -153,17 +155,18 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
     settings = _in_torch(methods.trained(config), tokenizer=tokenizer is not None)
     if settings is None:
         return None
+    values: dict[str, object] = {**settings, "row_names": []}
     if tokenizer is not None:
         names = [[*prefix_ids(tokenizer, name, "grid.row_names")] for name in settings["row_names"]]
-        settings |= {"row_names": names, "separator": separator_ids(tokenizer, config.data.separator)}
+        values |= {"row_names": names, "separator": separator_ids(tokenizer, config.data.separator)}
     text = Path(__file__).with_name("rows_in_torch.py").read_text(encoding="utf-8")
-    for key, value in settings.items():
+    for key, value in values.items():
         text, count = re.subn(rf"^({key.upper()}(?:: [^=]+)?) = \S+", rf"\1 = {value!r}", text, flags=re.MULTILINE)
         assert count == 1, key
     return text
 
 
-def _in_torch(method: Method, *, tokenizer: bool) -> dict[str, Any] | None:
+def _in_torch(method: Method, *, tokenizer: bool) -> InTorch | None:
     """The settings of `rows_in_torch.py`; None also where names of rows would need a tokenizer that is not there."""
     settings = method.in_torch
     return None if settings is None or (settings["row_names"] and not tokenizer) else settings
@@ -278,15 +281,21 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
     )
 
 
-def _scores(given: Mapping[str, Any] | None) -> dict[str, float]:
+def _scores(given: Mapping[str, object] | None) -> dict[str, float]:
     """The scores among what `pipejax evaluate --json` writes, by name: they stand between the metric and the steps."""
     keys = [*(given or {})]
-    if given is None or not {"metric", "steps", "examples", "split", "params_fp"} <= given.keys():
+    if given is None or _lacking(given):
         return {}
-    return {key: round(given[key], 2) for key in keys[keys.index("metric") + 1 : keys.index("steps")]}
+    between = keys[keys.index("metric") + 1 : keys.index("steps")]
+    return {key: round(score, 2) for key in between if isinstance(score := given[key], int | float)}
 
 
-def _told(given: Mapping[str, Any] | None, scores: Mapping[str, float]) -> str:
+def _lacking(given: Mapping[str, object]) -> list[str]:
+    """The keys without which README.md tells no scores."""
+    return [key for key in ("metric", "steps", "examples", "task", "split") if key not in given]
+
+
+def _told(given: Mapping[str, object] | None, scores: Mapping[str, float]) -> str:
     """The part of README.md with the scores and their command; "" without any."""
     if not given or not scores:
         return ""

@@ -41,7 +41,7 @@ class Generation:
     """The settings of `generate` that a directory has."""
 
     file: Path  # that says it
-    values: Mapping[str, Any]  # its keys, without those that are null
+    values: Mapping[str, object]  # its keys, without those that are null
 
     @property
     def drawn(self) -> bool:
@@ -49,13 +49,13 @@ class Generation:
         return self.values.get("do_sample") is True
 
     @property
-    def beams(self) -> Any:
+    def beams(self) -> object:
         """The number of beams."""
         return self.values.get("num_beams", 1)
 
-    def followed(self) -> dict[str, tuple[str, Any]]:
+    def followed(self) -> dict[str, tuple[str, object]]:
         """By its key, the key of `decode` that means the same, and the value."""
-        values, found = self.values, dict[str, tuple[str, Any]]()
+        values, found = self.values, dict[str, tuple[str, object]]()
         if "max_new_tokens" in values:
             found["max_new_tokens"] = "max_length", values["max_new_tokens"]
         elif "max_length" in values:  # it counts the start token, too
@@ -81,7 +81,7 @@ class Generation:
             yield from ("do_sample", "num_beams")
 
 
-def read(directory: Path, facts: Mapping[str, Any]) -> Generation:
+def read(directory: Path, facts: Mapping[str, object]) -> Generation:
     """The settings in a directory whose config.json holds `facts`; raises a UserError if a file of them is no JSON."""
     file = directory / FILE
     found = look(file) == "file"
@@ -91,7 +91,9 @@ def read(directory: Path, facts: Mapping[str, Any]) -> Generation:
     )
 
 
-def special_ids(generation: Generation, facts: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, Path]], list[str]]:
+def special_ids(
+    generation: Generation, facts: Mapping[str, object]
+) -> tuple[dict[str, tuple[object, Path]], list[str]]:
     """The special ids that `generate` goes by, each with its file, and a line for each thing to say of them.
 
     Args:
@@ -107,7 +109,7 @@ def special_ids(generation: Generation, facts: Mapping[str, Any]) -> tuple[dict[
         given["decoder_start_token_id"] = values.get("bos_token_id")
     if type(given["pad_token_id"]) is int and given["pad_token_id"] < 0:  # as some write for none
         given["pad_token_id"] = None
-    ids, others, lacking = dict[str, tuple[Any, Path]](), [], []
+    ids, others, lacking = dict[str, tuple[object, Path]](), [], []
     for key, value in given.items():
         known = facts.get(key)
         if value is not None:
@@ -153,10 +155,10 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
     return decode, lines
 
 
-def written(config: Config) -> dict[str, Any]:
+def written(config: Config) -> dict[str, object]:
     """The content of generation_config.json for a run, with which `generate` comes as near to it as it can."""
     assert config.model is not None
-    decode, values = config.decode, {key: getattr(config.model, key) for key in IDS}
+    decode, values = config.decode, dict[str, object]((key, getattr(config.model, key)) for key in IDS)
     if "generate" not in methods.trained(config).can:  # of ours, the first row is what `generate` writes
         return values | ({"max_new_tokens": config.grid.time_max} if config.method is None else {})
     values |= {"max_new_tokens": decode.max_length}
@@ -167,7 +169,7 @@ def written(config: Config) -> dict[str, Any]:
     return values
 
 
-def _only(value: Any, where: str) -> Any:
+def _only(value: object, where: str) -> object:
     """The id, or the only one of a list."""
     several = value if isinstance(value, list) else [value]
     if len(several) != 1:

@@ -12,9 +12,10 @@ given to `generate` as well, in lower case.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 DELAY = 1  # time-steps between the starts of two rows; 0: all of ROW_NAMES start at once
@@ -35,18 +36,29 @@ GREEDY = (  # arguments of `generate` that ask for something else
 class PipelinedOutput(ModelOutput):  # type: ignore[misc]
     """The answers of a batch."""
 
-    sequences: Any = None  # i64 [B, N]: the start token, the rows joined by the separator, eos, padding
-    rows: Any = None  # token ids of each row of each answer
-    steps: Any = None  # time-steps of Algorithm 1
-    truncated: Any = None  # the bound that cut an answer: "time_max" or "sub_max"
+    sequences: torch.Tensor | None = None  # i64 [B, N]: the start token, the rows joined by the separator, eos, padding
+    rows: list[list[list[int]]] | None = None  # token ids of each row of each answer
+    steps: list[int] | None = None  # time-steps of Algorithm 1
+    truncated: list[str | None] | None = None  # the bound that cut an answer: "time_max" or "sub_max"
+
+
+class Settings(NamedTuple):
+    """The settings above, unless `generate` is told others."""
+
+    delay: int = DELAY
+    time_max: int = TIME_MAX
+    sub_max: int = SUB_MAX
+    literal: bool = LITERAL
+    unique: bool = UNIQUE
+    row_names: list[list[int]] = ROW_NAMES
+    separator: list[int] = SEPARATOR
 
 
 class Answer:
     """The rows of one answer. Row i starts at time i * delay, with bos; its j-th token stands j steps later."""
 
-    def __init__(self, settings: dict[str, Any], bos: int, eos: int) -> None:
-        self.delay, self.time_max, self.sub_max = settings["delay"], settings["time_max"], settings["sub_max"]
-        self.literal, self.unique, self.names = settings["literal"], settings["unique"], settings["row_names"]
+    def __init__(self, settings: Settings, bos: int, eos: int) -> None:
+        self.delay, self.time_max, self.sub_max, self.literal, self.unique, self.names, _ = settings
         self.bos, self.eos = bos, eos
         self.rows: list[list[int]] = []  # tokens; the last is eos if the row has ended
         self.open: list[int] = []  # rows that the last query asked for
@@ -122,7 +134,7 @@ class Answer:
 class Decoder:
     """T5's decoder with a cache of keys and values, one slot for each token that was fed."""
 
-    def __init__(self, model: Any, memory: torch.Tensor, memory_mask: torch.Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, memory: torch.Tensor, memory_mask: torch.Tensor) -> None:
         self.model, self.blocks = model, model.get_decoder().block
         self.memory_bias = torch.where(memory_mask.bool(), 0.0, -math.inf)[:, None, None]
         crosses = [block.layer[1].EncDecAttention for block in self.blocks]
@@ -161,17 +173,19 @@ class Decoder:
         return self.model.lm_head(x).argmax(-1)
 
     @staticmethod
-    def _heads(x: torch.Tensor, attention: Any) -> torch.Tensor:
+    def _heads(x: torch.Tensor, attention: torch.nn.Module) -> torch.Tensor:
         """[B, N, H * K] -> [B, H, N, K]."""
         return x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2)
 
-    def _attend(self, attention: Any, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Any) -> Any:
+    def _attend(
+        self, attention: torch.nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
         """Attention of the states x [B, Q, D] over keys and values [B, H, C, K]."""
         scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias  # T5 divides by no root
         weights = scores.float().softmax(-1).to(values.dtype)
         return attention.o((weights @ values).transpose(1, 2).flatten(2))
 
-    def _bias(self, attention: Any, distance: torch.Tensor) -> torch.Tensor:
+    def _bias(self, attention: torch.nn.Module, distance: torch.Tensor) -> torch.Tensor:
         """[B, H, Q, C]: the bias that T5 learned for each distance back; far ones share a bucket."""
         buckets = attention.relative_attention_num_buckets
         exact, most = buckets // 2, attention.relative_attention_max_distance
@@ -188,14 +202,15 @@ def clamp(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def generate(model: Any, inputs: torch.Tensor | None = None, **given: Any) -> Any:
+def generate(
+    model: PreTrainedModel, inputs: torch.Tensor | None = None, **given: Any
+) -> torch.Tensor | PipelinedOutput:
     """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
     config = given.get("generation_config") or model.generation_config
     if found := [key for key in GREEDY if given.get(key) not in (None, False, [], 1)]:
         raise ValueError(f"{found[0]}: rows are written greedily, within time_max and sub_max")
-    names = "delay", "time_max", "sub_max", "literal", "unique", "row_names", "separator"
-    settings = {name: given[name] if name in given else globals()[name.upper()] for name in names}
-    if settings["delay"] == 0 and not settings["row_names"]:
+    settings = Settings(**{name: given[name] for name in Settings._fields if name in given})
+    if settings.delay == 0 and not settings.row_names:
         raise ValueError("delay: found 0 without row_names; nothing else tells rows apart that start at once")
     ids = given.get("input_ids") if inputs is None else inputs
     mask = given.get("attention_mask")
@@ -215,7 +230,7 @@ def generate(model: Any, inputs: torch.Tensor | None = None, **given: Any) -> An
             if not answer.done:
                 answer.advance(tokens)
     rows = [answer.result() for answer in answers]
-    joined = [[bos, *join(of_answer, settings["separator"]), eos] for of_answer in rows]
+    joined = [[bos, *join(of_answer, settings.separator), eos] for of_answer in rows]
     longest = max(map(len, joined))
     sequences = torch.tensor([x + [pad or 0] * (longest - len(x)) for x in joined], device=memory.device)
     if not given.get("return_dict_in_generate", config.return_dict_in_generate):

@@ -90,7 +90,7 @@ def _other_weights(directory: Path) -> Iterator[tuple[str, str]]:
                 yield file.name, advice
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, object]:
     """The JSON object in a file; raises a UserError if the file has anything else."""
     try:
         values = json.loads(file.read_text(encoding="utf-8-sig"))

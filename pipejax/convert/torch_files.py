@@ -9,9 +9,10 @@ import collections
 import math
 import pickle
 import zipfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Tensor(NamedTuple):
     strides: tuple[int, ...]  # in numbers
 
 
-def open_tensors(file: Path) -> dict[str, tuple[Tensor, Any]]:
+def open_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.ndarray]]]:
     """The tensors of a file by name, each with a function that reads it.
 
     Raises:
@@ -91,7 +92,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(content)
         self.file, self.root = file, root
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
         if module in ("torch", "torch.storage") and name in STORAGES:
@@ -104,14 +105,14 @@ class _Unpickler(pickle.Unpickler):
             f"{self.file}: found {module}.{name} in its pickle, which could run code; expected tensors and nothing else"
         )
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: tuple[str, str, str, str, int]) -> Storage:
         kind, storage, key, _, size = pid
         if kind != "storage" or storage not in STORAGES:
             raise pickle.UnpicklingError(f"a persistent id of kind {kind!r:.20}")
         return Storage(storage, f"{self.root}data/{key}", int(size))
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
+def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: object) -> Tensor:
     """In the place of torch's function; raises a ValueError if the numbers lie outside of the storage."""
     shape, strides, offset = tuple(map(int, shape)), tuple(map(int, strides)), int(offset)
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

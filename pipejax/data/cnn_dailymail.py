@@ -60,8 +60,6 @@ TASK = Published(
     splits={"train": "train", "dev": "validation", "test": "test"},
     source=lambda record: f"summarize: {record['article']}",
     targets=lambda record: lines(record["highlights"]),
-    metric="rouge",
-    separator=" ",
     grid=GridConfig(delay=1, time_max=96, sub_max=20),
     max_target=512,
     max_length=256,

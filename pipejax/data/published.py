@@ -30,11 +30,11 @@ class Published:
     read: Callable[[Manual], Mapping[str, Records]]  # the records by TFDS's name of the split
     source: Callable[[Record], str]  # the model's input
     targets: Callable[[Record], Sequence[str]]  # the rows
-    metric: str
-    separator: str
     grid: GridConfig  # the paper's bounds if they cut few examples, else wider ones
     max_target: int  # tokens of a training target
     max_length: int  # tokens that the sequential decoder generates at most
+    metric: str = "rouge"
+    separator: str = " "
     # The type of each field: str, or list for a list of str. TFDS's own builders need none.
     fields: Mapping[str, type] = dataclasses.field(default_factory=dict)
     # TFDS's name of each split.

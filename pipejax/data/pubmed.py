@@ -46,8 +46,6 @@ TASK = Published(
     splits={"train": "train", "dev": "validation", "test": "test"},
     source=lambda record: f"summarize: {record['article']}",
     targets=lambda record: lines(record["abstract"]),
-    metric="rouge",
-    separator=" ",
     grid=GridConfig(delay=1, time_max=256, sub_max=24),
     max_target=1024,
     max_length=1024,

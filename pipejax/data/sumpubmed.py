@@ -49,8 +49,6 @@ TASK = Published(
     fields={"id": str, "article": str, "summary": str},
     source=lambda record: f"summarize: {record['article']}",
     targets=lambda record: lines(record["summary"]),
-    metric="rouge",
-    separator=" ",
     grid=GridConfig(delay=1, time_max=256, sub_max=24),
     max_target=1024,
     max_length=1024,

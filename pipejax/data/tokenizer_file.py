@@ -110,7 +110,7 @@ def read(directory: Path) -> TokenizerFile:
     return TokenizerFile(backend, named, bool(settings.get("split_special_tokens")), files)
 
 
-def _special(key: str, value: Any) -> str:
+def _special(key: str, value: object) -> str:
     """The special token that a setting names; "" if it names none."""
     if not key.endswith("_token"):
         return ""

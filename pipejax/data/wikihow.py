@@ -46,8 +46,6 @@ TASK = Published(
     splits={"train": "train", "dev": "validation", "test": "test"},
     source=lambda record: f"Question: {record['title']} Context: {record['text']}",
     targets=lambda record: [row.removesuffix(",") for row in split(record["headline"], "\n")],
-    metric="rouge",
-    separator=" ",
     grid=GridConfig(delay=1, time_max=128, sub_max=40),
     max_target=1024,
     max_length=768,

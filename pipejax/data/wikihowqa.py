@@ -59,8 +59,6 @@ TASK = Published(
     fields={"id": str, "question": str, "answer": str, "summary": str},
     source=lambda record: f"Question: {record['question']} Context: {record['answer']}",
     targets=lambda record: sentences(record["summary"]),
-    metric="rouge",
-    separator=" ",
     grid=GridConfig(delay=1, time_max=128, sub_max=40),
     max_target=1024,
     max_length=768,

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
-from pipejax.methods.interface import ABILITIES, Given, Ids, Method, Target
+from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
 from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, separator_ids, shown, spell
@@ -21,6 +21,7 @@ __all__ = [
     "Beams",
     "Given",
     "Ids",
+    "InTorch",
     "Method",
     "NamedRows",
     "Pipelined",

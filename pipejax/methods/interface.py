@@ -10,7 +10,7 @@ import JAX: data are read without it. So what computes with JAX is imported when
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
 
 from pipejax import grid
 from pipejax.methods.spelling import Spells
@@ -68,6 +68,17 @@ class Target(NamedTuple):
     was_cut: bool = False  # rows or tokens of it are left out, as it is too long
 
 
+class InTorch(TypedDict):
+    """The settings with which `pipejax/convert/rows_in_torch.py` writes the answers of a method."""
+
+    delay: int
+    time_max: int
+    sub_max: int
+    literal: bool
+    unique: bool
+    row_names: Sequence[str]  # texts
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
     """A way to write an answer; subclasses are frozen dataclasses whose fields are settings (`fields.setting`)."""
@@ -94,11 +105,8 @@ class Method:
         return f"`generate` does not know {self.label}: what it writes means little."
 
     @property
-    def in_torch(self) -> dict[str, Any] | None:
-        """The settings with which `pipejax/convert/rows_in_torch.py` writes the same answers; None: nothing does.
-
-        Row names are texts.
-        """
+    def in_torch(self) -> InTorch | None:
+        """The settings with which transformers writes the same answers; None: nothing does."""
         return None
 
     @property
@@ -182,7 +190,7 @@ class Method:
         """Steps that `rival` would take for rows of so many tokens; `separator`: tokens of one."""
         return grid.sequential_steps(lengths, separator=separator)
 
-    def learned(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, object]:
         """The settings that weights learn, by key: with other values, what they write means little."""
         return {f"method.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from pipejax import grid
 from pipejax.config import Config, GridConfig
-from pipejax.methods.interface import ABILITIES, Given, Ids, Method, Target
+from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
 from pipejax.methods.spelling import Spells, prefix_ids, spell
 from pipejax.system.errors import UserError
 
@@ -49,14 +49,19 @@ class Pipelined(Method):
         return "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
 
     @property
-    def in_torch(self) -> dict[str, Any] | None:
+    def in_torch(self) -> InTorch | None:
         """Algorithm 1, unless a subclass decodes or reads answers in another way."""
         ours = Pipelined.strategy, Pipelined.order, Pipelined.read
         if (type(self).strategy, type(self).order, type(self).read) != ours:
             return None
-        grid, literal = self.grid, self.grid.stop == "literal"
-        settings = {"delay": grid.delay, "time_max": grid.time_max, "sub_max": grid.sub_max, "literal": literal}
-        return settings | {"unique": self.unique, "row_names": list(grid.row_names)}
+        return {
+            "delay": self.grid.delay,
+            "time_max": self.grid.time_max,
+            "sub_max": self.grid.sub_max,
+            "literal": self.grid.stop == "literal",
+            "unique": self.unique,
+            "row_names": self.grid.row_names,
+        }
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5).
@@ -106,7 +111,7 @@ class Pipelined(Method):
             )
         return given
 
-    def learned(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, object]:
         """When rows start, and what they begin with."""
         return {f"grid.{key}": getattr(self.grid, key) for key in ("delay", "row_names")}
 

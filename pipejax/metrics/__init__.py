@@ -13,6 +13,7 @@ from pipejax.metrics import spans
 Document = Mapping[str, float]  # what one adds to the sums
 # Of each metric the score that stands for it, and that picks the best checkpoint of a run.
 HEADLINES = {"spans": "em_f1", "keyphrases": "present_f1@M", "rouge": "rougeLsum"}
+SAMPLES, CONFIDENCE = 2000, 0.95  # of a bootstrap
 
 
 def require(name: str) -> None:
@@ -115,29 +116,24 @@ def bootstrap(
     first: Sequence[Document],
     second: Sequence[Document],
     combine: Callable[[Mapping[str, float], int], dict[str, float]],
-    *,
-    samples: int = 2000,
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> dict[str, tuple[float, float, float]]:
     """The gain in score of the second system over the first on the same documents, and its confidence interval.
+
+    Samples are of as many documents, drawn with replacement; both systems have the same ones (Koehn 2004).
 
     Args:
       first, second: what each document adds to the sums, in the same order.
       combine: makes scores of sums and the number of documents.
-      samples: of as many documents, drawn with replacement; both systems have the same ones (Koehn 2004).
-      confidence: of the interval of percentiles.
-      seed: of the draws.
 
     Returns:
-      of each score (difference, low, high).
+      of each score (difference, low, high), the latter two percentiles.
 
     Raises:
       ValueError: no documents, or not the same number.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"expected the same documents twice; got {len(first)} and {len(second)}")
-    rng, count = np.random.default_rng(seed), len(first)
+    rng, count = np.random.default_rng(0), len(first)
     keys = list(first[0])
     values = np.array([[[d[key] for key in keys] for d in system] for system in (first, second)])  # [2, D, K]
 
@@ -145,8 +141,8 @@ def bootstrap(
         before, after = (combine(dict(zip(keys, weights @ system, strict=True)), count) for system in values)
         return {name: after[name] - before[name] for name in after}
 
-    drawn = [difference(np.bincount(rng.integers(count, size=count), minlength=count)) for _ in range(samples)]
-    tails = 100 * np.array([(1 - confidence) / 2, (1 + confidence) / 2])
+    drawn = [difference(np.bincount(rng.integers(count, size=count), minlength=count)) for _ in range(SAMPLES)]
+    tails = 100 * np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     result = {}
     for name, value in difference(np.ones(count)).items():
         low, high = np.percentile([d[name] for d in drawn], tails)

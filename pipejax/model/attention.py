@@ -8,7 +8,6 @@ such array is kept for the backward pass.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +38,16 @@ def _left(weights: Array, seed: Array | None, rate: float) -> Array:
     return weights if seed is None else jnp.where(dropout.mask(seed, weights.shape, rate), weights, 0)
 
 
+Kept = tuple[Array, Array, Array, Array, Array | None, Array, Array, Array]  # for the backward pass
+
+
 def _share_left(seed: Array | None, rate: float) -> float:
     return 1.0 if seed is None else 1 - rate
 
 
 def _forward(
     queries: Array, keys: Array, values: Array, bias: Array, seed: Array | None, rate: float
-) -> tuple[Array, tuple[Any, ...]]:
+) -> tuple[Array, Kept]:
     scores = jnp.einsum("bhqk,bhck->bhqc", queries, keys, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     sums = weights.sum(axis=-1, keepdims=True) * _share_left(seed, rate)
@@ -55,7 +57,7 @@ def _forward(
     return found, (queries, keys, values, bias, seed, weights, sums, found)
 
 
-def _backward(rate: float, kept: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
+def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Array | None, ...]:
     queries, keys, values, bias, seed, weights, sums, found = kept
     gradient = gradient / sums
     rows = (gradient * found).sum(axis=-1, keepdims=True) * _share_left(seed, rate)

@@ -7,7 +7,6 @@ on every mesh. Good enough for statistics, not for secrets.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def _forward(x: Array, seed: Array, rate: float) -> tuple[Array, Array]:
     return drop(x, seed, rate), seed
 
 
-def _backward(rate: float, seed: Array, gradient: Array) -> tuple[Any, None]:
+def _backward(rate: float, seed: Array, gradient: Array) -> tuple[Array, None]:
     return drop(gradient, seed, rate), None
 
 

@@ -8,7 +8,6 @@ Shapes: N tokens, V vocabulary, D width, S shards, n blocks of K tokens.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +34,15 @@ def look_up(table: Array, tokens: Tokens, dtype: DTypeLike, shards: int) -> tupl
     return tuple(jnp.take(table, each, axis=0).astype(dtype) for each in tokens)
 
 
-def _forward(table: Array, tokens: Tokens, dtype: DTypeLike, shards: int) -> tuple[Any, tuple[Array, Tokens]]:
+def _forward(
+    table: Array, tokens: Tokens, dtype: DTypeLike, shards: int
+) -> tuple[tuple[Array, ...], tuple[Array, Tokens]]:
     return look_up(table, tokens, dtype, shards), (table, tokens)
 
 
-def _backward(dtype: DTypeLike, shards: int, kept: tuple[Array, Tokens], gradients: tuple[Array, ...]) -> Any:
+def _backward(
+    dtype: DTypeLike, shards: int, kept: tuple[Array, Tokens], gradients: tuple[Array, ...]
+) -> tuple[Array, tuple[np.ndarray, ...]]:
     table, tokens = kept
     found = jax.lax.platform_dependent(
         jnp.concatenate([each.reshape(shards, -1) for each in tokens], axis=1),

@@ -78,7 +78,7 @@ class Backbone:
         """Raises a UserError that begins with `where` and the key if its fields contradict each other."""
 
     @classmethod
-    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def read_facts(cls, facts: Mapping[str, object]) -> dict[str, object]:
         """The values of its fields from a config.json; the special ids are looked for elsewhere.
 
         Raises:
@@ -86,7 +86,7 @@ class Backbone:
         """
         raise UserError(f"model_type: found {facts.get('model_type')!r}; {cls.__name__} reads no config.json")
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The values of config.json."""
         raise UserError(f"model: found {type(self).__name__}; expected a backbone that writes a config.json")
 
@@ -99,7 +99,7 @@ class Backbone:
         """
         return self
 
-    def without_copies(self, params: MutableMapping[str, Any]) -> Self:
+    def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:
         """The backbone as its parameters, by path, show it to be; may take those away that are copies of others."""
         return self
 

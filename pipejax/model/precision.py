@@ -18,7 +18,7 @@ def compute_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+def precision(dtype: DTypeLike) -> contextlib.AbstractContextManager[object]:
     """Around the tracing of a model of that dtype: float32 means float32, of whatever is multiplied.
 
     By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pipejax.model.precision import cast_params
 from pipejax.model.stock import picture
+from pipejax.system import Tree
 
 Array = jax.Array
 
@@ -15,7 +16,7 @@ Array = jax.Array
 def apply_layers(
     layers: Sequence[Any],
     x: Array,
-    *seen: Any,
+    *seen: object,
     deterministic: bool,
     remat: str,
     keys: Callable[[], Array],
@@ -46,7 +47,7 @@ def apply_layers(
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
     dropout = None if deterministic else jax.random.split(keys(), len(layers))
 
-    def body(x: Array, given: tuple[Any, Array | None]) -> tuple[Array, None]:
+    def body(x: Array, given: tuple[Tree, Array | None]) -> tuple[Array, None]:
         params, key = given
         rngs = None if key is None else {"dropout": key}
         return _first(layer.apply({"params": params}, pin(x), *seen, deterministic, rngs=rngs)), None
@@ -57,7 +58,7 @@ def apply_layers(
     return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, dropout))[0]
 
 
-def _first(found: Any) -> Array:
+def _first(found: Array | tuple[Array, object]) -> Array:
     return found[0] if isinstance(found, tuple) else found
 
 

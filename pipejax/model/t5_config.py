@@ -125,7 +125,7 @@ class T5Config(Backbone):
             )
 
     @classmethod
-    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def read_facts(cls, facts: Mapping[str, object]) -> dict[str, object]:
         """See `Backbone`. Whether the head is tied is left to the weights."""
         for key in REQUIRED:
             if key not in facts:
@@ -148,7 +148,7 @@ class T5Config(Backbone):
                 raise UserError(f"{key}: found {facts[key]!r}; expected {expected!r}, as feed_forward_proj is {kind}")
         return values
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """See `Backbone`. An mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs."""
         facts = dataclasses.asdict(self)
         kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
@@ -182,7 +182,7 @@ class T5Config(Backbone):
             note(f"{weights}: no {HEAD}; the head is the shared table, unscaled, as in transformers")
         return dataclasses.replace(self, tied_head=HEAD not in tensors)
 
-    def without_copies(self, params: MutableMapping[str, Any]) -> Self:
+    def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:
         """See `Backbone`. A head that is a copy of the table counts as tied, as in transformers."""
         import numpy as np
 

@@ -49,6 +49,19 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
 
+    def add_number(
+        self, flag: str, text: str, *, least: int = 1, most: int = WHOLE, default: int | None = None
+    ) -> None:
+        """Adds a flag whose value is a whole number.
+
+        Args:
+          flag: such as "--limit".
+          text: its help.
+          least, most: the bounds of the number.
+          default: the value without the flag.
+        """
+        self.add_argument(flag, type=whole(least, most), default=default, metavar="N", help=text)
+
     def add_overrides(self, text: str) -> None:
         """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help."""
         self.add_argument(

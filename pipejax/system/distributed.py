@@ -328,24 +328,21 @@ class Vote:
     """The maximum of the numbers that the processes give, which all processes learn at the same call.
 
     All processes must make the same number of calls. A call starts a reduction on the devices and returns the result of
-    the one `delay` calls ago, so that no device waits for a host.
+    the one two calls ago, so that no device waits for a host.
     """
 
-    def __init__(self, delay: int = 2) -> None:
-        """`delay` is the number of calls until a number is known."""
-        self.delay = delay
+    def __init__(self) -> None:
+        """Nobody has called yet."""
         self._under_way: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, mine: int) -> int:
-        """Gives a number; returns the maximum of `delay` calls ago, 0 in the first calls."""
+        """Gives a number; returns the maximum of two calls ago, 0 in the first calls."""
         if not several():
             return mine
         said = np.full(jax.local_device_count(), mine, np.int32)
         numbers = jax.make_array_from_process_local_data(NamedSharding(self._mesh, P("all")), said)
         self._under_way.append(jax.jit(jnp.max, out_shardings=NamedSharding(self._mesh, P()))(numbers))
-        if len(self._under_way) <= self.delay:
-            return 0
-        return int(self._under_way.popleft())
+        return int(self._under_way.popleft()) if len(self._under_way) > 2 else 0
 
     @functools.cached_property
     def _mesh(self) -> jax.sharding.Mesh:

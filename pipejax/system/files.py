@@ -40,6 +40,15 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
+@contextlib.contextmanager
+def writing(place: str | Path) -> Iterator[None]:
+    """A block that writes to a place; an OSError in it becomes a UserError that names the place."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror or error})") from error
+
+
 def is_misread(text: str) -> bool:
     """Whether a text of the command line is UTF-8 that Python did not read as such, for PYTHONUTF8=0 or the locale."""
     try:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +38,7 @@ SAVED = 50  # updates; no more than these are lost
 
 
 def adapt(
-    config: Config,
-    params: Tree,
-    targets: Sequence[Target],
-    conditions: Sequence[Condition],
-    updates: int,
-    place: Path,
+    config: Config, params: Tree, targets: Sequence[Target], conditions: Sequence[Condition], updates: int, place: Path
 ) -> Tree:
     """The parameters after so many updates with the mean likelihood of all tokens under all conditions.
 
@@ -71,7 +65,8 @@ def adapt(
     params = jax.tree.map(jnp.array, params)  # copies: an update takes the place of those that it is given
     items = {"params": params, "state": optimizer.init(params)}
     store = Store(place, keep=1, writable=True)
-    kept = store.newest(lambda _: jax.tree.map(_described, items), set_aside=True)
+    shape_of = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+    kept = store.newest(lambda _: shape_of(items), set_aside=True)
     items, begun = (kept.items, kept.step) if kept else (items, 0)
     progress = Progress("adapting", updates, unit="update", start=begun)
     try:
@@ -95,13 +90,15 @@ def adapt(
     return items["params"]
 
 
-def _described(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _update(
-    module: Module, optimizer: Any, params: Tree, state: Any, batch: dict[str, Array], delay: Array, without: Array
-) -> tuple[Tree, Any, Array]:
+    module: Module,
+    optimizer: optax.GradientTransformation,
+    params: Tree,
+    state: optax.OptState,
+    batch: dict[str, Array],
+    delay: Array,
+    without: Array,
+) -> tuple[Tree, optax.OptState, Array]:
     def mean(params: Tree) -> Array:
         weights = batch["weights"][:, None]
         nll = likelihoods(module, params, batch, delay, without) * weights

@@ -224,6 +224,6 @@ def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: 
             logger.warning(f"{of} have {which} that the tokenizer does not give back, {CHANGED[which]}: {first[which]}")
 
 
-def few(ids: list[str], most: int = 8) -> str:
-    """The first of them, and how many more there are."""
-    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+def few(ids: list[str]) -> str:
+    """The first eight of them, and how many more there are."""
+    return ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

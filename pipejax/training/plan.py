@@ -15,21 +15,28 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.config import Config, T5Config
-from pipejax.system import cli
+from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
+
+if TYPE_CHECKING:
+    import jax
+
+    from pipejax.training.step import Trainer
 
 GIB = 2**30
 
 
-def estimate(config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int) -> Any:
+def estimate(
+    config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int
+) -> dict[str, float]:
     """Bytes on each device by term; `shapes` are one device's share of one part of a batch.
 
     Args:
@@ -111,7 +118,7 @@ def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
     return abstract_batch(config.train, longest(config), methods.trained(config).choices)
 
 
-def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dict[str, float]]:
+def plan(config: Config, devices: "Sequence[jax.Device] | None" = None) -> "tuple[Trainer, dict[str, float]]":
     """The trainer, which has compiled nothing yet, and the estimate in bytes by term; `devices`: None for our own."""
     import jax
 
@@ -120,7 +127,7 @@ def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dic
 
     trainer = Trainer(config, devices)
 
-    def held(tree: Any, shardings: Any) -> int:
+    def held(tree: Tree, shardings: Tree) -> int:
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
         return sum(math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize for x, where in pairs)
 
@@ -139,9 +146,10 @@ def plan(config: Config, devices: Sequence[Any] | None = None) -> tuple[Any, dic
     return trainer, terms
 
 
-def compiled_bytes(trainer: Any, config: Config) -> float:
+def compiled_bytes(trainer: "Trainer", config: Config) -> float:
     """The bytes that XLA sets aside on each device for the compiled step, everything included."""
     analysis = trainer.program(longest_batch(config)).memory_analysis()
+    assert analysis is not None, "all of our compilers have one"
     return (
         analysis.argument_size_in_bytes
         + analysis.temp_size_in_bytes
@@ -150,7 +158,7 @@ def compiled_bytes(trainer: Any, config: Config) -> float:
     )
 
 
-def measured_bytes(trainer: Any, config: Config, *, steps: int = 3) -> tuple[float | None, float]:
+def measured_bytes(trainer: "Trainer", config: Config, *, steps: int = 3) -> tuple[float | None, float]:
     """The peak on the fullest device after a few real steps on random tokens, and the seconds of the last one."""
     import jax
 
@@ -192,9 +200,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
-    parser.add_argument(
-        "--devices", type=cli.whole(1, 2**12), metavar="N", help="devices to plan for (default: what the mesh names)"
-    )
+    parser.add_number("--devices", "devices to plan for (default: what the mesh names)", most=2**12)
     parser.add_argument(
         "--memory",
         type=_gib,

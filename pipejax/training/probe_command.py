@@ -35,11 +35,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--adapt", metavar="FILE", help="labelled examples to learn from first, none of them in --input"
     )
-    parser.add_argument(
-        "--updates", type=cli.whole(1), default=UPDATES, metavar="N", help=f"of that learning ({UPDATES})"
-    )
-    parser.add_argument("--batch-size", type=cli.whole(1, 2**16), default=8, metavar="N", help="of measuring (8)")
-    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many examples of --input")
+    parser.add_number("--updates", f"of that learning ({UPDATES})", default=UPDATES)
+    parser.add_number("--batch-size", "of measuring (8)", most=2**16, default=8)
+    parser.add_number("--limit", "only the first so many examples of --input")
     parser.add_argument("--resume", action="store_true", help="keep what an interrupted run measured, and go on")
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no examples, and count them")
     parser.add_overrides("override a setting of data, train.learning_rate, a dtype, or method (repeatable)")
@@ -69,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
         lessons=flags.updates * BATCH,
         overrides=overrides,
     )
-    settings = measuring.settings_of(work) | {"--updates": flags.updates if flags.adapt else 0}
+    updates = flags.updates if flags.adapt else 0
+    settings = measuring.settings_of(work) | {"--updates": updates}
     unfinished = Unfinished(str(output / EXAMPLES), settings)
     kept = unfinished.kept([example.id for example in work.examples]) if flags.resume else Kept(0, 0)
     make_directories(output)
@@ -82,9 +81,14 @@ def main(argv: Sequence[str]) -> int:
         work = dataclasses.replace(work, params=learned)
     else:
         logger.warning("without --adapt a cost is more than dependence: what is hidden was never missing in training")
-    told = {key: getattr(flags, key) for key in ("checkpoint", "input", "adapt")}
-    found = measuring.measure(work, unfinished, kept, batch_size=flags.batch_size)
-    found = {**told, "updates": settings["--updates"], **work.origin, **found}
+    found: measuring.Found = {
+        "checkpoint": flags.checkpoint,
+        "input": flags.input,
+        "adapt": flags.adapt,
+        "updates": updates,
+        **work.origin,
+        **measuring.measure(work, unfinished, kept, batch_size=flags.batch_size),
+    }
     cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     cli.write_output("--output", str(output / PAGE), page.html(found))
     sweep(output, f"{ADAPTED}*")

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -34,6 +34,7 @@ from pipejax.system.files import (
     sweep_text,
     sync,
     write_text,
+    writing,
 )
 from pipejax.training import run_log
 from pipejax.training.run_log import Line
@@ -102,14 +103,14 @@ class RunDirectory:
         return self
 
     def _take(self) -> None:
-        with _written(self.path):
+        with writing(self.path):
             made, new = make_directories(self.path), not self.is_run
             self._lock = (self.path / ".lock").open("a")
         if not lock(self._lock.fileno()):
             self._lock.close()
             raise UserError(f"{self.path}: another trainer is at work here; expected a directory of one's own")
         self._made = made if new else None
-        with _written(self.path):  # what killed ones have left
+        with writing(self.path):  # what killed ones have left
             for name in ("config.json", "metrics.jsonl"):
                 sweep_text(self.path / name)
             sweep_partial(self.path / "tokenizer")
@@ -145,7 +146,7 @@ class RunDirectory:
         with distributed.together(UserError):
             if self.writes:
                 self._made = None
-                with _written(self.path):
+                with writing(self.path):
                     # For people; the one that counts is in each checkpoint's manifest.
                     write_text(self.path / "config.json", config_lib.to_json(config))
                     if step == 0:
@@ -233,14 +234,6 @@ class RunDirectory:
                 logger.warning(f"{path}: cannot be written ({error.strerror}); its lines wait for room")
             return
         self._waiting.clear()
-
-
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:

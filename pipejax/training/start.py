@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from pipejax import checkpoint, methods
 from pipejax.checkpoint import Restored, Store
@@ -12,7 +11,7 @@ from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.system import distributed
+from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, resolve_model
 from pipejax.training.step import Trainer, TrainState
@@ -47,7 +46,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
     """
     trainer: Trainer | None = None
 
-    def expect(saved: Config) -> dict[str, Any]:
+    def expect(saved: Config) -> dict[str, Tree]:
         nonlocal trainer
         wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
         check_resume(saved, wanted, directory.path)

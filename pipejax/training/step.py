@@ -76,7 +76,7 @@ def batch_loss(
     mask = grid.visible(*pairs) & together & real[:, None, :]
     owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])  # of a group's source tokens
     variables = {"params": params}
-    hidden: Any = model.apply(
+    hidden: Array = model.apply(
         variables,
         source,
         source_mask,
@@ -90,7 +90,7 @@ def batch_loss(
     )
 
     def logits(hidden: Array) -> Array:
-        answer: Any = model.apply(variables, hidden, method="logits")
+        answer: Array = model.apply(variables, hidden, method="logits")
         return answer
 
     return losses.in_parts(loss, logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size)
@@ -206,36 +206,25 @@ class Trainer:
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
         self.model = config.model.module(
-            dtype=dtype,
-            dropout=train.dropout,
-            remat=train.remat,
-            pin=pin,
-            shards=sharding.batch_shards(self.mesh),
+            dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin, shards=sharding.batch_shards(self.mesh)
         )
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
-        self.abstract = jax.eval_shape(self._birth, self.key)
+        self.abstract = jax.eval_shape(lambda key: self._newborn(self.model.config.init_params(key)), self.key)
         check_paths(
             "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
         )
         if train.lora_rank and not is_stock(self.model):  # whose layers read them
             check_read("train.lora_rank", self.model, self.abstract.params, (f"/{lora.A}", f"/{lora.B}"))
         self.shardings = self._shardings()
-        replicated, place = (
-            sharding.replicated(self.mesh),
-            partial(sharding.gather_tables, config.model, mesh=self.mesh),
-        )
+        replicated = sharding.replicated(self.mesh)
+        place = partial(sharding.gather_tables, config.model, mesh=self.mesh)
         self.method = methods.trained(config)
         ids = methods.Ids.of(config.model)
         asked = {"loss": self.method.loss, "position": self.method.strategy(ids).position}
-        options: dict[str, Any] = {
-            **asked,
-            "accumulate": train.accumulate,
-            "is_trained": self._is_trained,
-            "place": place,
-        }
-        options |= {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
+        options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
+        options |= asked | {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         options["branch"] = self.mesh.devices.flat[0].platform == "cpu"
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
@@ -243,14 +232,11 @@ class Trainer:
             in_shardings=(self.shardings, None, replicated),
             out_shardings=(self.shardings, replicated),
         )
-        self._programs: dict[tuple[Any, ...], Future[Any]] = {}
+        self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         loss = partial(batch_loss, config.model.module(dtype=dtype, remat=train.remat, pin=pin), dropout=None)
         loss = partial(loss, **asked)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
-
-    def _birth(self, key: Array) -> TrainState:
-        return self._newborn(self.model.config.init_params(jax.random.fold_in(key, 0)))
 
     def _newborn(self, params: Tree) -> TrainState:
         key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
@@ -284,7 +270,7 @@ class Trainer:
             params = sharding.put_tree(params, sharding.param_shardings(config, params, self.mesh))
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
-    def templates(self) -> dict[str, Any]:
+    def templates(self) -> dict[str, Tree]:
         """The templates that `checkpoint.Store.restore` needs to put a saved state on this mesh."""
         placed = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
@@ -295,7 +281,7 @@ class Trainer:
         """Makes one update with a placed batch; the given state is used up."""
         return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
-    def program(self, batch: ArrayShapes) -> Tree:
+    def program(self, batch: ArrayShapes) -> jax.stages.Compiled:
         """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
         key = _key(batch)
         known = self._programs.get(key)
@@ -321,11 +307,11 @@ class Trainer:
         """Begins no other program; for one that is being compiled no command waits."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
-    def _compile_ahead(self, batch: ArrayShapes) -> Tree:
+    def _compile_ahead(self, batch: ArrayShapes) -> jax.stages.Compiled:
         with cli.unneeded():
             return self._compile(batch)
 
-    def _compile(self, batch: ArrayShapes) -> Tree:
+    def _compile(self, batch: ArrayShapes) -> jax.stages.Compiled:
         return self.lower(batch).compile()
 
     def lower(self, batch: ArrayShapes) -> Tree:
@@ -362,7 +348,7 @@ class Trainer:
         return jax.random.fold_in(self.key, step)
 
 
-def _key(batch: ArrayShapes) -> tuple[Any, ...]:
+def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:
     return batch["source"], batch["inputs"]
 
 

@@ -22,12 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--best", action="store_true", help="its best evaluated step instead of the newest")
     parser.add_argument("--input", required=True, metavar="FILE", help="sources, as pipejax decode reads them")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where labels, checkpoints and the log go")
-    parser.add_argument(
-        "--held-out",
-        type=cli.whole(1),
-        metavar="N",
-        help="sources to measure on, not to learn from (default: a tenth, 512 at the most)",
-    )
+    parser.add_number("--held-out", "sources to measure on, not to learn from (default: a tenth, 512 at the most)")
     parser.add_overrides(
         "override a setting of grid, decode, train or mesh, or one of data that docs/teaching.md names (repeatable)"
     )

@@ -10,6 +10,7 @@ from pipejax.config import TrainConfig
 from pipejax.system import distributed
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module
+from pipejax.system.files import writing
 from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
@@ -68,13 +69,11 @@ def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]
     files = module("tensorboardX.event_file_writer", "tensorboard", "train.tensorboard")
     events = module("tensorboardX.proto.event_pb2", "tensorboard", "train.tensorboard")
     summary = module("tensorboardX.summary", "tensorboard", "train.tensorboard")
-    try:
+    with writing(directory):
         directory.mkdir(exist_ok=True)
         writer = files.EventsWriter(str(directory / "events"))
         started = events.SessionLog(status=events.SessionLog.START)  # hides what a lost stretch left behind
         writer.write_event(events.Event(wall_time=time.time(), step=step + 1, session_log=started))
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written ({error.strerror})") from error
 
     def write(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():

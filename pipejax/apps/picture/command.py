@@ -14,7 +14,7 @@ from pipejax.apps.picture.page import html
 from pipejax.config import GRID, Config, GridConfig
 from pipejax.data.lines import Object
 from pipejax.inference.sources import of_record
-from pipejax.system.cli import Parser, note, whole
+from pipejax.system.cli import Parser, note
 from pipejax.system.errors import UserError
 
 
@@ -24,15 +24,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("records", metavar="RECORDS.jsonl", help="what `pipejax decode --output` wrote")
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
-    parser.add_argument(
+    parser.add_number(
         "--delay",
-        type=whole(0, GRID),
-        metavar="N",
-        help="grid.delay of the decode (default: the checkpoint's; without one the least that the record's steps fit)",
+        "grid.delay of the decode (default: the checkpoint's; without one the least that the record's steps fit)",
+        least=0,
+        most=GRID,
     )
-    parser.add_argument(
-        "--sub-max", type=whole(1, GRID), metavar="N", help="grid.sub_max of the decode (default: the checkpoint's)"
-    )
+    parser.add_number("--sub-max", "grid.sub_max of the decode (default: the checkpoint's)", most=GRID)
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",

@@ -24,7 +24,6 @@ def html(
     source: str = "",
     texts: Sequence[str] | None = None,
     calls: Sequence[Sequence[Asked]] | None = None,
-    highlight: bool = True,
     title: str = "Pipelined decoding, step by step",
 ) -> str:
     """One page that loads nothing from elsewhere and fills the grid step by step.
@@ -34,7 +33,6 @@ def html(
       source: the document, shown above the grid.
       texts: the text of each row, shown beside it; default: its tokens with spaces between them.
       calls: of each decoder call the rows that were asked, if it is to be shown what became of drafts.
-      highlight: mark the rows that occur in the source.
       title: the page's.
     """
     texts = [" ".join(row) for row in grid.rows] if texts is None else texts
@@ -44,7 +42,7 @@ def html(
         f'<li data-done="{end}" title="{escape(text)}">{escape(text)}</li>'
         for text, end in zip(texts, finished, strict=True)
     ]
-    marked = mark(source, texts if highlight else [], finished)
+    marked = mark(source, texts, finished)
     width, beside = width_of(grid, page=True), math.ceil(15 * max(map(text_width, texts), default=0.0)) + 20
     narrow = width + 20 + beside + 2 * 32
     return _template("page.html").substitute(

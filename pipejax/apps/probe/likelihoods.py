@@ -8,7 +8,7 @@ Shapes: B batch, L source length, N slots of a target, C conditions, P condition
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
     seen = jax.vmap(partial(visible, batch["part"], batch["place"]), out_axes=1)(delay, without) & learned[:, None]
     alone = jnp.eye(count, dtype=bool)[:, None, :, None] & seen[:, :, :, None, :]  # [B, P, N, P, N]
     variables = {"params": params}
-    hidden: Any = model.apply(
+    hidden: Array = model.apply(
         variables,
         batch["source"],
         jnp.arange(batch["source"].shape[1]) < batch["source_length"][:, None],
@@ -102,7 +102,7 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
     )
 
     def of_condition(hidden: Array) -> Array:
-        logits: Any = model.apply(variables, hidden, method="logits")
+        logits: Array = model.apply(variables, hidden, method="logits")
         chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - chosen
 

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from pipejax import checkpoint as checkpoints
 from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Target, of_rows
-from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, summary
-from pipejax.apps.unfinished import Kept, Unfinished
+from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, summary
+from pipejax.apps.unfinished import Kept, Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data import OWN_FILES, make_task
@@ -29,7 +29,7 @@ from pipejax.methods import Ids, Method
 from pipejax.model.precision import compute_dtype
 from pipejax.system import Tree, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output
+from pipejax.system.files import sync_output, writing
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -40,13 +40,29 @@ SHAPES = 4  # padded sizes, at the most: each is compiled
 DECIMALS = 5  # of nats
 
 
+class Origin(TypedDict):
+    """The weights that are asked."""
+
+    step: int
+    params_fp: str
+
+
+class Found(Origin, Summary):
+    """The content of probe.json."""
+
+    checkpoint: str
+    input: str
+    adapt: str | None
+    updates: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A checkpoint, the examples that it is asked about, and others that it may learn from first."""
 
     config: Config
     params: Tree
-    origin: dict[str, Any]  # the step, and params_fp
+    origin: Origin
     examples: Sequence[Example]
     targets: Sequence[Target]  # of the examples
     lessons: Sequence[Target]
@@ -92,7 +108,7 @@ def prepare(
     if tokenizer is None:
         raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read text")
     method.check_text(tokenizer)
-    origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    origin: Origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
     examples = _read(source, config)[:limit]
     targets = _encode(source, examples, config, method, tokenizer)
     if not any(target.row.any() for target in targets):
@@ -144,7 +160,7 @@ def conditions(targets: Sequence[Target]) -> list[Condition]:
     return seen + [Condition(WHOLE, row) for row in range(height)]
 
 
-def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) -> dict[str, Any]:
+def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) -> Summary:
     """Measures all examples, writes their lines, and gives their summary.
 
     Args:
@@ -165,7 +181,7 @@ def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) 
     meter = Meter(module, work.params, asked, shapes, size)
     progress = Progress("measuring", len(work.targets), unit="example", start=kept.records)
     try:
-        with output.open("r+b" if kept.size else "wb") as file:
+        with writing(output), output.open("r+b" if kept.size else "wb") as file:
             file.truncate(kept.size)
             file.seek(kept.size)
             if not kept.records:
@@ -183,8 +199,6 @@ def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) 
     except KeyboardInterrupt:
         logger.info(f"{output}: --resume goes on after the examples that are measured")
         raise
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror})") from error
     finally:
         progress.close()
     sync_output(output)
@@ -193,7 +207,7 @@ def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) 
         return summary(map(json.loads, lines))
 
 
-def settings_of(work: Work) -> dict[str, Any]:
+def settings_of(work: Work) -> Settings:
     """All that the lines depend on, but for how long the weights learned."""
     return {
         "input": _digest_of(work.targets, [example.id for example in work.examples]),

@@ -6,18 +6,17 @@ page.html, a `string.Template`, has the layout and the colours.
 import importlib.resources
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pipejax.apps.picture.text import FONT, count, escape
-from pipejax.apps.probe.summary import is_told
+from pipejax.apps.probe.measuring import Found
+from pipejax.apps.probe.summary import Cost, is_told
 
-Part = Mapping[str, Any]  # cost, error, tokens
 TITLE = "How much rows depend on one another"
 PITCH, RADIUS, BAR, LABEL, ROOM = 92, 19, 26, 120, 560  # pixels: between rows of the graph; of a node; of bars
 LABELLED = 8  # arcs, at the most, that have their cost beside them; each has it as a tip
 
 
-def html(found: Mapping[str, Any]) -> str:
+def html(found: Found) -> str:
     """One page of a summary, with the checkpoint and the input that it is of."""
     conditions = found["conditions"]
     rows, places = [*conditions["hidden"]["rows"]], [*conditions["hidden"]["places"]]
@@ -46,7 +45,7 @@ def label_of(name: str) -> str:
     return name.replace("delay_", "Δt = ")
 
 
-def facts(found: Mapping[str, Any]) -> str:
+def facts(found: Found) -> str:
     """The line below the sentence."""
     return (
         f"{found['checkpoint']}, step {found['step']}; {count(found['examples'], 'example')} of {found['input']}, "
@@ -59,7 +58,7 @@ def number(cost: float) -> str:
     return f"{cost:.3f}".replace("-0.000", "0.000")
 
 
-def bars(conditions: Mapping[str, Part]) -> str:
+def bars(conditions: Mapping[str, Cost]) -> str:
     """A bar for each condition, with twice its error to each side, as SVG."""
     most = max(max(part["cost"] + 2 * part["error"] for part in conditions.values()), 1e-9)
     width, height = LABEL + ROOM + 130, BAR * len(conditions) + 6
@@ -77,16 +76,18 @@ def bars(conditions: Mapping[str, Part]) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def arcs(graph: Sequence[Sequence[Part]]) -> str:
+def arcs(graph: Sequence[Sequence[Cost]]) -> str:
     """The rows in a line, and an arc from each to those that need it, as SVG."""
     told = [(part["cost"], k, i) for i, above in enumerate(graph) for k, part in enumerate(above) if is_told(part)]
-    most, reach = max(told, default=(1.0, 0, 0))[0], max((i - k for _, k, i in told), default=0)
+    told.sort(reverse=True)
+    said = "; ".join(f"row {i + 1} needs row {k + 1}: {cost:.2f}" for cost, k, i in told) or "no row needs another"
+    most, reach = told[0][0] if told else 1.0, max((i - k for _, k, i in told), default=0)
     base, width = reach * PITCH // 2 + 40, PITCH * len(graph)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{base + RADIUS + 6}" role="img" '
-        f'font-size="12" text-anchor="middle"><title>{escape(_spoken(told))}</title>'
+        f'font-size="12" text-anchor="middle"><title>{escape(said)}</title>'
     ]
-    for place, (cost, k, i) in enumerate(sorted(told, reverse=True)):
+    for place, (cost, k, i) in enumerate(told):
         left, right = PITCH * k + PITCH // 2 + 6, PITCH * i + PITCH // 2 - 6
         radius, top = (right - left) / 2, base - RADIUS
         parts.append(
@@ -103,16 +104,11 @@ def arcs(graph: Sequence[Sequence[Part]]) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def _spoken(told: Sequence[tuple[float, int, int]]) -> str:
-    said = [f"row {i + 1} needs row {k + 1}: {cost:.2f}" for cost, k, i in sorted(told, reverse=True)]
-    return "; ".join(said) or "no row needs another"
-
-
-def table(head: Sequence[str], lines: Mapping[str, Sequence[Part | None]]) -> str:
+def table(head: Sequence[str], lines: Mapping[str, Sequence[Cost | None]]) -> str:
     """A table of costs: the greater one is, the stronger its colour; one that is not told from nothing has none."""
     most = max((part["cost"] for line in lines.values() for part in line if part), default=0.0) or 1.0
 
-    def cell(part: Part | None) -> str:
+    def cell(part: Cost | None) -> str:
         if not part or not part["tokens"]:
             return "<td></td>"
         share = f' style="--share: {0.75 * part["cost"] / most:.2f}"' if is_told(part) else ""

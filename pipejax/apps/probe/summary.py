@@ -7,7 +7,7 @@ nats. Its error is the standard error over examples.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypedDict
 
 DELAYS = (4, 2, 1, 0)
 NAMES = ("whole", *(f"delay_{delay}" for delay in DELAYS), "hidden")  # of conditions; the most that is seen comes first
@@ -16,7 +16,46 @@ PLACES = ("first", "second", "third", "later", "last")  # of a token in its row
 LEAST = 0.005  # nats a token: less is not told from nothing
 MOST = 0.7  # the share of a cost that "mostly" means
 
-Measured = Mapping[str, Any]  # a line of examples.jsonl
+
+class Measured(TypedDict):
+    """A line of examples.jsonl."""
+
+    id: str
+    nll: dict[str, list[list[float]]]  # nats by condition, row and token
+    without: list[list[float]]  # costs in nats, by row and by the row above that is hidden
+
+
+class Cost(TypedDict):
+    """The mean cost of a token, its error, and the tokens."""
+
+    cost: float
+    error: float
+    tokens: int
+
+
+class Parts(Cost):
+    """A cost, and that of each row, of each place, and of the places of each row (cells), by name."""
+
+    rows: dict[str, Cost]
+    places: dict[str, Cost]
+    cells: dict[str, dict[str, Cost]]
+
+
+class Told(Parts):
+    """The costs of a condition, and a text that says where most of them are."""
+
+    says: str
+
+
+class Summary(TypedDict):
+    """All averages of many lines."""
+
+    examples: int
+    tokens: int
+    nll: dict[str, float]  # nats a token by condition
+    conditions: dict[str, Told]  # for each but the first
+    graph: list[list[Cost]]  # for each row its cost without each row above
+    says: str  # the sentence
 
 
 class Mean:
@@ -31,7 +70,7 @@ class Mean:
         self.nats, self.tokens = self.nats + nats, self.tokens + tokens
         self.examples.append((nats, tokens))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Cost:
         """The cost of a token, its error, and the tokens."""
         mean, count = self.nats / max(self.tokens, 1), len(self.examples)
         squares = math.fsum((nats - mean * tokens) ** 2 for nats, tokens in self.examples)  # of a ratio of two sums
@@ -49,14 +88,8 @@ def row_of(number: int) -> str:
     return str(number + 1) if number < ROWS else f"{ROWS + 1}+"
 
 
-def summary(lines: Iterable[Measured]) -> dict[str, Any]:
-    """All averages of the lines that `measuring.measure` writes.
-
-    Returns:
-      examples, tokens; nll, nats a token by condition; conditions, for each but the first: cost, error and tokens, the
-      same for each of its rows, places and cells (a row's places), and says, a text; graph: for each row its cost
-      without each row above; says, the sentence.
-    """
+def summary(lines: Iterable[Measured]) -> Summary:
+    """All averages of the lines that `measuring.measure` writes."""
     means, graph = defaultdict[tuple[str, str, str], Mean](Mean), defaultdict[tuple[int, int], Mean](Mean)
     nats, count, tokens = dict.fromkeys(NAMES, 0.0), 0, 0
     for line in lines:
@@ -77,15 +110,18 @@ def summary(lines: Iterable[Measured]) -> dict[str, Any]:
                 graph[i, k].add(cost, len(nll["whole"][i]))
     names = sorted({of_row for _, of_row, _ in means if of_row})
 
-    def places(name: str, of_row: str) -> dict[str, Any]:
+    def places(name: str, of_row: str) -> dict[str, Cost]:
         return {place: means[name, of_row, place].to_json() for place in PLACES if (name, of_row, place) in means}
 
-    conditions = dict[str, Any]()
+    conditions = dict[str, Told]()
     for name in NAMES[1:]:
-        found = means[name, "", ""].to_json()
-        found["rows"] = {of_row: means[name, of_row, ""].to_json() for of_row in names}
-        found |= {"places": places(name, ""), "cells": {of_row: places(name, of_row) for of_row in names}}
-        conditions[name] = found | {"says": said(name, found)}
+        found: Parts = {
+            **means[name, "", ""].to_json(),
+            "rows": {of_row: means[name, of_row, ""].to_json() for of_row in names},
+            "places": places(name, ""),
+            "cells": {of_row: places(name, of_row) for of_row in names},
+        }
+        conditions[name] = {**found, "says": said(name, found)}
     height = max((i + 1 for i, _ in graph), default=0)
     return {
         "examples": count,
@@ -97,12 +133,12 @@ def summary(lines: Iterable[Measured]) -> dict[str, Any]:
     }
 
 
-def is_told(found: Mapping[str, Any]) -> bool:
+def is_told(found: Cost) -> bool:
     """Whether a cost is told from nothing: by its size, and by two standard errors."""
-    return bool(found["cost"] >= max(LEAST, 2 * found["error"]))
+    return found["cost"] >= max(LEAST, 2 * found["error"])
 
 
-def said(name: str, found: Mapping[str, Any]) -> str:
+def said(name: str, found: Parts) -> str:
     """The cost of a condition in words, and where most of it is."""
     what = "hiding the rows above" if name == "hidden" else f"Δt = {name.removeprefix('delay_')}"
     if not is_told(found):
@@ -110,7 +146,7 @@ def said(name: str, found: Mapping[str, Any]) -> str:
     return f"{what} costs {found['cost']:.2f} nats a token, {where(found)}"
 
 
-def where(found: Mapping[str, Any]) -> str:
+def where(found: Parts) -> str:
     """The tokens in which most of a cost is."""
     total = _nats(found)
     place = max(found["places"], key=lambda place: _nats(found["places"][place]))
@@ -121,8 +157,8 @@ def where(found: Mapping[str, Any]) -> str:
     return f"mostly in {words} tokens of {_rows(of_rows, total)}"
 
 
-def _nats(part: Mapping[str, Any]) -> float:
-    return float(part["cost"] * part["tokens"])
+def _nats(part: Cost) -> float:
+    return part["cost"] * part["tokens"]
 
 
 def _rows(nats: Mapping[str, float], total: float) -> str:
@@ -136,7 +172,7 @@ def _rows(nats: Mapping[str, float], total: float) -> str:
     return f"rows {', '.join(others)} and {last}" if others else f"row {last}"
 
 
-def sentence(conditions: Mapping[str, Mapping[str, Any]]) -> str:
+def sentence(conditions: Mapping[str, Told]) -> str:
     """The cost of Δt = 1 and its place, and the least Δt that costs nothing."""
     begun, hidden = conditions["delay_1"]["says"], conditions["hidden"]
     if is_told(conditions["delay_1"]):
