@@ -130,16 +130,16 @@ def test_our_kernel_leaves_an_encoding_as_it_was(fast):
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_the_encodings_that_are_kept(most):
-    """Beside plain lists of what was asked for the latest."""
+    """Beside plain lists of what was asked for the latest; the same ids with another adapter are another source."""
     kept, asked, hits = Encodings(most), [], 0
     for number in np.random.default_rng(most).integers(0, 6, 200).tolist():
-        ids = np.arange(number + 1, dtype=np.int32)
+        ids, adapter = np.arange(number // 2 + 1, dtype=np.int32), number % 2 or None
         hits += number in asked[-most:] if most else 0
-        memory = kept.of(ids, lambda ids: jax.numpy.asarray(ids))
-        assert memory.tolist() == ids.tolist()
+        memory = kept.of(ids, adapter, lambda ids, adapter: jax.numpy.asarray(ids + 10 * (adapter or 0)))
+        assert memory.tolist() == (ids + 10 * (number % 2)).tolist()
         asked = [*(other for other in asked if other != number), number]
         assert kept.hits == hits
-        assert kept.bytes == sum(4 * (n + 1) for n in (asked[-most:] if most else []))
+        assert kept.bytes == sum(4 * (n // 2 + 1) for n in (asked[-most:] if most else []))
     assert kept.hits + kept.misses == 200
     kept.clear()
     assert kept.bytes == kept.hits == kept.misses == 0
