@@ -68,7 +68,8 @@ def opened_once(checkpoints):
     """Spares each run its compilation: the same checkpoint with the same settings is the same generator."""
     known = dict[tuple[Any, ...], Generator]()
 
-    def load_once(path, *, best=False, overrides=(), where="--set", method=None):
+    def load_once(path, *, best=False, overrides=(), where="--set", method=None, adapters=None):
+        assert adapters is None
         key = str(path), best, str(overrides), method
         known[key] = known.get(key) or load(path, best=best, overrides=overrides, where=where, method=method)
         known[key]._told.clear()  # what is opened has warned of nothing
@@ -381,7 +382,7 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     asked = []
     monkeypatch.setattr(fresh.programs, "warm_up", lambda chosen, *, wishes, **shape: asked.append(shape))
     report = fresh.warm_up([10**6], batch_sizes=(500,))  # as `decode` cuts them, and takes so many at a time on a CPU
-    assert asked == [{"batch_size": 8, "length": fresh.config.data.max_source, "report": report}]
+    assert asked == [{"batch_size": 8, "length": fresh.config.data.max_source, "report": report, "adapter": None}]
 
 
 def test_a_named_pipe_is_a_file_too(checkpoints, decoded, tmp_path):
