@@ -487,7 +487,7 @@ def test_another_schema_is_other_work(made: Any) -> None:
         assert difference(settings("yes"), settings(*other)).startswith("answers under another schema")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trained_model_writes_what_it_learned_and_nothing_else(tmp_path: Any, said: list[str]) -> None:
     """Of a source "red 7" it has learned the rows "num: 7" and "colour: red"; of other words it knows nothing."""
     (tmp_path / "tokenizer").mkdir()

@@ -79,7 +79,7 @@ def sources() -> list[list[int]]:
     return [[*rng.integers(2, 12, rng.choice([3, 9])).tolist(), 1] for _ in range(64)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_of_64_requests_gets_the_answer_of_its_adapter_alone(
     places: Places, generator: Generator, sources: list[list[int]]
 ) -> None:
