@@ -89,6 +89,7 @@ class Start:
         if self.cold:
             shutil.rmtree(cache, ignore_errors=True)
         environment = os.environ | {compile_cache.VARIABLE: str(cache), "HF_HUB_OFFLINE": "1"}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process would parse our modules anew
         begun = time.perf_counter()
         done = subprocess.run(self.command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         whole = time.perf_counter() - begun
