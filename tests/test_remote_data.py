@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 from pipejax.config import DataConfig
 from pipejax.data import demo
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
 from pipejax.data.streams import Shuffled, Stream
 from pipejax.system.errors import UserError
@@ -90,9 +90,18 @@ def test_a_pattern_names_files_here_and_elsewhere(memory: MemoryFileSystem, tmp_
     for path, suffix in (("memory://data/part-?.parquet", "parquet"), (f"{tmp_path}/*.jsonl", "jsonl")):
         found = of(path)
         assert sources(found) == [f"text {i}" for i in range(23)]
-        assert [found[i].id for i in (0, 9, 10)] == [f"part-0.{suffix}:1", f"part-0.{suffix}:10", f"part-1.{suffix}:1"]
+        assert [found[i].id for i in (0, 9, 10)] == [found[i].place for i in (0, 9, 10)]
+        assert found[10].place.endswith(f"/part-1.{suffix}:1")
     (tmp_path / "odd*.jsonl").write_text(json.dumps(RECORDS[3]))  # a file of that name is that file
     assert sources(of(f"{tmp_path}/odd*.jsonl")) == ["text 3"]
+
+
+def test_files_of_the_same_name_are_told_apart(memory: MemoryFileSystem) -> None:
+    for i in range(2):
+        put(memory, f"/data/day={i}/p.jsonl", RECORDS[i : i + 2])
+    assert [e.id for e in of("memory://data/*/p.jsonl")] == [
+        f"memory:///data/day={i}/p.jsonl:{k}" for i in range(2) for k in (1, 2)
+    ]
 
 
 def test_a_split_of_the_hub(memory: MemoryFileSystem) -> None:
@@ -188,6 +197,34 @@ def test_the_last_examples_are_not_read_anew(memory: MemoryFileSystem, monkeypat
     for first in range(0, 90, 5):  # what one process asks for again when another drew it
         assert [drawn[i].source for i in range(first, first + 5)] == [drawn[i].source for i in range(first, first + 5)]
     assert len(calls) == 1 + 90 // 23
+
+
+def test_a_buffer_need_not_have_all_fields_nor_ids_of_its_own(memory: MemoryFileSystem) -> None:
+    for i in range(2):
+        more: dict[str, object] = {"more": "more"} if i else {}
+        put(memory, f"/data/{i}.jsonl", [{"id": k, "source": f"{i} {k}", "targets": [], **more} for k in range(8)])
+    given = of("memory://data/*.jsonl", stream=5, source_template="{source} {more}")
+    assert isinstance(given, Stream)
+    drawn = Shuffled(given, seed=0)
+    assert len({drawn[i].source for i in range(16)}) == 16
+    with pytest.raises(UserError, match='found no "less" in any record'):
+        of("memory://data/*.jsonl", stream=5, source_template="{source} {less}")
+
+
+def test_other_files_are_another_stream(memory: MemoryFileSystem) -> None:
+    given = stream(memory, (9, 7), 5)
+    put(memory, "/data/2.jsonl", RECORDS[:2])
+    more = of("memory://data/*.jsonl", stream=5)
+    assert isinstance(more, Stream) and list(more) == list(given)
+    assert (given.names, more.names) == (("0.jsonl", "1.jsonl"), ("0.jsonl", "1.jsonl", "2.jsonl"))
+    assert fingerprint(given, names=given.names) != fingerprint(more, names=more.names)
+
+
+def test_bad_lines_at_the_beginning_are_left_out(memory: MemoryFileSystem) -> None:
+    bad: Records = [{"source": "x"} for _ in range(6)]
+    put(memory, "/data/0.jsonl", [*bad, *RECORDS])
+    given = of("memory://data/0.jsonl", stream=5, skip_bad=True)
+    assert given[0].source == "text 0"
 
 
 def test_a_file_that_shrinks_is_one_line(memory: MemoryFileSystem) -> None:

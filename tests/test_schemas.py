@@ -253,6 +253,14 @@ def of(**properties: Any) -> dict[str, Any]:
 REFUSED = {
     "no object": ([], r"^schema: found \[\]; expected a schema"),
     "a list": ({"type": "array"}, r"^schema: type: found 'array'; expected \"object\""),
+    "half a surrogate pair": (of(a={"enum": ["\ud800"]}), r"^schema: found no JSON .*surrogates not allowed"),
+    "no number of JSON": (of(a={"enum": [float("inf")]}), r"^schema: found no JSON "),
+    "a huge bound": (of(a={"type": "integer", "minimum": 10**400}), r"^schema: properties\.a: minimum: found 1000"),
+    "lists as names": (of(a={"type": "null"}) | {"required": [["a"]]}, r"required: found \[\['a'\]\]; expected names"),
+    "a huge count": (
+        of(a={"type": "string", "pattern": f"a{{{'9' * 5000}}}"}),
+        r"with '\{9{19}'\.\.\. at char",
+    ),
     "no property": (of(), r"properties: found \{\}"),
     "required": ({**of(a={"type": "null"}), "required": ["b"]}, r"required: found \['b'\]; expected names of prop"),
     "nested": (of(a=of(b={"type": "null"})), r"properties\.a: type: found 'object'; expected one of string"),

@@ -41,8 +41,8 @@ class Task(Protocol):
         """The task's own tokenizer; None if it has none."""
 
 
-def fingerprint(examples: Sequence[Example], most: int | None = 1000) -> str:
-    """SHA-256 of the number of examples and of at most `most` evenly spaced ones; None: of all, which may take long."""
+def fingerprint(examples: Sequence[Example], most: int | None = 1000, names: Sequence[str] = ()) -> str:
+    """SHA-256 of the number of examples, of at most `most` evenly spaced ones (None: of all), and of files' names."""
     sampled = range(0, len(examples), 1 if most is None else -(-len(examples) // most) or 1)
-    text = repr((len(examples), *(examples[i] for i in sampled)))
+    text = repr((len(examples), *(examples[i] for i in sampled), *names))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()

@@ -19,6 +19,7 @@ TYPES = ("string", "integer", "number", "boolean", "null", "array")
 CONTROLS = ((0x0, 0x1F), (0x7F, 0x7F))
 DIGITS = 18  # of a whole number, at the most: it fits into 64 bits
 LARGEST = 10**DIGITS - 1
+HUGE = 1e300  # bounds are less
 NUMBER = rf"^-?(0|[1-9]\d{{0,{DIGITS - 1}}})(\.\d{{1,17}})?([eE][+-]?\d\d?)?$"  # a finite double, whatever its digits
 _DAY = r"(0[1-9]|1\d|2[0-8])"
 _LEAP = r"([12]\d(0[48]|[2468][048]|[13579][26])|(12|16|20|24|28)00)"
@@ -59,7 +60,7 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
         raise _refusal(f"{where}: type", kind, '"object"')
     if not isinstance(properties, Mapping) or not properties:
         raise _refusal(f"{where}: properties", properties, "an object of one property at least, each a row")
-    if not isinstance(required, list) or (absent := [name for name in required if name not in properties]):
+    if not isinstance(required, list) or (absent := [name for name in required if name not in [*properties]]):
         raise _refusal(f"{where}: required", required, f"names of properties{f', not {absent}' if required else ''}")
     if any(not name.strip() for name in properties):
         raise _refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
@@ -246,7 +247,7 @@ def _is_of(value: object, kind: object) -> bool:
 
 def _number(schema: Object, name: str, default: int, where: str) -> float:
     value = schema.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < HUGE:
         raise _refusal(f"{where}: {name}", value, "a number")
     return value
 

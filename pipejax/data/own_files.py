@@ -117,11 +117,12 @@ class FilesTask:
         if config.empty_targets != "keep":
             raise UserError(f"data.empty_targets: found {config.empty_targets!r}; expected keep, as data.stream is set")
         bad, files, size = BadLines(path, skip=config.skip_bad), files_of(path), config.stream
+        check_fields((*self.fields, config.targets), (value for _, value in self._records(files, bad)), path)
 
         def read(files: Sequence[str]) -> Iterator[list[Example]]:
             records = self._records(files, bad)
             while part := list(itertools.islice(records, size)):
-                yield self.examples_of(part, path, bad, several=len(files) > 1)
+                yield self.examples_of(part, path, bad, several=len(files) > 1, whole=False)
 
         return Stream(files, read, size)
 
@@ -132,6 +133,7 @@ class FilesTask:
         bad: BadLines | None = None,
         *,
         several: bool = False,
+        whole: bool = True,
     ) -> list[Example]:
         """The examples that records make; a record without an id has what follows the last colon of its place.
 
@@ -139,7 +141,8 @@ class FilesTask:
           placed: places, such as "FILE:LINE", and records.
           where: names all of them.
           bad: takes the errors of records; None: each is raised.
-          several: whether they are of several files; then the name of its file is part of such an id.
+          several: whether they are of several files; then such an id is the place itself.
+          whole: whether they are all there are; else ids and fields are not compared with those of other records.
 
         Raises:
           UserError: a record is no example, or its id is another's; the message names the place. Or no record at all
@@ -152,9 +155,9 @@ class FilesTask:
             try:
                 name = str(id_of(value, place))
                 if several and name != str(value.get("id")):
-                    name = place.rpartition("/")[2]
+                    name = place
                 source, rows = self._filled(value, place), tuple(self._rows(value, place))
-                if name in seen:
+                if whole and name in seen:
                     line = seen[name] if several else f"line {seen[name].rpartition(':')[2]}"
                     raise UserError(f'{place}: "id": found {name!r} again; it was used in {line}')
             except UserError as error:
@@ -162,7 +165,7 @@ class FilesTask:
                 continue
             seen[name] = place
             examples.append(Example(name, source, rows, place))
-        if examples:
+        if examples and whole:
             check_fields((*self.fields, self.config.targets), [fields], where)
         between = self.config.delimiter
         if self.config.rows == "delimiter" and len(examples) >= MANY and not any(len(e.targets) > 1 for e in examples):

@@ -84,6 +84,8 @@ class _Reader:
             least, most = REPEATS[self._peek()]
             self._place += 1
         elif count := _COUNT.match(self._text, self._place):
+            if len(count[0]) > 20:  # `int` would refuse some
+                raise self._refusal(f"{count[0][:20]!r}...")
             least = int(count[1])
             most = least if count[2] is None else int(count[3]) if count[3] else None
             if max(least, most or 0) > MOST_REPEATS or (most is not None and most < least):

@@ -1,6 +1,7 @@
 """Training examples that are read as they are needed, in an order that a resumed run finds again."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
@@ -27,8 +28,15 @@ class Stream(Sequence[Example]):
           size: of a buffer; the last one may be smaller.
         """
         self.files, self.read, self.size = list(files), read, size
-        self._first = next(read(self.files), [])
+        self._first = next(filter(None, read(self.files)), [])
         logger.info(f"data.train: {len(self.files)} files are read as they are needed, {size} examples at a time")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the files, without the directory that they share."""
+        parts = [file.split("/") for file in self.files]
+        shared = min(len(os.path.commonprefix(parts)), len(parts[0]) - 1)  # noqa: RUF071  # it compares items of lists
+        return tuple("/".join(part[shared:]) for part in parts)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -67,7 +75,7 @@ class Shuffled:
         if number >= self._end + 2 * self.stream.size:
             logger.info(f"data.train: reading on to example {number}")
         while number >= self._end:
-            if self._count and number // self._count > self._pass and self._end % self._count:
+            if self._count and number // self._count > self._pass and number >= self._end + self.stream.size:
                 self._go_to(number)
             self._read_on()
         first, examples = next(kept for kept in reversed(self._kept) if kept[0] <= number)

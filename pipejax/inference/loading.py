@@ -64,7 +64,8 @@ def load(
     for number, (name, own) in enumerate(found.items(), 1):
         adapted = copy.copy(generator)
         of_base = {key: getattr(config.decode, key) for key in (*LOADED, "draft")}
-        adapted.config = override(own.trained, overrides, where=where)
+        trained = own.trained if method is None else dataclasses.replace(own.trained, method=method)
+        adapted.config = override(trained, overrides, where=where)
         adapted.config = dataclasses.replace(
             adapted.config, decode=dataclasses.replace(adapted.config.decode, **of_base)
         )

@@ -124,7 +124,9 @@ class Schemas:
         found, names = read(given), config.grid.row_names
         key = json.dumps(found), names, strategy
         with self._lock:
-            if key not in self._found:
+            if key in self._found:
+                self._found[key] = self._found.pop(key)  # the last to go
+            else:
                 assert config.model is not None
                 size, (_, times) = config.model.vocab_size, strategy.places
                 made = make(found, tokenizer, row_names=names, eos=strategy.eos, size=size, times=times)
@@ -151,17 +153,16 @@ def read(given: Mapping[str, object] | str | Path) -> object:
     Raises:
       UserError: the file cannot be read, or is no JSON.
     """
-    if not isinstance(given, str | Path):
-        try:
-            return json.loads(json.dumps(given))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"schema: found no JSON ({error}); expected a JSON schema") from error
+    where = given if isinstance(given, str | Path) else "schema"
     try:
-        return json.loads(Path(given).read_text(encoding="utf-8-sig"))
+        found = json.loads(Path(given).read_text(encoding="utf-8-sig")) if isinstance(given, str | Path) else given
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        text.encode()  # fails for half a surrogate pair
+        return json.loads(text)
     except OSError as error:
-        raise UserError(f"{given}: cannot be read ({error.strerror}); expected a JSON schema") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{given}: found no JSON ({error}); expected a JSON schema") from error
+        raise UserError(f"{where}: cannot be read ({error.strerror}); expected a JSON schema") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: found no JSON ({error}); expected a JSON schema") from error
 
 
 def make(

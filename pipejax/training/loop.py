@@ -127,7 +127,8 @@ class Examples:
             if not len(train):
                 raise UserError("data.train: found nothing; expected the examples to train on")
             most = config.train.evaluate_examples
-            prints = {"data": fingerprint(train), "dev": fingerprint(dev[:most] if most else dev)}
+            names = train.names if isinstance(train, Stream) else ()
+            prints = {"data": fingerprint(train, names=names), "dev": fingerprint(dev[:most] if most else dev)}
             if isinstance(train, list):
                 prints["data_whole"] = fingerprint(train, None)
         distributed.check_same(config_lib.to_json(config), "the config")

@@ -32,7 +32,7 @@ def read(given: Object, generator: Generator, strategy: str) -> Generator:
     if not isinstance(schema, Mapping):
         raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
     for name in ("stop", "logprobs"):
-        if given.get(name) not in (None, [], False):
+        if given.get(name) not in (None, []):
             raise unsuitable(name, given[name], "none with a schema: the answer is JSON made of rows")
     if given.get("stream") and given.get("rows"):
         raise unsuitable("rows", True, "none with a schema and stream: the chunks are JSON made of rows")
