@@ -59,13 +59,13 @@ def sentence(chance: random.Random, noun: str) -> tuple[str, str]:
     return " ".join(first), " ".join(SECOND[word] for word in second)
 
 
-def document(number: int, chance: random.Random, count: int, most: int = MOST) -> Example:
-    """With so many sentences, and a row for each of the numbers up to `most`."""
+def document(number: int, chance: random.Random, count: int, most: int = MOST, *, sparse: bool = False) -> Example:
+    """With so many sentences and a row for each of the numbers up to `most`; `sparse`: any of them, else the first."""
+    numbers = sorted(chance.sample(range(most), count)) if sparse else range(count)
     pairs = [sentence(chance, noun) for noun in chance.sample(NOUNS, count)]
-    source = " ".join(f"{name} {first}" for name, (first, _) in zip(NAMES, pairs, strict=False))
-    second = [text for _, text in pairs] + [ABSENT] * (most - count)
-    rows = (f"{name} {text}" for name, text in zip(NAMES[:most], second, strict=True))
-    return Example(str(number), source, tuple(rows))
+    source = " ".join(f"{NAMES[i]} {first}" for i, (first, _) in zip(numbers, pairs, strict=True))
+    second = dict(zip(numbers, (text for _, text in pairs), strict=True))
+    return Example(str(number), source, tuple(f"{NAMES[i]} {second.get(i, ABSENT)}" for i in range(most)))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,8 +84,12 @@ def main(argv: Sequence[str]) -> int:
         rows = f"grid.sub_max={most}", f"grid.row_names={json.dumps(NAMES[:most])}"
         start = f"data.tokenizer={root / 'tokenizer'}", f"train.init_from={before}"
         config = override(CONFIG, [*start, *rows, *settings, *flags.overrides])
-        counts = (most if name == "short" else chance.randrange(2, most + 1) for _ in range(documents))
-        train = [document(i, chance, count, most) for i, count in enumerate(counts)]
+        train = [
+            document(i, chance, chance.randrange(2, 9), sparse=True)  # so that each number is soon known
+            if name == "long" and i % 2
+            else document(i, chance, most if name == "short" else chance.randrange(2, most + 1), most)
+            for i in range(documents)
+        ]
         cli.note(f"--- {name}: {root / name}")
         if code := fit(config, root / name, given={"train": train, "dev": []}):
             return code
