@@ -11,10 +11,9 @@ import pytest
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Sampling
 from pipejax.inference.backends import OwnKernel
-from pipejax.inference.encodings import Encodings
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import RunningBatch, Switch
+from pipejax.inference.running_batch import Encodings, RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from support import oracle

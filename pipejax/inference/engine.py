@@ -19,9 +19,8 @@ import numpy as np
 from pipejax.decoding import MOST_LIKELY, Decoded, Refillable, Sampling
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record, record_of
-from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import NO_END, RunningBatch, Switch
+from pipejax.inference.running_batch import NO_END, Encodings, RunningBatch, Switch
 from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source
 from pipejax.methods import Method

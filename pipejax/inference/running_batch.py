@@ -6,6 +6,8 @@ Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of
 import copy
 import dataclasses
 import time
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,6 @@ import numpy as np
 from pipejax import decoding
 from pipejax.data.shapes import bucket, pad
 from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Grammar, Refillable, Sampling, Stretch, Wishes
-from pipejax.inference.encodings import Encodings
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.schema import Schema
 from pipejax.inference.weights import Weights
@@ -28,6 +29,48 @@ Array = jax.Array
 SLICE = 0.1  # seconds between two looks at what is written; to stop and go on costs some milliseconds
 MOST_STEPS = 256  # in between, at the most
 NO_END = 1 << 30  # steps, more than any decode takes
+
+
+class Encodings:
+    """Memories of sources by ids and adapter; the one that was not asked for the longest makes room for a new one.
+
+    Of one model, and written by one thread; any may read the numbers.
+
+    Attributes:
+      hits: sources that were found.
+      misses: sources that had to be encoded.
+      bytes: that the kept memories take on the device.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Keeps the memories of at most so many sources; 0: of none."""
+        self._most = most
+        self._kept: OrderedDict[tuple[bytes, int | None], Memory] = OrderedDict()
+        self.hits = self.misses = self.bytes = 0
+
+    def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
+        """The memory of a source, i32 [L]: the very arrays that `encode` made of the same before, if they are kept."""
+        key = ids.tobytes(), adapter
+        memory = self._kept.pop(key, None)
+        if memory is not None:
+            self.hits += 1
+        else:
+            self.misses += 1
+            memory = encode(ids, adapter)
+            self.bytes += _size(memory)
+        self._kept[key] = memory
+        while len(self._kept) > self._most:
+            self.bytes -= _size(self._kept.popitem(last=False)[1])
+        return memory
+
+    def clear(self) -> None:
+        """Keeps none, and counts from zero."""
+        self._kept.clear()
+        self.hits = self.misses = self.bytes = 0
+
+
+def _size(memory: Memory) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(memory))
 
 
 class Switch:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipejax.inference.answers import Record
-from pipejax.inference.encodings import Encodings
 from pipejax.inference.engine import Closed, Event, Full, Request
 from pipejax.inference.generator import Generator
+from pipejax.inference.running_batch import Encodings
 
 
 class ScriptedEngine:
