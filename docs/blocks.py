@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REASONS = {
     "network": "fetches from the network or installs",
     "gpu": "needs a GPU",
+    "tokenizer": "needs a tokenizer that can write digits and any word, which the tiny T5 here has not",
     "cluster": "needs a cluster or its launcher",
     "large": "needs a large model, or data that are not at hand",
     "long": "takes long",
