@@ -64,7 +64,8 @@ def put(system: MemoryFileSystem, path: str, records: Records) -> None:
 
 def of(path: str, **settings: object) -> Sequence[Example]:
     """The training examples of a path."""
-    return FilesTask(DataConfig(train=path, **settings)).examples("train")  # type: ignore[arg-type]
+    task = FilesTask(DataConfig(train=path, **settings))  # type: ignore[arg-type]
+    return task.stream() if task.config.stream else task.examples("train")
 
 
 def sources(examples: Sequence[Example]) -> list[str]:

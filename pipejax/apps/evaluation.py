@@ -7,7 +7,6 @@ holds the scores, steps, what was cut, examples a second (generate and detokenis
 out), peak memory, and score, steps and seconds by the number of rows in the data.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -180,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
             f"{flags.checkpoint}: was not trained here, so it has no task; expected one, as in "
             f"--task jsonl --set data.{flags.split}=FILE"
         )
-    task = make_task(dataclasses.replace(data, stream=0))  # all of the split
+    task = make_task(data)
     if isinstance(task, FilesTask) and not task.has(flags.split):
         raise UserError(
             f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"

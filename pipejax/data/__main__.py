@@ -64,7 +64,7 @@ def _stats(flags: argparse.Namespace) -> int:
         data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)
         config = dataclasses.replace(config, data=data, grid=published.grid)
     config = config_lib.override(config, flags.overrides)
-    task = make_task(dataclasses.replace(config.data, stream=0))
+    task = make_task(config.data)
     examples = {split: task.examples(split) for split in ([flags.split] if flags.split else SPLITS)}
     examples = {split: found for split, found in examples.items() if len(found)}
     if not examples:

@@ -54,8 +54,6 @@ class FilesTask:
         """All examples of a split, read and checked; empty if the config names no file for it."""
         if not self.has(split):
             return []
-        if split == "train" and self.config.stream:
-            return self._stream(self.config.train)
         if not self._shared(split):
             return self._read(getattr(self.config, split))
         if self._parted is None:
@@ -110,8 +108,13 @@ class FilesTask:
         for file in files:
             yield from read_records(file, table=table, delimiter=delimiter, bad=bad)
 
-    def _stream(self, path: str) -> Stream:
-        config = self.config
+    def stream(self) -> Stream:
+        """The examples to train on, read as they are needed: those of `data.train`, `data.stream` at a time.
+
+        Raises:
+          UserError: a file cannot be read or has no examples of that form, or another setting needs all of them.
+        """
+        config, path = self.config, self.config.train
         if config.split:
             raise UserError(f"data.split: found {config.split!r} and data.stream; expected files that are parted")
         if config.empty_targets != "keep":

@@ -65,10 +65,8 @@ def load(
         adapted = copy.copy(generator)
         of_base = {key: getattr(config.decode, key) for key in (*LOADED, "draft")}
         trained = own.trained if method is None else dataclasses.replace(own.trained, method=method)
-        adapted.config = override(trained, overrides, where=where)
-        adapted.config = dataclasses.replace(
-            adapted.config, decode=dataclasses.replace(adapted.config.decode, **of_base)
-        )
+        own_config = override(trained, overrides, where=where)
+        adapted.config = dataclasses.replace(own_config, decode=dataclasses.replace(own_config.decode, **of_base))
         methods.default(adapted.config)
         adapted.trained, adapted.origin, adapted.adapter = own.trained, own.origin, number
         generator.adapters[name] = adapted

@@ -19,6 +19,7 @@ from pipejax.data import make_task
 from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, pack_size, prefetch
 from pipejax.data.encoding import answered
 from pipejax.data.examples import Example, fingerprint
+from pipejax.data.own_files import FilesTask
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.data.streams import Stream
 from pipejax.metrics import require
@@ -119,9 +120,15 @@ class Examples:
         """
         with distributed.together(UserError):
             task = make_task(config.data)
-            train, dev = (
-                given[split] if given and split in given else task.examples(split) for split in ("train", "dev")
-            )
+
+            def examples_of(split: str) -> Sequence[Example]:
+                if given and split in given:
+                    return given[split]
+                if split == "train" and config.data.stream and isinstance(task, FilesTask) and task.has(split):
+                    return task.stream()
+                return task.examples(split)
+
+            train, dev = examples_of("train"), examples_of("dev")
             if len(dev):
                 require(config.data.metric or task.metric)
             if not len(train):

@@ -75,10 +75,9 @@ class Completion:
             )
             for source in asked.sources:
                 for k in range(asked.n):
-                    one = _request(asked, source._replace(sample=k), log_probs=self._scored)
-                    if generator.adapter:
-                        one = dataclasses.replace(one, adapter=asked.model)
-                    self._answers.append(engine.submit(one))
+                    one = source._replace(sample=k)
+                    own = asked.model if generator.adapter else ""
+                    self._answers.append(engine.submit(_request(asked, one, log_probs=self._scored, adapter=own)))
         except BaseException as error:
             self.close()
             raise _refusal(error) from error
@@ -188,7 +187,7 @@ class _Inbox:
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
-def _request(asked: Asked, source: Source, *, log_probs: bool) -> Request:
+def _request(asked: Asked, source: Source, *, log_probs: bool, adapter: str) -> Request:
     return Request(
         source,
         asked.strategy,
@@ -197,6 +196,7 @@ def _request(asked: Asked, source: Source, *, log_probs: bool) -> Request:
         row_tokens=asked.row_tokens,
         log_probs=log_probs,
         at_once=asked.stream or bool(asked.stop),
+        adapter=adapter,
     )
 
 

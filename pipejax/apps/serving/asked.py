@@ -311,7 +311,6 @@ CHAT = Form(
         **_PENALTIES,
         **_TOOLS,
         "logprobs": (False,),
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -328,7 +327,6 @@ RESPONSES = Form(
     neutral={
         **_TOOLS,
         "n": (1,),
-        "top_logprobs": (0,),
         "truncation": ("disabled",),
         "include": ([],),
         "background": (False,),

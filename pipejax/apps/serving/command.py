@@ -35,9 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax serve", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=cli.whole(0, 65535), default=8000, metavar="N", help="0: a free one (default: %(default)s)"
-    )
+    parser.add_number("--port", "0: a free one (default: %(default)s)", least=0, most=65535, default=8000)
     parser.add_argument("--name", help="of the model, for clients (default: the name of DIR)")
     parser.add_argument(
         "--adapter",
@@ -46,22 +44,14 @@ def main(argv: Sequence[str]) -> int:
         metavar="NAME=DIR",
         help="a LoRA run from this checkpoint, or PEFT's directory, that answers where NAME is the model (repeatable)",
     )
-    parser.add_argument(
-        "--places",
-        type=cli.whole(1, 2**12),
-        default=8,
-        metavar="N",
-        help="answers of a strategy written at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--queue", type=cli.whole(0, 2**16), default=64, metavar="N", help="answers that wait (default: %(default)s)"
-    )
-    parser.add_argument(
+    parser.add_number("--places", "answers of a strategy written at once (default: %(default)s)", most=2**12, default=8)
+    parser.add_number("--queue", "answers that wait (default: %(default)s)", least=0, most=2**16, default=64)
+    parser.add_number(
         "--encoding-cache",
-        type=cli.whole(0, 2**16),
+        "latest sources whose encoding is kept, for requests that repeat one; 0: none (default: %(default)s)",
+        least=0,
+        most=2**16,
         default=16,
-        metavar="N",
-        help="latest sources whose encoding is kept, for requests that repeat one; 0: none (default: %(default)s)",
     )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"a key a line (default: ${KEY}, if it is set)")
     parser.add_argument(
