@@ -384,6 +384,7 @@ def spoil(body: bytes, rng: np.random.Generator) -> bytes:
     return body
 
 
+@pytest.mark.slow
 def test_a_thousand_odd_requests_get_an_error_object_or_an_answer(client: TestClient, engine: ScriptedEngine) -> None:
     rng, statuses = np.random.default_rng(0), dict[int, int]()
     for number in range(1000):

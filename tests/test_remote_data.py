@@ -19,7 +19,7 @@ from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
 from pipejax.data.streams import Shuffled, Stream
 from pipejax.system.errors import UserError
-from pipejax.training.loop import fit
+from pipejax.training.loop import Examples, fit
 from support.tiny import RUN_ON_ONE as CONFIG
 from support.tiny import change, metrics, untimed
 
@@ -221,11 +221,20 @@ def test_other_files_are_another_stream(memory: MemoryFileSystem) -> None:
     assert fingerprint(given, names=given.names) != fingerprint(more, names=more.names)
 
 
-def test_bad_lines_at_the_beginning_are_left_out(memory: MemoryFileSystem) -> None:
+def test_bad_lines_at_the_beginning_are_left_out(memory: MemoryFileSystem, caplog: pytest.LogCaptureFixture) -> None:
     bad: Records = [{"source": "x"} for _ in range(6)]
     put(memory, "/data/0.jsonl", [*bad, *RECORDS])
     given = of("memory://data/0.jsonl", stream=5, skip_bad=True)
-    assert given[0].source == "text 0"
+    assert isinstance(given, Stream) and given[0].source == "text 0"
+    drawn = Shuffled(given, seed=0)
+    assert len({drawn[i].source for i in range(2 * len(RECORDS))}) == len(RECORDS)  # two passes
+    told = [message for message in caplog.messages if message.endswith("; skipped")]
+    assert sorted(told) == sorted(set(told)) and len(told) == 6
+
+
+def test_a_stream_is_of_files() -> None:
+    with pytest.raises(UserError, match=r"^data.stream: found it with data.task = demo; expected jsonl or csv$"):
+        Examples.of(change(CONFIG, data={"stream": 24}))
 
 
 def test_a_file_that_shrinks_is_one_line(memory: MemoryFileSystem) -> None:

@@ -63,7 +63,7 @@ def test_every_property_is_asked_for_in_thirty_schemas() -> None:
     assert {name for one in asked for name in one["properties"]} == {*PROPERTIES} and len(PROPERTIES) == 30
 
 
-@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_answers_are_valid(made: Any, temperature: float) -> None:
     """Of weights that know nothing. Each third answer, or more, would be cut off without its schema."""
     seen = set()

@@ -57,9 +57,11 @@ class BadLines:
                 raise error
             finally:
                 del error  # as in `refuse`
+        if (message := str(error)) in self.messages:  # a stream is read pass after pass
+            return
         self.count += 1
         if self.count <= self.most:
-            self.messages.append(str(error))
+            self.messages.append(message)
         if self.tell and self.count <= SHOWN:
             logger.warning(f"{error}; skipped")
 

@@ -124,9 +124,12 @@ class Examples:
             def examples_of(split: str) -> Sequence[Example]:
                 if given and split in given:
                     return given[split]
-                if split == "train" and config.data.stream and isinstance(task, FilesTask) and task.has(split):
-                    return task.stream()
-                return task.examples(split)
+                if split == "dev" or not config.data.stream:
+                    return task.examples(split)
+                if isinstance(task, FilesTask):
+                    return task.stream() if task.has(split) else []
+                task_name = config.data.task
+                raise UserError(f"data.stream: found it with data.task = {task_name}; expected jsonl or csv")
 
             train, dev = examples_of("train"), examples_of("dev")
             if len(dev):
