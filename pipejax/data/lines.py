@@ -57,13 +57,14 @@ class BadLines:
                 raise error
             finally:
                 del error  # as in `refuse`
-        if (message := str(error)) in self.messages:  # a stream is read pass after pass
+        message = str(error)
+        if self.tell and message in self.messages:  # a stream is read pass after pass; these are SHOWN at the most
             return
         self.count += 1
         if self.count <= self.most:
             self.messages.append(message)
         if self.tell and self.count <= SHOWN:
-            logger.warning(f"{error}; skipped")
+            logger.warning(f"{message}; skipped")
 
     def end(self, kept: int) -> None:
         """Says how many were left out of an input of which so many lines were kept.

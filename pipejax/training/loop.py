@@ -126,10 +126,9 @@ class Examples:
                     return given[split]
                 if split == "dev" or not config.data.stream:
                     return task.examples(split)
-                if isinstance(task, FilesTask):
-                    return task.stream() if task.has(split) else []
-                task_name = config.data.task
-                raise UserError(f"data.stream: found it with data.task = {task_name}; expected jsonl or csv")
+                if not isinstance(task, FilesTask):
+                    raise UserError(f"data.stream: found it with data.task = {config.data.task}; expected jsonl or csv")
+                return task.stream() if task.has(split) else []
 
             train, dev = examples_of("train"), examples_of("dev")
             if len(dev):
