@@ -128,6 +128,20 @@ def test_a_converted_checkpoint_decodes_as_generate_does(case: str, tmp_path: Pa
     assert found == theirs(source, **({} if bounded else {"max_new_tokens": MOST}))
 
 
+def test_generate_runs_a_decoder_deeper_than_its_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers' cache has as many layers as the encoder; its answers are those of the most likely token by hand."""
+    config = dataclasses.replace(MODEL, num_layers=1, num_decoder_layers=3)
+    huggingface.write_hf(config, oracle.random_params(config, np.random.default_rng(4)), tmp_path / "hf", None)
+    assert "generation_config.json: without a cache" in capsys.readouterr().err
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf").eval()
+    for source, found in zip(SOURCES, theirs(tmp_path / "hf", max_new_tokens=5), strict=True):
+        row = [0]
+        while len(row) <= 5 and row[-1] != 1:
+            logits = model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([row]), use_cache=False).logits
+            row.append(int(logits[0, -1].argmax()))
+        assert found == [token for token in row[1:] if token != 1]
+
+
 def lines(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What is said of the file while it is converted."""
     capsys.readouterr()

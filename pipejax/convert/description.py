@@ -52,7 +52,7 @@ pipejax decode --checkpoint checkpoint --input sources.jsonl --output answers.js
 
 A line of `sources.jsonl` is `{line}`.{made}
 
-## With transformers
+## With transformers and PyTorch
 
 {limit}
 

@@ -155,10 +155,17 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
     return decode, lines
 
 
+def of_model(model: Backbone) -> dict[str, object]:
+    """The content of generation_config.json for an architecture alone."""
+    values = dict[str, object]((key, getattr(model, key)) for key in IDS)
+    # transformers' `generate` makes a cache of `num_layers` layers, in which a deeper decoder finds no place.
+    return values | ({"use_cache": False} if model.num_decoder_layers > model.num_layers else {})
+
+
 def written(config: Config) -> dict[str, object]:
     """The content of generation_config.json for a run, with which `generate` comes as near to it as it can."""
     assert config.model is not None
-    decode, values = config.decode, dict[str, object]((key, getattr(config.model, key)) for key in IDS)
+    decode, values = config.decode, of_model(config.model)
     if "generate" not in methods.trained(config).can:  # of ours, the first row is what `generate` writes
         return values | ({"max_new_tokens": config.grid.time_max} if config.method is None else {})
     values |= {"max_new_tokens": decode.max_length}

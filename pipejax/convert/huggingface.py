@@ -96,7 +96,7 @@ def write_hf(
     Raises:
       UserError: `out` is not empty or cannot be written, or `params` do not fit `config` or are not finite.
     """
-    generate = generation.written(run) if run else {key: getattr(config, key) for key in generation.IDS}
+    generate = generation.written(run) if run else generation.of_model(config)
     files = {"config.json": config.facts(), generation.FILE: generate}
     _write(out, files, description.WEIGHTS, _to_tensors(config, params), tokenizer_dir, run=run, origin=origin)
 
@@ -136,6 +136,8 @@ def _write(
                 tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
                 for line in description.write(staging, out.name, run, tokenizer=tokenizer, origin=origin):
                     note(f"{out}: {line}")
+        if "use_cache" in files.get(generation.FILE, {}):
+            note(f"{out / generation.FILE}: without a cache, for which transformers' generate counts the encoder's layers")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
 
