@@ -137,7 +137,9 @@ def test_generate_runs_a_decoder_deeper_than_its_encoder(tmp_path: Path, capsys:
     for source, found in zip(SOURCES, theirs(tmp_path / "hf", max_new_tokens=5), strict=True):
         row = [0]
         while len(row) <= 5 and row[-1] != 1:
-            logits = model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([row]), use_cache=False).logits
+            logits = model(
+                input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([row]), use_cache=False
+            ).logits
             row.append(int(logits[0, -1].argmax()))
         assert found == [token for token in row[1:] if token != 1]
 

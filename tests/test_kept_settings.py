@@ -100,7 +100,7 @@ def test_what_is_written_and_said(in_rows: Path, tmp_path: Path, capsys: pytest.
     huggingface.to_hf(in_rows, out)
     [line] = capsys.readouterr().err.splitlines()
     assert (
-        line.startswith(f"{out}: ")
+        line.startswith("hf: ")
         and "custom_generate/generate.py there writes rows in transformers" in line
         and "README.md" in line
     )

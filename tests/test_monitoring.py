@@ -229,7 +229,7 @@ def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):
     progress.add(1, "loss 2.0")
     progress.add(1)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["training: 1/3 steps", "training: 2/3 steps"]
+    assert [line[: len("training: 1/3 steps")] for line in lines] == ["training: 1/3 steps", "training: 2/3 steps"]
     assert all(line.endswith("  loss 2.0") for line in lines)
 
 
@@ -237,13 +237,18 @@ def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     progress = Progress("training", 100, unit="step", every=10.0)
-    with progress.aside("compiling"):
-        now[0] += 300
+    for seconds in (300, 200):
+        with progress.aside("compiling", "for sources of 32 tokens"):
+            now[0] += seconds
+    now[0] += 50  # the first waits for a compiler
+    progress.add(1)
     now[0] += 10
     progress.add(20)
     assert capsys.readouterr().err.splitlines() == [
-        "training: compiling",
-        "training: 20/100 steps, 2.00/s, 40 s left",
+        "training: compiling for sources of 32 tokens",
+        "training: compiling for sources of 32 tokens, 300 s the last time",
+        "training: 1/100 steps",
+        "training: 21/100 steps, 2.00/s, 40 s left",
     ]
 
 

@@ -114,3 +114,19 @@ cli.run(main)
     command = [sys.executable, "-c", text]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (143, "said\n", "")
+
+
+def test_an_interrupted_command_ends_at_once():
+    """Here beside a thread that never ends, as one that computes would crash in a process that tears its memory down."""
+    text = """
+import threading
+from pipejax.system import cli
+def main(argv):
+    threading.Thread(target=threading.Event().wait).start()
+    print("said")
+    raise KeyboardInterrupt
+cli.run(main)
+"""
+    command = [sys.executable, "-c", text]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "said\n", "interrupted\n")

@@ -338,9 +338,16 @@ def test_schedules(schedule):
 # Initial weights.
 
 
-@pytest.mark.parametrize("mesh", [MESHES[0], MESHES[3]])
+@pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[3]])
 @pytest.mark.parametrize(
-    "sizes", [{}, {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 65}]
+    "sizes",
+    [
+        {},
+        pytest.param(
+            {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 65},
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_weights_are_drawn_one_by_one_as_all_at_once(mesh, sizes):
     model, key = dataclasses.replace(DEEP, **sizes), jax.random.key(3)

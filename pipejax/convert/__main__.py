@@ -34,10 +34,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     backbone = config.find_class(args.backbone, "model") if args.backbone else config.T5Config
     if args.command == "from-hf":
-        from_hf(args.source, args.out, backbone, base_model=args.base_model)
+        size = from_hf(args.source, args.out, backbone, base_model=args.base_model)
+        print(f"{args.out}: {size}")
     elif args.command == "to-hf":
         given = {"best": args.best, "base_model": args.base_model, "scores": args.scores}
-        to_hf(args.source, args.out, **given, adapter=args.adapter)
+        print(f"{args.out}: {to_hf(args.source, args.out, **given, adapter=args.adapter)}")
     else:
         quantize(args.source, args.out, weights=args.weights, best=args.best)
     return 0

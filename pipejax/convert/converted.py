@@ -40,7 +40,7 @@ def find(source: str | Path) -> Path:
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
-            from_hf(source, staging / "checkpoint")
+            note(f"{source}: {from_hf(source, staging / 'checkpoint')}")
     return target / "checkpoint"
 
 

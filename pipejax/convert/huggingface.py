@@ -135,14 +135,14 @@ def _write(
             if run:
                 tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
                 for line in description.write(staging, out.name, run, tokenizer=tokenizer, origin=origin):
-                    note(f"{out}: {line}")
+                    note(f"{out.name}: {line}")
         if "use_cache" in files.get(generation.FILE, {}):
-            note(f"{out / generation.FILE}: without a cache, for which transformers' generate counts the encoder's layers")
+            note(f"{out.name}/{generation.FILE}: without a cache: transformers' would be too small for this decoder")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
 
 
-def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Config, *, base_model: str = "") -> None:
+def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Config, *, base_model: str = "") -> str:
     """Converts a Hugging Face directory, or a model of the hub, to a run directory with step 0.
 
     Of an adapter of PEFT's the run has the base's weights, with the factors beside them. Tokenizer and settings are the
@@ -153,6 +153,9 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
       out: a new or an empty directory.
       backbone: of the model.
       base_model: of an adapter, as `source`; "": as its adapter_config.json says.
+
+    Returns:
+      the size of the model, in words.
 
     Raises:
       UserError: as `read_hf` or `adapters.read`; `out` is not empty; the tokenizer does not load or has more ids than
@@ -183,7 +186,7 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
             raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
-    _report(out, params)
+    return _size(params)
 
 
 def to_hf(
@@ -193,7 +196,7 @@ def to_hf(
     base_model: str = "",
     scores: str | Path = "",
     adapter: bool = False,
-) -> None:
+) -> str:
     """Converts the newest good step of a run directory, or the best step, to a Hugging Face directory.
 
     Args:
@@ -204,6 +207,9 @@ def to_hf(
         directory, which is compared with the run's weights.
       scores: a file of `pipejax evaluate --json`, for README.md.
       adapter: the low-rank factors alone, as PEFT reads them.
+
+    Returns:
+      the size of the model, or of the adapter, in words.
 
     Raises:
       UserError: there is no good step, the scores are of other weights, there are no factors or those of another
@@ -224,7 +230,7 @@ def to_hf(
         _write(out, {adapters.CONFIG: facts}, adapters.WEIGHTS, params, files, run=restored.config, origin=origin)
     else:
         write_hf(model, params, out, files, run=restored.config, origin=origin)
-    _report(out, params)
+    return _size(params)
 
 
 def _compare(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
@@ -382,7 +388,7 @@ def _copy_tokenizer(source: Path, target: Path) -> Path | None:
     return target if files else None
 
 
-def _report(out: str | Path, params: Params) -> None:
-    """Prints the number of parameters and tensors that were written."""
+def _size(params: Params) -> str:
+    """The number of parameters and tensors, in words."""
     arrays = flatten_dict(params).values()
-    print(f"{out}: {sum(x.size for x in arrays) / 1e6:.3f} million parameters in {len(arrays)} tensors")
+    return f"{sum(x.size for x in arrays) / 1e6:.3f} million parameters in {len(arrays)} tensors"

@@ -26,7 +26,8 @@ def main(argv: Sequence[str]) -> int:
     check_name(args.name)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / args.name.rpartition("/")[2]
-        to_hf(args.source, directory, best=args.best, base_model=args.base_model, scores=args.scores)
+        size = to_hf(args.source, directory, best=args.best, base_model=args.base_model, scores=args.scores)
+        print(f"{args.name}: {size}")
         for file in sorted(path for path in directory.rglob("*") if path.is_file()):
             print(f"{file.stat().st_size:>13,}  {file.relative_to(directory)}")
         if args.yes:

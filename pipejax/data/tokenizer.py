@@ -292,7 +292,9 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         return tokenizer_file.read(directory)
     except tokenizer_file.Unsuited as unsuited:
         if "transformers" not in sys.modules:  # else nobody waits
-            logger.info(f"{named}: importing transformers to read the tokenizer takes seconds ({unsuited})")
+            logger.info(
+                f"{named}: transformers is imported to read the tokenizer, which takes seconds, since {unsuited}"
+            )
     except Exception:  # of a damaged file: below it is told
         pass
     transformers = import_transformers()

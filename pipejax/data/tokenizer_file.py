@@ -94,9 +94,9 @@ def read(directory: Path) -> TokenizerFile:
     named = {key: text for key, value in settings.items() if (text := _special(key, value))}
     kind = settings.get("tokenizer_class")
     if kind not in (*AS_IT_IS, *T5):
-        raise Unsuited(f"{SETTINGS}: tokenizer_class is {kind!r}")
+        raise Unsuited(f"{SETTINGS} has the tokenizer_class {kind!r}")
     if unknown := next((key for key in settings if key not in KNOWN and not key.endswith("_token")), None):
-        raise Unsuited(f"{SETTINGS}: {unknown}")
+        raise Unsuited(f"{SETTINGS} has the key {unknown}")
     if kind in T5:
         defaults = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         named |= {key: piece for key, piece in defaults.items() if key not in settings}
@@ -106,7 +106,7 @@ def read(directory: Path) -> TokenizerFile:
         _as_t5(backend, content, named["eos_token"])
     for token in content["added_tokens"]:
         if backend.token_to_id(token["content"]) != token["id"]:
-            raise Unsuited(f"{MAIN}: {token['content']!r} is not {token['id']} in its vocabulary")
+            raise Unsuited(f"{token['content']!r} is not {token['id']} in the vocabulary of {MAIN}")
     return TokenizerFile(backend, named, bool(settings.get("split_special_tokens")), files)
 
 
@@ -123,7 +123,7 @@ def _further(settings: Mapping[str, Any], kind: str) -> Iterator[str]:
     for key in ("additional_special_tokens", "extra_special_tokens"):
         given = settings.get(key) or []
         if not isinstance(given, list) or not all(isinstance(piece, str) for piece in given):
-            raise Unsuited(f"{SETTINGS}: {key}")
+            raise Unsuited(f"{SETTINGS} has another {key} than a list of texts")
         yield from given
     if kind in T5:
         yield from (f"<extra_id_{i}>" for i in range(settings.get("extra_ids", 100)))
@@ -133,11 +133,11 @@ def _check_added(content: Mapping[str, Any], settings: Mapping[str, Any], specia
     """Raises Unsuited unless both files have the same added pieces, and each special token is one of them."""
     added = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in content["added_tokens"]}
     if settings.get("added_tokens_decoder", added) != added:
-        raise Unsuited(f"{SETTINGS}: other added tokens than in {MAIN}")
+        raise Unsuited(f"{SETTINGS} has other added tokens than {MAIN}")
     if lacking := special - {token["content"] for token in added.values() if token["special"]}:
-        raise Unsuited(f"{MAIN}: {min(lacking)!r} is no special token")
+        raise Unsuited(f"{min(lacking)!r} is no special token of {MAIN}")
     if content.get("padding"):
-        raise Unsuited(f"{MAIN}: padding")  # it names a token
+        raise Unsuited(f"{MAIN} pads")  # it names a token
 
 
 def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str) -> None:
@@ -146,9 +146,9 @@ def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str
 
     model, given = content["model"], content.get("normalizer") or {}
     if model["type"] != "Unigram" or model["unk_id"] != 2 or model.get("byte_fallback"):
-        raise Unsuited(f"{MAIN}: model")
+        raise Unsuited(f"{MAIN} has another model than T5's")
     if any(token["normalized"] for token in content["added_tokens"]):
-        raise Unsuited(f"{MAIN}: an added token that is normalized")
+        raise Unsuited(f"{MAIN} has an added token that is normalized")
     steps = given["normalizers"] if given.get("type") == "Sequence" else [given]
     characters = next((step["precompiled_charsmap"] for step in steps if step.get("type") == "Precompiled"), None)
     pieces: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always", "split": True}

@@ -140,7 +140,7 @@ class Schemas:
 
 def check(method: Method, config: Config) -> None:
     """Raises a UserError if answers of the method cannot follow any schema with these settings."""
-    method.require("rows", "schema: found one")
+    method.require("rows", "schema: found one", "strategy pipelined")
     if config.decode.limit != "none":
         raise UserError(f"decode.limit: found {config.decode.limit} with a schema; expected none")
     if config.grid.stop == "literal" and config.grid.delay:
@@ -197,8 +197,12 @@ def make(
     known = sorted(found, key=lambda name: named[name][0] if not strange and named else 0)
     texts = [named[name][1] if name in named else f"{name}:" for name in known]
     begun = [prefix_ids(tokenizer, text, "schema: properties", eos) for text in texts]
-    if twice := next((name for name, ids in zip(known, begun, strict=True) if begun.count(ids) > 1), ""):
-        raise UserError(f"schema: properties.{twice}: found a row that begins as another one; expected another name")
+    if twice := next((ids for ids in begun if begun.count(ids) > 1), ()):
+        same = [name for name, ids in zip(known, begun, strict=True) if ids == twice]
+        raise UserError(
+            f"schema: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
+            "that this tokenizer tells apart"
+        )
     _warn_of_unspelled(found, spelled)
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)

@@ -207,6 +207,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     logger.addHandler(_lines)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # absl adds a handler to the root logger, which would write each line again
+    at_once = False
     try:
         environment.check_platform()
         environment.allow_files()
@@ -219,12 +220,13 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
             code = int(ended.code or 0)
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
-        code = explain(error, debug="--debug" in arguments)
+        code, at_once = explain(error, debug="--debug" in arguments), isinstance(error, KeyboardInterrupt)
         if code == EXIT_OUR_MISTAKE:
             traceback.print_exception(error)
     mute()
     logger.propagate = True
-    if _unneeded:  # sys.exit would wait for these threads, and a daemon thread inside XLA would abort the process
+    # sys.exit would wait for these threads; a daemon thread inside XLA, or work that XLA does, would crash the process.
+    if _unneeded or at_once:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -36,6 +36,7 @@ class Progress:
         """
         self.shown, self.note = shown, ""
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
+        self.is_first, self._took = True, dict[str, float]()
         self.said, self.said_count = time.monotonic(), start
         self.bar: Any = None
         if shown and sys.stderr.isatty():
@@ -49,33 +50,49 @@ class Progress:
             _bars.append(self.bar)
 
     def add(self, count: int, note: str = "") -> None:
-        """Adds `count` units done; a note is shown until the next one."""
+        """Adds `count` units done; a note is shown until the next one.
+
+        The first ones do not count for the rate: they wait for a compiler.
+        """
         self.count, self.note = self.count + count, note or self.note
+        passed, is_first, self.is_first = time.monotonic() - self.said, self.is_first, False
         if self.bar is not None:
             if note:
                 self.bar.set_postfix_str(note, refresh=False)
-            self.bar.update(count)
-        elif time.monotonic() - self.said >= self.every:
-            before, self.said = self.said, time.monotonic()
-            rate = (self.count - self.said_count) / (self.said - before)
-            self.said_count = self.count
+            if is_first:
+                self.bar.n = self.bar.initial = self.bar.last_print_n = self.count
+                self.bar.start_t = self.bar.last_print_t = time.time()
+                self.bar.refresh()
+            else:
+                self.bar.update(count)
+            return
+        if passed >= self.every:
+            rate = (self.count - self.said_count) / passed
             of = f"/{self.total}" if self.total is not None else ""
             left = f", {(self.total - self.count) / rate:.0f} s left" if self.total is not None and rate else ""
-            note = f"  {self.note}" if self.note else ""
-            self.line(f"{self.what}: {self.count}{of} {self.unit}s, {rate:.2f}/s{left}{note}")
+            speed = "" if is_first else f", {rate:.2f}/s{left}"
+            self.line(f"{self.what}: {self.count}{of} {self.unit}s{speed}{f'  {self.note}' if self.note else ''}")
+        if passed >= self.every or is_first:
+            self.said, self.said_count = time.monotonic(), self.count
 
     @contextlib.contextmanager
-    def aside(self, what: str) -> Iterator[None]:
-        """A block during which the work pauses; rates and the time left ignore it. Shows `what` unless it is empty."""
-        begun = time.monotonic()
-        if what and self.bar is not None:
-            self.bar.set_postfix_str(what)
-        elif what:
-            self.line(f"{self.what}: {what}")
+    def aside(self, what: str, of: str) -> Iterator[None]:
+        """A block during which the work pauses; rates and the time left ignore it.
+
+        Args:
+          what: the name of the block, which is shown, with the time that the last block of this name took.
+          of: its particulars, shown behind it.
+        """
+        begun, took = time.monotonic(), self._took.get(what)
+        text = f"{what} {of}" + ("" if took is None else f", {took:.0f} s the last time")
+        if self.bar is not None:
+            self.bar.set_postfix_str(text)
+        else:
+            self.line(f"{self.what}: {text}")
         try:
             yield
         finally:
-            passed = time.monotonic() - begun
+            passed = self._took[what] = time.monotonic() - begun
             self.said += passed
             if self.bar is not None:
                 self.bar.start_t += passed

@@ -241,7 +241,7 @@ class Run:
 
     def evaluate(self) -> None:
         """Scores the dev split; the best parameters are kept apart."""
-        with self.clock("evaluation"), self.progress.aside("evaluating"):
+        with self.clock("evaluation"), self.progress.aside("evaluating", f"{len(self.examiner.examples)} examples"):
             self.examined = self.examiner.evaluate(self.step, self.state.params, self.progress, self.stop.asked)
 
     def save_if_due(self) -> None:
@@ -326,8 +326,8 @@ class Run:
         shapes = {name: x.shape for name, x in batch.arrays.items()}
         if self.trainer.is_ready(shapes):
             return self.trainer.program(shapes)
-        what = f"compiling for sources of {shapes['source'][1]} tokens and targets of {shapes['inputs'][1]}"
-        with self.clock("compile"), self.progress.aside(what):
+        lengths = f"for sources of {shapes['source'][1]} tokens and targets of {shapes['inputs'][1]}"
+        with self.clock("compile"), self.progress.aside("compiling", lengths):
             return self.trainer.program(shapes)
 
     def _say_what_is_trained(self, examples: int) -> None:
@@ -343,7 +343,9 @@ class Run:
         found = f"{examples or 'streamed'} training examples"
         logger.info(f"{size:.1f} M parameters{trains}, {found}, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
-        logger.info(f"padded shapes of batches: {most}; each compiles once, {first} of them may come first")
+        logger.info(
+            f"batches are padded to one of {most} shapes ({first} at first); each is compiled once, when it first comes"
+        )
 
 
 def _evaluated(step: int, config: Config) -> bool:
