@@ -375,7 +375,9 @@ def test_debug_shows_the_traceback(places, capsys, main, flags, first):
     assert lines[0] == "Traceback (most recent call last):" and lines[-1].startswith("error: ")
 
 
-def test_ends(capsys):
+def test_ends(capsys, monkeypatch):
+    monkeypatch.setattr("os._exit", sys.exit)  # of an interrupted command
+
     def raises(error):
         def main(argv):
             raise error

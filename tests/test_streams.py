@@ -117,7 +117,7 @@ cli.run(main)
 
 
 def test_an_interrupted_command_ends_at_once():
-    """Here beside a thread that never ends, as one that computes would crash in a process that tears its memory down."""
+    """Here beside a thread that never ends, as one that computes would crash once memory is torn down."""
     text = """
 import threading
 from pipejax.system import cli
