@@ -23,7 +23,7 @@ from pipejax.model.quantization import quantize
 from pipejax.system import compile_cache, processor
 from pipejax.system.errors import UserError
 from support import oracle, quantised
-from support.kernel_models import HERE, SHAPES, WEIGHTS, laid_out, made
+from support.kernel_models import HERE, SHAPES, WEIGHTS, in_rows, laid_out, made
 from support.one_program import compiled
 from support.tiny import IN_BLOCKS
 from support.trees import same_bits
@@ -55,12 +55,6 @@ def rounding(weights, level):
     """NumPy's activations at a level."""
     one = in_one_digit(weights, level)
     return quantised.activations(quantised.one_digit) if one else contextlib.nullcontext()
-
-
-def in_rows(panels):
-    """[.., O / 16, I / depth, 16, depth] -> f32 [.., O, I]."""
-    *batch, o, i, lanes, depth = panels.shape
-    return np.asarray(panels.swapaxes(-2, -3).astype(jnp.float32)).reshape(*batch, o * lanes, i * depth)
 
 
 class Asked:
@@ -117,8 +111,12 @@ def check_calls(level, shape, weights, calls):
     rng, c, batch, slots = np.random.default_rng(len(calls[0])), model.config, len(calls[0]), 48
     asked, lengths = Asked(rng, calls, c.vocab_size), rng.integers(1, slots, batch)
     seen = rng.standard_normal((batch, c.num_decoder_layers, 2, slots, c.num_heads * c.d_kv)).astype(np.float32)
-    seen = seen if weights == "auto" else quantised.bfloat16(seen)  # as the kernel holds them
-    by_head = seen.reshape(*seen.shape[:-1], c.num_heads, c.d_kv).transpose(1, 2, 0, 4, 3, 5).astype(np.float32)
+    seen = seen.reshape(*seen.shape[:-1], c.num_heads, c.d_kv)  # [B, layers, 2, L, H, K]
+    by_head = seen.transpose(1, 2, 0, 4, 3, 5)
+    if weights == "int8":  # as the kernel holds them
+        seen = np.stack([quantised.narrow(seen[:, :, 0], 4), quantised.narrow(seen[:, :, 1], 2)], axis=2)
+    seen = quantised.bfloat16(seen) if weights == "bfloat16" else seen
+    seen = seen.reshape(*seen.shape[:-2], -1)
     memory = t5.Memory(
         tuple(jnp.asarray(layer[0].swapaxes(2, 3)) for layer in by_head),
         tuple(jnp.asarray(layer[1]) for layer in by_head),
@@ -157,7 +155,7 @@ def check_calls(level, shape, weights, calls):
 
 
 def check_encoder(level, shape, weights, lengths=(70, 1, 33, 64)):
-    """Sources of such lengths equal NumPy's; keys and values of narrow weights are bfloat16."""
+    """Sources of such lengths equal NumPy's; keys and values are as narrow as the weights."""
     model, own, ready, exact = made(shape, weights, level)
     c, source = model.config, np.random.default_rng(1).integers(0, 48, (len(lengths), max(lengths)))
     length = np.asarray(lengths, np.int32)
@@ -209,8 +207,8 @@ def test_a_source_that_is_not_finite_stays_so(level, weights):
     both = own.encode(model, ready.encoding, source, length)
     alone = own.encode(model, ready.encoding, source[1:], length[1:])
     for x, y in zip((*both.keys, *both.values), (*alone.keys, *alone.values), strict=True):
-        np.testing.assert_array_equal(x[1], y[0])
-        assert np.isfinite(np.asarray(y, np.float32)).all()
+        np.testing.assert_array_equal(in_rows(x)[1], in_rows(y)[0])
+        assert np.isfinite(in_rows(y)).all()
     for x in both.keys:
         assert not np.isfinite(in_rows(x)[0, :, :70]).any()
     for x in both.values:
@@ -359,8 +357,9 @@ def test_a_matrix_in_panels(weights):
     held, plain = kernel_decoder.matrix(table, weights=weights), narrow(table, weights, "float32")
     same_bits(held, kernel_decoder.matrix({"kernel": jnp.asarray(rows.T)}, weights=weights))
     assert held.rows.shape[0] == 4
-    np.testing.assert_array_equal(in_rows(held.rows)[:50], plain.rows.astype(jnp.float32))
-    assert not in_rows(held.rows)[50:].any()
+    whole = in_rows(held.replace(scale=jnp.zeros(0)))
+    np.testing.assert_array_equal(whole[:50], plain.rows.astype(jnp.float32))
+    assert not whole[50:].any()
 
 
 def test_int8_is_within_half_a_step_of_each_output():

@@ -42,8 +42,8 @@ def matrix(part: Any, *, weights: str) -> Matrix:
 
 
 def memory_dtype(weights: str) -> np.dtype:
-    """In which keys and values of a source are held beside weights of that kind."""
-    return np.dtype(jnp.bfloat16 if weights in ("bfloat16", "int8") else jnp.float32)
+    """In which keys and values of a source are held beside weights of that kind; int8 with scales as in fields.h."""
+    return np.dtype({"bfloat16": jnp.bfloat16, "int8": jnp.int8}.get(weights, jnp.float32))
 
 
 def widen(memory: Memory, slots: int) -> Memory:
@@ -55,8 +55,8 @@ def widen(memory: Memory, slots: int) -> Memory:
 
     more = slots - memory.mask.shape[1]
     return Memory(
-        keys=tuple(longer(x, 2) for x in memory.keys),
-        values=tuple(longer(x, 3) for x in memory.values),
+        keys=tuple(Matrix(longer(x.rows, 2), longer(x.scale, 2)) for x in memory.keys),
+        values=tuple(Matrix(longer(x.rows, 3), x.scale) for x in memory.values),
         mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
     )
 
@@ -184,15 +184,20 @@ def encode(
         given += fields.arrays("MEMORY_FIELDS", {"projection": projection})
     dtype = memory_dtype(weights)
     depth = 4 // dtype.itemsize
-    keys = jax.ShapeDtypeStruct((batch, config.num_heads, slots // 16, config.d_kv // depth, 16, depth), dtype)
-    values = jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv // 16, slots // depth, 16, depth), dtype)
+    results: list[jax.ShapeDtypeStruct] = []
+    for outputs, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # of keys, and of values
+        panels = outputs // kernels.PANEL, inputs // depth, kernels.PANEL, depth
+        results.append(jax.ShapeDtypeStruct((batch, config.num_heads, *panels), dtype))
+        scales = outputs if dtype == jnp.int8 else 0
+        results.append(jax.ShapeDtypeStruct((batch, config.num_heads, scales), jnp.float32))
     sizes = {"B": batch, "L": longest, "M": slots, "layers": len(encoder.layers), "memories": len(encoder.memories)}
-    found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", (keys, values) * len(encoder.memories))(
+    found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", results * len(encoder.memories))(
         *given,
         numbers=fields.numbers("ENCODE_NUMBERS", _sizes(config) | sizes),
         epsilon=np.float32(config.layer_norm_epsilon),
     )
-    return Memory(tuple(found[::2]), tuple(found[1::2]), jnp.arange(slots) < length[:, None])
+    keys, values = (tuple(map(Matrix, found[i::4], found[i + 1 :: 4])) for i in (0, 2))
+    return Memory(keys, values, jnp.arange(slots) < length[:, None])
 
 
 def listen(count: Array, switch: Array, *, level: kernels.Level) -> Array:

@@ -32,8 +32,8 @@ MASKED = -1e9  # finite: a query that sees nothing gets a uniform softmax instea
 class Memory:
     """Cross-attention keys and values of a source, computed once for decoding."""
 
-    keys: tuple[Array, ...]  # a layer each [B, H, K, L]
-    values: tuple[Array, ...]  # [B, H, L, K]
+    keys: tuple[Any, ...]  # a layer each [B, H, K, L], or laid out otherwise by a backend
+    values: tuple[Any, ...]  # [B, H, L, K], or likewise
     mask: Array  # bool [B, L]
     adapter: Array | None = None  # i32 [B], that of each source, if several share the weights
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.backends import OwnKernel
+from pipejax.inference.weights import Matrix
 from pipejax.model import t5
 from pipejax.system import processor
 from support import oracle, quantised
@@ -51,9 +52,25 @@ def made(shape, weights, level):
 
 
 def laid_out(memory, weights):
-    """Keys [B, H, L, K] and values [B, H, K, L] in panels, as the kernel holds them beside such weights."""
+    """Keys [B, H, L, K] and values [B, H, K, L] in panels, as the kernel holds them beside such weights.
+
+    In int8 each key has a scale, and so has each output of the values; numbers past a source may be any.
+    """
     dtype = kernel_decoder.memory_dtype(weights)
-    keys, values = (
-        tuple(kernels.panels(x.astype(dtype).swapaxes(2, 3)) for x in y) for y in (memory.keys, memory.values)
-    )
+
+    def held(x):
+        x = x.swapaxes(2, 3)
+        if dtype != jnp.int8:
+            return Matrix(kernels.panels(x.astype(dtype)), jnp.zeros((*x.shape[:2], 0), jnp.float32))
+        scale = jnp.nan_to_num(jnp.abs(x)).max(axis=3) / 127
+        return Matrix(kernels.panels(jnp.nan_to_num(jnp.round(x / scale[..., None])).astype(dtype)), scale)
+
+    keys, values = (tuple(map(held, y)) for y in (memory.keys, memory.values))
     return t5.Memory(keys, values, memory.mask)
+
+
+def in_rows(matrix):
+    """[.., O / 16, I / depth, 16, depth] and scales [.., O] -> f32 [.., O, I]."""
+    *batch, o, i, lanes, depth = matrix.rows.shape
+    rows = np.asarray(matrix.rows.swapaxes(-2, -3).astype(jnp.float32)).reshape(*batch, o * lanes, i * depth)
+    return rows * np.asarray(matrix.scale)[..., None] if matrix.scale.size else rows

@@ -74,6 +74,13 @@ def activations(rounding: Any) -> Iterator[None]:
         yield
 
 
+def narrow(x: np.ndarray, axis: int) -> np.ndarray:
+    """In int8, with one scale for all numbers along an axis."""
+    most = np.abs(x).max(axis=axis, keepdims=True)
+    step = np.where(most == 0, 1, most / 127)
+    return np.round(x / step) * step
+
+
 @contextlib.contextmanager
 def attention_in_blocks(block: int = 512) -> Iterator[None]:
     """`oracle.attend` by blocks of keys, in int8: a scale for each query, each key and each output of a block's values.
@@ -81,11 +88,6 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
     The powers of a query in a block are whole numbers, 255 the largest. All that rounding takes from them weighs the
     mean of the block's values.
     """
-
-    def narrow(x: np.ndarray, axis: int) -> np.ndarray:
-        most = np.abs(x).max(axis=axis, keepdims=True)
-        step = np.where(most == 0, 1, most / 127)
-        return np.round(x / step) * step
 
     def attend(
         x: np.ndarray, memory: np.ndarray, params: Params, config: Any, *, bias: np.ndarray, mask: np.ndarray

@@ -42,14 +42,15 @@ class Arguments {
     return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, kDigits[kind]};
   }
 
-  // The first of so many matrices [outputs, inputs] in panels, one after the other. It is for columns in float32: of a few
-  // of them digits are no faster.
+  // The first of so many matrices [outputs, inputs] in panels, one after the other, and the scales after them. It is for
+  // columns in float32: of a few of them digits are no faster.
   Matrix Panels(const char* name, int64_t examples, int64_t heads, int64_t outputs, int64_t inputs) {
     const ffi::AnyBuffer found = Next(name);
-    const Kind kind = KindOf(found) == kFloat32 ? kFloat32 : kBfloat16;
+    const Kind kind = KindOf(found);
     const int64_t depth = inputs / kNumbers[kind];
     Check(name, found, kTypes[kind], {examples, heads, outputs / kPanel, depth, kPanel, kNumbers[kind]});
-    return {kind, static_cast<const Ints*>(found.untyped_data()), nullptr, outputs / kPanel, depth, 0};
+    const f32* scale = Array<f32>(name, {examples, heads, kind == kInt8 ? outputs : 0});
+    return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, 0};
   }
 
   // Those that come next are of that layer, if something is to be said of them.
@@ -150,6 +151,7 @@ std::vector<Layer> Layers(Arguments& given, const Numbers& numbers, int64_t coun
 inline Matrix After(const Matrix& first, int64_t number) {
   Matrix found = first;
   found.groups += number * first.panels * first.apart * kParts;
+  if (first.kind == kInt8) found.scale += number * first.Outputs();
   return found;
 }
 

@@ -156,6 +156,63 @@ void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries
     }
 }
 
+// Numbers in int8, 127 the largest. The scale is not a number if one of them is none.
+struct Int8 {
+  Lanes scale, by;
+
+  Int8(Lanes largest, Lanes bad) : scale(largest / 127.0f + bad), by(largest < kLeast ? Lanes{} : 127.0f / largest) {}
+
+  // Writes a row [width] and returns its scale and the sum of its whole numbers; `put` gets so many at a time.
+  template <typename Put>
+  static std::pair<float, int32_t> Row(const float* x, int64_t width, Put put) {
+    Lanes most = {}, bad = {};
+    for (int64_t k = 0; k < width; k += kLanes) Measure(Load(x + k), most, bad);
+    const Int8 number(Lanes{} + Most(most), Lanes{} + Sum(bad));
+    Ints sum = {};
+    for (int64_t k = 0; k < width; k += kLanes) {
+      const Ints whole = Whole(Load(x + k) * number.by);
+      put(k / 4, __builtin_convertvector(whole, Bytes));
+      sum += whole;
+    }
+    return {number.scale[0], Sum(sum)};
+  }
+};
+
+// Lays the keys [length, width] of a head in panels of int8, each key with a scale of its own; of what comes past them zeros.
+inline void PackKeysInInt8(const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels,
+                           float* scales) {
+  for (int64_t l = 0; l < whole; ++l) {
+    int32_t* at = panels + l / kPanel * width / 4 * kPanel + l % kPanel;
+    auto put = [&](int64_t group, Bytes bytes) {
+      for (int j = 0; j < kLanes / 4; ++j) std::memcpy(at + (group + j) * kPanel, reinterpret_cast<const int8_t*>(&bytes) + 4 * j, 4);
+    };
+    if (l < length) {
+      scales[l] = Int8::Row(keys + l * stride, width, put).first;
+      continue;
+    }
+    scales[l] = 0.0f;
+    for (int64_t group = 0; group < width / 4; group += kLanes / 4) put(group, Bytes{});
+  }
+}
+
+// Lays the values [length, width] of a head in panels [width, whole] of int8, each output with a scale of its own.
+inline void PackValuesInInt8(const float* values, int64_t stride, int64_t length, int64_t whole, int64_t width,
+                             int32_t* panels, float* scales) {
+  for (int64_t k = 0; k < width; k += kLanes) {
+    Lanes most = {}, bad = {};
+    for (int64_t l = 0; l < length; ++l) Measure(Load(values + l * stride + k), most, bad);
+    const Int8 number(most, bad);
+    Store(scales + k, number.scale);
+    int32_t* at = panels + k / kPanel * whole / 4 * kPanel + k % kPanel;
+    for (int64_t l = 0; l < whole; l += 4, at += kPanel) {
+      Ints group = {};
+      for (int64_t j = 0; j < 4 && l + j < length; ++j)
+        group |= (Whole(Load(values + (l + j) * stride + k) * number.by) & 0xff) << 8 * j;
+      std::memcpy(at, &group, sizeof group);
+    }
+  }
+}
+
 // Lays the keys [length, width] of a head in panels of float32 or bfloat16; of what comes past them zeros.
 inline void PackKeys(Kind kind, const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width,
                      int32_t* panels) {

@@ -22,28 +22,6 @@ constexpr int kTogether = 6;     // of them at a time: with four panels 24 of 32
 // GCC keeps sums in memory between loops that it leaves as they are, and products are as short as a head is wide.
 #define UNROLLED _Pragma("GCC unroll 8")
 
-// Numbers in int8, 127 the largest. The scale is not a number if one of them is none.
-struct Int8 {
-  Lanes scale, by;
-
-  Int8(Lanes largest, Lanes bad) : scale(largest / 127.0f + bad), by(largest < kLeast ? Lanes{} : 127.0f / largest) {}
-
-  // Writes a row [width] and returns its scale and the sum of its whole numbers; `put` gets so many at a time.
-  template <typename Put>
-  static std::pair<float, int32_t> Row(const float* x, int64_t width, Put put) {
-    Lanes most = {}, bad = {};
-    for (int64_t k = 0; k < width; k += kLanes) Measure(Load(x + k), most, bad);
-    const Int8 number(Lanes{} + Most(most), Lanes{} + Sum(bad));
-    Ints sum = {};
-    for (int64_t k = 0; k < width; k += kLanes) {
-      const Ints whole = Whole(Load(x + k) * number.by);
-      put(k / 4, __builtin_convertvector(whole, Bytes));
-      sum += whole;
-    }
-    return {number.scale[0], Sum(sum)};
-  }
-};
-
 // Some queries in int8, and where their softmax is.
 struct Asking {
   Ints32 numbers;                          // [queries, width] in groups of four
@@ -71,31 +49,12 @@ class KeyBlock {
     length_ = length, whole_ = (length + 63) / 64 * 64, width_ = width;
     keys_.resize(whole_ * width / 4), values_.resize(whole_ * width / 4);
     key_scales_.resize(whole_), value_scales_.resize(width), means_.resize(width);
-    for (int64_t l = 0; l < whole_; ++l) {
-      int32_t* at = keys_.data() + l / kPanel * width / 4 * kPanel + l % kPanel;
-      auto put = [&](int64_t group, Bytes bytes) {
-        for (int j = 0; j < kLanes / 4; ++j) std::memcpy(at + (group + j) * kPanel, reinterpret_cast<const int8_t*>(&bytes) + 4 * j, 4);
-      };
-      if (l < length) key_scales_[l] = Int8::Row(keys + l * stride, width, put).first;
-      else key_scales_[l] = 0.0f;
-      if (l >= length) for (int64_t group = 0; group < width / 4; group += kLanes / 4) put(group, Bytes{});
-    }
-    int32_t* at = values_.data();
-    for (int64_t k = 0; k < width; k += kPanel) {
-      Lanes most = {}, bad = {}, sum = {};
-      for (int64_t l = 0; l < length; ++l) {
-        const Lanes value = Load(values + l * stride + k);
-        Measure(value, most, bad);
-        sum += value;
-      }
-      const Int8 number(most, bad);
-      Store(value_scales_.data() + k, number.scale), Store(means_.data() + k, sum / static_cast<float>(length));
-      for (int64_t l = 0; l < whole_; l += 4, at += kPanel) {
-        Ints group = {};
-        for (int64_t j = 0; j < 4 && l + j < length; ++j)
-          group |= (Whole(Load(values + (l + j) * stride + k) * number.by) & 0xff) << 8 * j;
-        std::memcpy(at, &group, sizeof group);
-      }
+    PackKeysInInt8(keys, stride, length, whole_, width, keys_.data(), key_scales_.data());
+    PackValuesInInt8(values, stride, length, whole_, width, values_.data(), value_scales_.data());
+    for (int64_t k = 0; k < width; k += kLanes) {
+      Lanes sum = {};
+      for (int64_t l = 0; l < length; ++l) sum += Load(values + l * stride + k);
+      Store(means_.data() + k, sum / static_cast<float>(length));
     }
   }
 

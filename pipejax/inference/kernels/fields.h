@@ -5,7 +5,8 @@
 //   ARRAY(name, type, shape ...)
 //   MATRIX(name, outputs, inputs)            in panels of float32, bfloat16 or int8, and after it its scale f32 [outputs],
 //                                            [0] but for int8
-//   PANELS(name, count, count, outputs, inputs)  so many matrices of float32 or bfloat16 in panels, without scales
+//   PANELS(name, count, count, outputs, inputs)  so many such matrices, and after them their scales f32 [count, count,
+//                                            outputs], the last 0 but for int8
 #pragma once
 
 #define STEP_NUMBERS(NUMBER)                                                                      \

@@ -261,9 +261,9 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   return ffi::Error::Success();
 }
 
-// The encoder, of fields.h. The results: a layer of the decoder each, in panels of float32 or bfloat16, keys [B, H, M, K] and
-// values [B, H, K, M], zeros past a source's length. The encoder's own attention is of their type as well, or in int8 where
-// columns of int8 weights have one digit.
+// The encoder, of fields.h. The results: a layer of the decoder each keys [B, H, M, K], their scales, values [B, H, K, M] and
+// their scales, as PANELS there, zeros past a source's length. The encoder's own attention is in float32 where they are, else
+// in bfloat16, or in int8 where columns of int8 weights have one digit.
 ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                   float epsilon) {
   if (attribute.size() != EncodeNumbers::kCount) return Wrong("encode: numbers of another table");
@@ -273,7 +273,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const auto layers = Layers<EncoderLayer>(arguments, numbers, numbers.layers);
   const auto memories = Layers<MemoryLayer>(arguments, numbers, numbers.memories);
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("encode: " + wrong);
-  if (results.size() != 2 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
+  if (results.size() != 4 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
   const int64_t inner = heads * width, memory = numbers.M;
   if (static_cast<int64_t>((*results.get<ffi::AnyBuffer>(0).value()).element_count()) != batch * inner * memory || memory < length)
@@ -282,9 +282,10 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   thread_local Rooms kept;
   Rooms& rooms = kept;  // the one of the thread that leads, for all
   Team team(pool);
-  const bool wide = (*results.get<ffi::AnyBuffer>(0).value()).element_type() == ffi::F32;
-  const Kind kind = wide ? kFloat32 : kBfloat16;
-  const int64_t depth = wide ? 1 : 2;
+  const auto type = (*results.get<ffi::AnyBuffer>(0).value()).element_type();
+  const Kind kind = type == ffi::F32 ? kFloat32 : kBfloat16;
+  const bool in_int8 = type == ffi::S8;
+  const int64_t depth = in_int8 ? 4 : kind == kBfloat16 ? 2 : 1;
   auto& first = rooms.examples;  // an example's first column: only real tokens are computed
   first.assign(1, 0);
   for (int64_t b = 0; b < batch; ++b) first.push_back(first[b] + std::clamp<int64_t>(fields.length[b], 0, length));
@@ -315,12 +316,19 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   for (size_t layer = 0; layer < memories.size(); ++layer) {
     projected.resize(count * 2 * inner);
     stack.OfNormed(fields.norm, memories[layer].projection, {projected.data(), 2 * inner});
-    int32_t *keys = ResultAt<int32_t>(results, 2 * layer), *values = ResultAt<int32_t>(results, 2 * layer + 1);
+    int32_t *keys = ResultAt<int32_t>(results, 4 * layer), *values = ResultAt<int32_t>(results, 4 * layer + 2);
+    float *key_scales = ResultAt<float>(results, 4 * layer + 1), *value_scales = ResultAt<float>(results, 4 * layer + 3);
     team.Run(batch * heads, 1, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
       const float* at = projected.data() + first[b] * 2 * inner + h * width;
-      PackKeys(kind, at, 2 * inner, real, memory, width, keys + i * memory * width / depth);
-      PackValues(kind, at + inner, 2 * inner, real, memory, width, values + i * memory * width / depth);
+      int32_t *own_keys = keys + i * memory * width / depth, *own_values = values + i * memory * width / depth;
+      if (in_int8) {
+        PackKeysInInt8(at, 2 * inner, real, memory, width, own_keys, key_scales + i * memory);
+        PackValuesInInt8(at + inner, 2 * inner, real, memory, width, own_values, value_scales + i * width);
+      } else {
+        PackKeys(kind, at, 2 * inner, real, memory, width, own_keys);
+        PackValues(kind, at + inner, 2 * inner, real, memory, width, own_values);
+      }
     });
   }
   return ffi::Error::Success();
