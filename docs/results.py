@@ -142,8 +142,17 @@ def steps(results: list[dict[str, Any]]) -> list[str]:
     return table(["device", "T5", "decoder", "batch", "operations", "MB a step", "least", "x"], rows, words=3)
 
 
+def first_answers(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.first_use`, the fastest first: seconds of a process, and of its parts where it tells them."""
+    rows = []
+    for r in sorted(results, key=lambda r: r["whole_s"]):
+        rows.append([name_of(r), *(f"{r[key]:.2f}" if key in r else "" for key in ("whole_s", "load_s", "answer_s"))])
+    return table(["process", "whole, s", "loading", "answer"], rows, words=1)
+
+
 # By its name, or a key of a result.
 KINDS = {
+    "whole_s": first_answers,
     "programs_tpu.json": steps,
     "distance": distance_probes.table,
     "decode_s": decoding,

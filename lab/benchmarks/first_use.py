@@ -34,9 +34,9 @@ from pipejax.system.progress import Progress
 BEGIN = "import json, sys, time; begun = time.perf_counter(); where, file, tokens = *sys.argv[1:3], int(sys.argv[3])"
 END = "print(json.dumps({'load_s': loaded - begun, 'answer_s': time.perf_counter() - loaded, 'tokens': len(found)}))"
 GENERATE = """
-ids = tokenizer(open(file).read(), return_tensors="pt").input_ids
+inputs = tokenizer(open(file).read(), return_tensors="pt", return_token_type_ids=False)
 loaded = time.perf_counter()
-found = model.generate(ids, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)[0][1:]
+found = model.generate(**inputs, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)[0][1:]
 tokenizer.decode(found)
 """
 PROGRAMS = {
@@ -94,7 +94,7 @@ class Start:
         done = subprocess.run(self.command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         whole = time.perf_counter() - begun
         if done.returncode:
-            raise RuntimeError((done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1])
+            raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
         last = (done.stdout.splitlines() or [""])[-1]
         return {"whole_s": whole} | (json.loads(last) if last.startswith("{") else {})
 
@@ -132,8 +132,10 @@ def main(argv: Sequence[str]) -> int:
         source = " ".join(words_of(np.random.default_rng(1).integers(3, config.vocab_size, flags.source).tolist()))
         (scratch / "source.txt").write_text(source)
         (scratch / "source.jsonl").write_text(json.dumps({"source": source}) + "\n")
-        convert = [sys.executable, "-m", "pipejax", "convert", "from-hf", str(model), str(run)]
-        subprocess.run(convert, cwd=ROOT, check=True, capture_output=True)
+        made = scratch / "float32" if held == "int8" else run  # on the disk a model has the weights that are asked for
+        convert(["from-hf", str(model), str(made)])
+        if held == "int8":
+            convert(["quantize", str(made), str(run)])
         decode = [sys.executable, "-m", "pipejax", "decode", "--checkpoint", str(run), "--output", "-"]
         decode += ["--input", str(scratch / "source.jsonl"), f"--set=decode.weights={held}"]
         decode += [f"--set=decode.max_length={flags.tokens}"]
@@ -160,6 +162,12 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(failures))
 
 
+def convert(arguments: Sequence[str]) -> None:
+    """Runs `pipejax convert` with those arguments."""
+    command = [sys.executable, "-m", "pipejax", "convert", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
 def of_peers(held: str) -> list[tuple[str, str, str]]:
     """Of each peer its program, the directory of its model, and its name among the peers."""
     kind = {"float32": "fp32", "int8": "int8"}[held]
@@ -181,7 +189,7 @@ def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """All in turn, each round in another order; one round before that fills caches and does not count."""
     found: dict[str, list[dict[str, float]]] = {start.name: [] for start in starts}
-    progress = Progress("measuring", (rounds + 1) * len(starts), unit="process")
+    progress = Progress("measuring", (rounds + 1) * len(starts), unit="start")
     for number in range(rounds + 1):
         shift = number % len(starts)
         for start in (*starts[shift:], *starts[:shift]):
