@@ -82,7 +82,9 @@ def ours(directory: Path) -> np.ndarray:
     return np.asarray(restored.config.model.module().apply({"params": restored.items["params"]}, *given))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "patterns" else pytest.mark.slow) for kind in KINDS]
+)
 def test_an_adapter_of_peft_gives_the_same_logits_there_and_back(kind: str, base: Path, tmp_path: Path) -> None:
     expected = adapt(base, tmp_path / "adapter", KINDS[kind])
     assert np.abs(expected - theirs(whole(base))).max() > 0.1

@@ -312,6 +312,7 @@ def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
     assert (tmp_path / "export" / "pipelined-cpu.jax").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_imports_no_backbone_by_itself(page, tmp_path, monkeypatch, capsys):
     """It is asked for in Python by importing it, on the command line by name; its sizes may be those of a T5."""
     config = config_lib.override(RUN, ["model=linear:LinearConfig", "model.d_kv=8"])

@@ -174,7 +174,14 @@ def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_ma
 
 @pytest.mark.parametrize(
     "delay, time_max, sub_max, literal",
-    [(1, 14, 9, False), (2, 18, 7, False), (3, 24, 8, False), (2, 14, 8, True), (0, 5, 4, False), (1, 9, 1, False)],
+    [
+        (1, 14, 9, False),
+        (2, 14, 8, True),
+        *(
+            pytest.param(*setting, marks=pytest.mark.slow)
+            for setting in [(2, 18, 7, False), (3, 24, 8, False), (0, 5, 4, False), (1, 9, 1, False)]
+        ),
+    ],
 )
 def test_rows_that_repeat_end_an_answer_as_in_plain_lists(delay, time_max, sub_max, literal):
     """In batches whose examples run in circles at other times than their neighbours, and on a grid of one row."""

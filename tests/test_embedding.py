@@ -90,7 +90,12 @@ def test_each_device_sums_what_it_holds():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"dtype": "bfloat16", "accumulate": 2, "remat": "layers"}, {"dtype": "bfloat16", "remat": "dots"}]
+    "settings",
+    [
+        {},
+        pytest.param({"dtype": "bfloat16", "accumulate": 2, "remat": "layers"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "remat": "dots"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_step_for_a_gpu_scatters_nothing(settings, monkeypatch):
     """A scatter adds in no order there: two runs would differ."""

@@ -74,7 +74,9 @@ def logits(level, weights, calls, *, rejected=(), batch=1, slots=SOURCE):
     return np.asarray(decode(memory))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    "weights", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in WEIGHTS]
+)
 def test_a_query_has_the_same_logits_whatever_is_fed_beside_and_before_it(level, weights):
     by_row = [[(row, time) for time in range(TIMES)] for row in range(ROWS)]
     pairs = [[(row, time), (row, time + 1)] for time in range(0, TIMES - 1, 2) for row in range(ROWS)]

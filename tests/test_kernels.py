@@ -190,6 +190,7 @@ def test_the_encoder_equals_numpys(level, shape, weights):
     check_encoder(level, shape, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["small", pytest.param("silu", marks=pytest.mark.long), "spread"])
 def test_the_encoder_equals_numpys_on_sources_of_several_blocks(level, shape):
     check_encoder(level, shape, "int8", lengths=(2, 31, 32, 513, 1030))

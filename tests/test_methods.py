@@ -314,6 +314,7 @@ def farther(cells: Any) -> list[list[int]]:
     return [[5 * abs(i - k) + abs(t - u) for k, u in cells] for i, t in cells]
 
 
+@pytest.mark.slow
 def test_positions_of_a_strategys_own_decode_and_train() -> None:
     """By the fast decoder, with drafts, and in the loss of training: all as plain lists say."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(4))

@@ -109,6 +109,7 @@ def test_texts_that_do_not_come_back_are_told_at_the_start(tokenizer, said):
     assert "1000 of 1000 examples that were looked at, of 21000, have sources" in said[1] and len(said) == 2
 
 
+@pytest.mark.slow
 def test_large_batches_of_few_examples(tokenizer, monkeypatch):
     """Each example is encoded once, however often a draw has it; and the choice of shapes looks at a bounded number."""
     seen, looked, encode, order = Counter(), [], batches.encode, Shapes.order

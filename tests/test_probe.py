@@ -317,6 +317,7 @@ def test_an_interrupted_probe_goes_on(run: Path, tmp_path: Path, monkeypatch: py
         probe(run, tmp_path / "out", "--resume")
 
 
+@pytest.mark.slow
 def test_weights_learn_to_do_without_first(
     run: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,11 +363,13 @@ def test_weights_learn_to_do_without_first(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"examples.jsonl", "probe.json", "index.html"}
 
 
+@pytest.mark.slow
 def test_as_many_examples_as_are_learned_from(run: Path, tmp_path: Path, said: list[str]) -> None:
     probe(run, tmp_path / "out", "--limit", "3", "--adapt", str(run / "labelled.jsonl"), "--updates", "2")
     assert any("labelled.jsonl: 32 of 40 examples are drawn at random, to learn from" in line for line in said)
 
 
+@pytest.mark.slow
 def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(likelihoods, "SLOTS", 1)
     asked, update = list[int](), adaptation._update

@@ -363,6 +363,7 @@ def test_python_refuses_what_would_decode_its_column_names(checkpoints, given, f
         load(checkpoints / "none").decode(given)
 
 
+@pytest.mark.slow
 def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     """And those that were warmed up compile nothing at all."""
     opened = []

@@ -122,6 +122,7 @@ def test_the_model_of_a_request_is_the_base_or_an_adapter(
     engine.close(drain=False, seconds=60)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_something_else_is_refused(places: Places, tmp_path: Path) -> None:
     other = oracle.random_params(tiny.MORE_WORDS, np.random.default_rng(5))
     checkpoint.save_params(tmp_path / "another base", CONFIG, adapted(other, 2))

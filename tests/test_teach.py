@@ -273,6 +273,7 @@ def killed_at(monkeypatch, where, name, count):
     monkeypatch.setattr(where, name, until)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where, name, count",
     [

@@ -44,6 +44,7 @@ def test_by_hand():
     assert linear(cells, 1)[5] == [4, 3, 2, 0, 1, 0, 0]  # D sees neither C nor E
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [1, 3])
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_decoding_is_that_of_plain_lists(distance, delay):

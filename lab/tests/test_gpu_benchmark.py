@@ -38,6 +38,7 @@ def start():
 # The runner.
 
 
+@pytest.mark.slow
 def test_a_broken_part_stops_no_other(tmp_path):
     """One hangs, with a child of its own; one fails; one writes nothing that can be read; each leaves what it wrote."""
     child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
@@ -165,6 +166,7 @@ def wheel(directory, name, needs=""):
         file.writestr(f"{label}/RECORD", f"{name}.py,,\n{label}/METADATA,,\n{label}/WHEEL,,\n{label}/RECORD,,\n")
 
 
+@pytest.mark.slow
 def test_what_a_machine_lacks_is_installed_and_no_more(tmp_path):
     (tmp_path / "wheels").mkdir()
     wheel(tmp_path / "wheels", "pipejax_lacks_this", "Requires-Dist: numpy\nRequires-Dist: pipejax-lacks-that\n")

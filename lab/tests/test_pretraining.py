@@ -65,6 +65,7 @@ def test_stretches_hold_whole_sentences_and_no_more_words_than_allowed():
     assert [len(run) for run in runs] == [6, 3, 6, 3]  # the long one is left out, and nothing reaches across it
 
 
+@pytest.mark.slow
 def test_some_heads_look_at_neighbours_from_the_start():
     model = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=2, num_decoder_layers=2)
     params = pretraining.weights(model)
