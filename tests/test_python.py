@@ -349,6 +349,7 @@ def test_a_dict_is_a_config_and_a_run_goes_on(
         ({"overrides": {"train.steps": 0}}, r"overrides: train\.steps: found 0; expected at least 1"),
         ({"overrides": {"data.task": "msqa"}}, r"train: found records in memory with data\.task = msqa; expected jso"),
         ({"overrides": {"data.split": "0.8,0.2"}}, r"data\.split: found '0\.8,0\.2' with records in memory"),
+        ({"overrides": {"data.stream": 9}}, r"data\.stream: found 9 with records in memory; expected 0"),
         ({"train": []}, r"train: found no records; expected at least one"),
         ({"train": ["a", "b"]}, r"train:1: found 'a'; expected a record"),
         ({"train": [*records(3), {"source": "x"}]}, r'train:4: found no "targets"'),

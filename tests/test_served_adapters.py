@@ -17,6 +17,7 @@ from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import to_hf
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
+from pipejax.inference.loading import load
 from pipejax.inference.sources import Source
 from pipejax.model import lora
 from pipejax.system.errors import UserError
@@ -99,6 +100,22 @@ def test_each_of_64_requests_gets_the_answer_of_its_adapter_alone(
         assert [x["row_ids"] for x in generator.adapted(name).decode(sources)] == [x["row_ids"] for x in told[name]]
     *_, last = generator.adapted("run").stream_rows(sources[0])
     assert isinstance(last, dict) and last["row_ids"] == told["run"][0]["row_ids"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rounded", ["decode.weights=int8", "decode.weights=bfloat16", "decode.dtype=bfloat16"])
+def test_with_rounded_weights_a_mixed_batch_says_what_each_adapter_says_by_itself(
+    places: Places, sources: list[list[int]], rounded: str
+) -> None:
+    generator, names = load(places.base, adapters=places.adapters, overrides=[rounded]), [*places.alone]
+    engine, wanted = Engine(generator, places=5, queue=100), names * (len(sources) // len(names))
+    given = enumerate(zip(sources, wanted, strict=True))
+    answers = [engine.submit(Request(Source(i, ids), "pipelined", adapter=name)) for i, (ids, name) in given]
+    found = [[*answer.events()][-1] for answer in answers]
+    engine.close(drain=True, seconds=60)
+    told = {name: (generator.adapted(name) if name else generator).decode(sources) for name in names}
+    for i, (record, name) in enumerate(zip(found, wanted, strict=True)):
+        assert isinstance(record, dict) and record["row_ids"] == told[name][i]["row_ids"], (i, name)
 
 
 @pytest.mark.slow

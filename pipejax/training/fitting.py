@@ -81,6 +81,8 @@ def examples_of(source: object, split: str, data: DataConfig) -> list[Example]:
         raise UserError(f"{split}: found records in memory with data.task = {data.task}; expected jsonl")
     if data.split:
         raise UserError(f"data.split: found {data.split!r} with records in memory; expected none: give train and dev")
+    if split == "train" and data.stream:
+        raise UserError(f"data.stream: found {data.stream} with records in memory; expected 0: they need no stream")
     rows = list(rows_in(source, split))
     if not rows:
         raise UserError(f"{split}: found no records; expected at least one")

@@ -1,0 +1,155 @@
+"""The meter of dependence on real texts: does it tell beforehand which of two Δt a small T5 learns the better with?
+
+    PIPEJAX_DATA=DIR python -m lab.experiments.real_dependence --init runs/copying/run --json FILE [--set KEY=VALUE ...]
+
+DIR holds kp20k/ and cnn_dailymail/ as JSON lines; the weights of --init are those of `configs/copying.py`. Of each data
+set it trains the sequential objective, and the pipelined one with each Δt, with equal updates and the same seed, and
+asks `pipejax probe` about 1,000 documents that none of them saw: the sequential model for the cost of each Δt, the
+others for their likelihoods, each seen through its own Δt. What is finished is not done again.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.systems import names_of, save
+from lab.experiments import real_data
+from lab.experiments.probes import DELAYS
+from lab.experiments.tables.bounds import read
+from pipejax import config as config_lib
+from pipejax.apps.probe.summary import LEAST, Mean
+from pipejax.config import Config
+from pipejax.data import PUBLISHED
+from pipejax.system import cli
+from pipejax.system.files import write_text
+from pipejax.training import probe_command
+from pipejax.training.loop import fit
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    "kp20k": {"train": "kp20k/train.jsonl.gz", "dev": "kp20k/dev.jsonl.gz"},
+    "cnn_dailymail": {"train": "cnn_dailymail/test_994.jsonl.gz", "dev": "cnn_dailymail/validation_1000.jsonl.gz"},
+}
+TITLES = {"kp20k": "KP20k", "cnn_dailymail": "CNN/DailyMail"}
+Lines = list[list[float]]  # nats of the tokens of each answer
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains, measures, prints a table."""
+    parser = cli.Parser(prog="python -m lab.experiments.real_dependence", description=__doc__)
+    parser.add_argument("--init", required=True, metavar="RUN", help="what configs/copying.py trained")
+    parser.add_argument("--tasks", default=",".join(FILES), metavar="A,B", help=f"of {', '.join(FILES)}; default: all")
+    parser.add_argument("--workdir", default="runs/real_dependence", metavar="DIR", help="of the runs")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_overrides("override a setting of all runs, such as train.steps=400 (repeatable)")
+    flags = parser.parse_args(argv)
+    cli.check_output("--json", flags.json)
+    data, found = real_data.directory(), dict[str, Any]()
+    for task in names_of("--tasks", flags.tasks, FILES):
+        workdir = Path(flags.workdir) / task
+        workdir.mkdir(parents=True, exist_ok=True)
+        for split, path in FILES[task].items():
+            examples = read(data / path, PUBLISHED[task].placeholders)
+            lines = (
+                json.dumps({"id": e.id, "source": e.source, "targets": e.targets}) + "\n" for e in examples if e.targets
+            )
+            write_text(workdir / f"{split}.jsonl", "".join(lines))
+        base = config_lib.override(
+            config_lib.load(str(ROOT / f"configs/{task}_scratch.py")),
+            [
+                *("data.task=jsonl", f"data.train={workdir / 'train.jsonl'}", f"train.init_from={flags.init}"),
+                *flags.overrides,
+            ],
+        )
+        found[task] = {"updates": base.train.steps, **measure(base, workdir)}
+        print(report(task, found[task]), flush=True)
+        if flags.json:
+            save(flags.json, {"tasks": found, "command": "python -m lab.experiments.real_dependence " + " ".join(argv)})
+    return 0
+
+
+def measure(base: Config, workdir: Path) -> dict[str, Any]:
+    """Costs of the sequential model by Δt, and the likelihoods of those that were trained with each."""
+    asked = probed(base, 0, workdir)
+    own = {delay: probed(base, delay, workdir) for delay in DELAYS}
+    costs, trained = dict[str, Any](), dict[str, Any]()
+    for less, more in combinations(DELAYS, 2):
+        key = f"{less} and {more}"
+        costs[key] = gap(asked[f"delay_{less}"], asked[f"delay_{more}"])
+        trained[key] = gap(own[less]["whole"], own[more]["whole"])
+    numbers = json.loads((place(workdir, 0) / probe_command.NUMBERS).read_text(encoding="utf-8"))
+    return {
+        "examples": len(asked["whole"]),
+        "costs": {str(delay): gap(asked[f"delay_{delay}"], asked["whole"]) for delay in DELAYS},
+        "hidden": gap(asked["hidden"], asked["whole"]),
+        "says": numbers["says"],
+        "nll": {
+            str(delay): sum(map(sum, nll)) / sum(map(len, nll)) for delay in DELAYS for nll in [own[delay]["whole"]]
+        },
+        "probed": costs,
+        "trained": trained,
+        "right": {key: sign(costs[key]) == sign(trained[key]) for key in costs},
+        "seconds": json.loads((place(workdir, 0) / "seconds.json").read_text(encoding="utf-8")),
+    }
+
+
+def place(workdir: Path, delay: int) -> Path:
+    """The directory of a measurement."""
+    return workdir / f"{f'delay{delay}' if delay else 'sequential'}-probed"
+
+
+def probed(base: Config, delay: int, workdir: Path) -> dict[str, Lines]:
+    """The nats of all tokens, by condition, of the model that is trained with this Δt; 0: the sequential one."""
+    config = dataclasses.replace(
+        base,
+        grid=dataclasses.replace(base.grid, delay=max(delay, 1)),
+        train=dataclasses.replace(base.train, objective="pipelined" if delay else "sequential"),
+    )
+    output = place(workdir, delay)
+    run = workdir / output.name.removesuffix("-probed")
+    if code := fit(config, run):
+        raise SystemExit(code)
+    if not (output / probe_command.PAGE).is_file():
+        begun = time.perf_counter()
+        learn = [] if delay else ["--adapt", str(workdir / "train.jsonl")]
+        given = ["--checkpoint", str(run), "--input", str(workdir / "dev.jsonl"), "--output", str(output)]
+        probe_command.main([*given, *learn, "--resume"])
+        write_text(output / "seconds.json", f"{time.perf_counter() - begun:.0f}\n")
+    with (output / probe_command.EXAMPLES).open(encoding="utf-8") as lines:
+        answers = [json.loads(line)["nll"] for line in lines]
+    return {name: [[nats for row in rows[name] for nats in row] for rows in answers] for name in answers[0]}
+
+
+def gap(dear: Lines, cheap: Lines) -> dict[str, float]:
+    """What a token costs more in the first than in the second, and the standard error over answers."""
+    mean = Mean()
+    for one, other in zip(dear, cheap, strict=True):
+        mean.add(math.fsum(one) - math.fsum(other), len(one))
+    found = mean.to_json()
+    return {"nats": found["cost"], "error": found["error"]}
+
+
+def sign(found: dict[str, float]) -> int:
+    """1, -1, or 0 where a gap is not told from nothing, as in `summary.is_told`."""
+    if abs(found["nats"]) < max(LEAST, 2 * found["error"]):
+        return 0
+    return 1 if found["nats"] > 0 else -1
+
+
+def report(task: str, found: dict[str, Any]) -> str:
+    """A table: each two Δt, the gap that the probe tells, and that of training."""
+    heads = (f"{TITLES[task]}: Δt", "probed, nats a token", "trained, nats a token", "the same sign")
+    lines = [f"| {' | '.join(heads)} |", "|---|--:|--:|---|"]
+    for key, right in found["right"].items():
+        cells = [f"{part['nats']:+.4f} ± {part['error']:.4f}" for part in (found["probed"][key], found["trained"][key])]
+        lines.append(f"| {key} | {' | '.join(cells)} | {'yes' if right else 'no'} |")
+    return "\n".join([*lines, "", found["says"]])
+
+
+if __name__ == "__main__":
+    cli.run(main)
