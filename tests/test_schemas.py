@@ -429,6 +429,7 @@ def test_a_server_follows_response_format() -> None:
             named = {"format": {"type": "json_schema", "name": "x", "schema": asked}}
             reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": named})
             assert reply.json()["output"][0]["content"][0]["text"] == wanted["text"]
+            assert reply.json()["text"] == named
             text: object
             for text, words in (
                 ("plain", "text: found 'plain'; expected an object such as"),

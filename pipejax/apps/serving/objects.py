@@ -170,7 +170,7 @@ class Responses:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": asked.sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": asked.format},
             "tool_choice": "none",
             "tools": [],
             "top_p": asked.sampling.top_p,

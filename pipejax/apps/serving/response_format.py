@@ -21,7 +21,7 @@ def read(given: Object, generator: Generator, strategy: str) -> Generator:
     Raises:
       Refused: the format is unknown, or rows cannot follow the schema; or another field cannot go with it.
     """
-    field, found = _format(given)
+    field, found = format_of(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or kind not in TYPES:
         raise unsuitable(field, found, f"an object whose type is one of {', '.join(TYPES)}")
@@ -42,7 +42,7 @@ def read(given: Object, generator: Generator, strategy: str) -> Generator:
         raise Refused(400, f"{field}: {error}", field=field) from error
 
 
-def _format(given: Object) -> tuple[str, object]:
+def format_of(given: Object) -> tuple[str, object]:
     """The field of the format, and its value: responses have it in `text`, and the schema in it."""
     if "text" not in given:
         return "response_format", given.get("response_format", {"type": "text"})
