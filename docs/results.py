@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks import plot
+from lab.benchmarks import plot, trees
 from lab.experiments import distance_probes
 from lab.experiments.tables import bounds, paper
 
@@ -150,8 +150,22 @@ def first_answers(results: list[dict[str, Any]]) -> list[str]:
     return table(["process", "whole, s", "loading", "answer"], rows, words=1)
 
 
+def batches(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.trees`: answers a second of the code before, and now."""
+    rows = []
+    for r in results:
+        lengths, now = trees.lengths_of(r["sources"]), r["new"]
+        speeds = (len(lengths) / (r[tree]["encode_s"] + r[tree]["decode_s"]) for tree in ("new", "old"))
+        unequal = "unequal" if len({*lengths}) > 1 else "equal"
+        cells = [f"{now['encode_s']:.2f}", f"{now['decode_s']:.2f}", *(f"{each:.2f}" for each in speeds)]
+        rows.append([unequal, len(lengths), max(lengths), sum(lengths), *cells, f"{r['both']:.2f}"])
+    head = ["lengths", "documents", "longest", "tokens", "encoder, s", "decoder, s", "answers a second", "before", "x"]
+    return table(head, rows, words=1)
+
+
 # By its name, or a key of a result.
 KINDS = {
+    "both": batches,
     "whole_s": first_answers,
     "programs_tpu.json": steps,
     "distance": distance_probes.table,

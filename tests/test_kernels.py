@@ -134,7 +134,8 @@ def check_calls(level, shape, weights, calls):
         return found
 
     found = decode([asked.step(call, fillers=2 * call) for call in range(len(calls))], memory)
-    with rounding(weights, level):
+    looked_at = quantised.sources_in_two_digits() if in_one_digit(weights, level) else contextlib.nullcontext()
+    with rounding(weights, level), looked_at:
         wanted = [
             quantised.logits(
                 exact, c, seen[b, :, :, : lengths[b]], asked.tokens[b], asked.visible[b], asked.distances(b)

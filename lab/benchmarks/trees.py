@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
             named[name]["peak_mib"] = most
         results.append({"sources": text, **named, "encode": encode, "decode": decode, "both": both})
         if flags.json:
-            command = "python -m lab.benchmarks.trees " + " ".join(argv)
+            places = {flags.old: "OLD", flags.new: "NEW"}
+            command = "python -m lab.benchmarks.trees " + " ".join(places.get(word, word) for word in argv)
             save(flags.json, {"results": results, "machine": machine(flags.threads), "command": command})
     for tree in trees:
         tree.close()

@@ -115,6 +115,37 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
         yield
 
 
+def two_digits(x: np.ndarray) -> np.ndarray:
+    """Numbers of the last axis as multiples of a step each: 127 * 256 + 127 of them are the largest."""
+    most = np.abs(x).max(axis=-1, keepdims=True)
+    step = np.where(most == 0, 1, most / (127 * 256 + 127))
+    return np.round(x / step) * step
+
+
+@contextlib.contextmanager
+def sources_in_two_digits() -> Iterator[None]:
+    """`oracle.attend` of `logits` below: queries, and the powers of their scores, have two digits each."""
+    exact = oracle.attend
+
+    def attend(
+        x: np.ndarray, memory: np.ndarray, params: Params, config: Any, *, bias: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:
+        if "picks" not in params["key"]:
+            return exact(x, memory, params, config, bias=bias, mask=mask)
+
+        def heads(of: np.ndarray, name: str) -> np.ndarray:
+            return oracle.linear(of, params[name]).reshape(-1, config.num_heads, config.d_kv).swapaxes(0, 1)
+
+        assert mask.all()
+        scores = two_digits(heads(x, "query")) @ heads(memory, "key").swapaxes(1, 2) + bias
+        powers = np.exp(scores - scores.max(axis=2, keepdims=True))
+        found = two_digits(powers) @ heads(memory, "value") / powers.sum(axis=2, keepdims=True)
+        return oracle.linear(found.swapaxes(0, 1).reshape(len(x), -1), params["output"])
+
+    with mock.patch.object(oracle, "attend", attend):
+        yield
+
+
 def memory(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
     """What the decoder's layers look into: keys and values [layers, 2, L, I] of a source of L tokens."""
     encoded = oracle.encode(params, config, ids)

@@ -43,14 +43,16 @@ class Arguments {
   }
 
   // The first of so many matrices [outputs, inputs] in panels, one after the other, and the scales after them. It is for
-  // columns in float32: of a few of them digits are no faster.
+  // columns in float32, of a few of which digits are no faster, but for int8 with VNNI: then in two digits, lest small
+  // shares of attention become nothing.
   Matrix Panels(const char* name, int64_t examples, int64_t heads, int64_t outputs, int64_t inputs) {
     const ffi::AnyBuffer found = Next(name);
     const Kind kind = KindOf(found);
     const int64_t depth = inputs / kNumbers[kind];
     Check(name, found, kTypes[kind], {examples, heads, outputs / kPanel, depth, kPanel, kNumbers[kind]});
     const f32* scale = Array<f32>(name, {examples, heads, kind == kInt8 ? outputs : 0});
-    return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, 0};
+    const int digits = kind == kInt8 && !kTiles && kDigits[kInt8] ? 2 : 0;
+    return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, digits};
   }
 
   // Those that come next are of that layer, if something is to be said of them.
