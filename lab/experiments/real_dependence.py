@@ -4,8 +4,8 @@
 
 DIR holds kp20k/ and cnn_dailymail/ as JSON lines; the weights of --init are those of `configs/copying.py`. Of each data
 set it trains the sequential objective, and the pipelined one with each Δt, with equal updates and the same seed, and
-asks `pipejax probe` about 1,000 documents that none of them saw: the sequential model for the cost of each Δt, the
-others for their likelihoods, each seen through its own Δt. What is finished is not done again.
+measures 1,000 documents that none of them saw: `pipejax probe` asks the sequential model for the cost of each Δt, and
+the others say their tokens' likelihoods, as their own Δt lets them see. What is finished is not done again.
 """
 
 import dataclasses
@@ -17,14 +17,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lab.benchmarks.systems import names_of, save
 from lab.experiments import real_data
 from lab.experiments.probes import DELAYS
 from lab.experiments.tables.bounds import read
 from pipejax import config as config_lib
+from pipejax.apps.probe import measuring
+from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter
 from pipejax.apps.probe.summary import LEAST, Mean
 from pipejax.config import Config
 from pipejax.data import PUBLISHED
+from pipejax.data.shapes import choose
 from pipejax.system import cli
 from pipejax.system.files import write_text
 from pipejax.training import probe_command
@@ -36,6 +41,7 @@ FILES = {
     "cnn_dailymail": {"train": "cnn_dailymail/test_994.jsonl.gz", "dev": "cnn_dailymail/validation_1000.jsonl.gz"},
 }
 TITLES = {"kp20k": "KP20k", "cnn_dailymail": "CNN/DailyMail"}
+BATCH = 8
 Lines = list[list[float]]  # nats of the tokens of each answer
 
 
@@ -46,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tasks", default=",".join(FILES), metavar="A,B", help=f"of {', '.join(FILES)}; default: all")
     parser.add_argument("--workdir", default="runs/real_dependence", metavar="DIR", help="of the runs")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    updates = probe_command.UPDATES
+    parser.add_argument("--updates", type=cli.whole(1), default=updates, metavar="N", help=f"of the probe ({updates})")
     parser.add_overrides("override a setting of all runs, such as train.steps=400 (repeatable)")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
@@ -66,63 +74,84 @@ def main(argv: Sequence[str]) -> int:
                 *flags.overrides,
             ],
         )
-        found[task] = {"updates": base.train.steps, **measure(base, workdir)}
+        found[task] = {
+            "trained_for": base.train.steps,
+            "updates": flags.updates,
+            **measure(base, workdir, flags.updates),
+        }
         print(report(task, found[task]), flush=True)
         if flags.json:
             save(flags.json, {"tasks": found, "command": "python -m lab.experiments.real_dependence " + " ".join(argv)})
     return 0
 
 
-def measure(base: Config, workdir: Path) -> dict[str, Any]:
+def measure(base: Config, workdir: Path, updates: int) -> dict[str, Any]:
     """Costs of the sequential model by Δt, and the likelihoods of those that were trained with each."""
-    asked = probed(base, 0, workdir)
-    own = {delay: probed(base, delay, workdir) for delay in DELAYS}
+    run, output = workdir / "sequential", workdir / "sequential-probed"
+    train(base, 0, run)
+    if not (output / probe_command.PAGE).is_file():
+        begun = time.perf_counter()
+        given = ["--checkpoint", str(run), "--input", str(workdir / "dev.jsonl"), "--output", str(output)]
+        learn = ["--adapt", str(workdir / "train.jsonl"), "--updates", str(updates)]
+        probe_command.main([*given, *learn, "--resume"])
+        write_text(output / "seconds.json", f"{time.perf_counter() - begun:.0f}\n")
+    with (output / probe_command.EXAMPLES).open(encoding="utf-8") as lines:
+        answers = [json.loads(line)["nll"] for line in lines]
+    asked = {name: [[nats for row in rows[name] for nats in row] for rows in answers] for name in answers[0]}
+    own = {delay: likelihoods(base, delay, workdir) for delay in DELAYS}
     costs, trained = dict[str, Any](), dict[str, Any]()
     for less, more in combinations(DELAYS, 2):
         key = f"{less} and {more}"
         costs[key] = gap(asked[f"delay_{less}"], asked[f"delay_{more}"])
-        trained[key] = gap(own[less]["whole"], own[more]["whole"])
-    numbers = json.loads((place(workdir, 0) / probe_command.NUMBERS).read_text(encoding="utf-8"))
+        trained[key] = gap(own[less], own[more])
+    numbers = json.loads((output / probe_command.NUMBERS).read_text(encoding="utf-8"))
     return {
         "examples": len(asked["whole"]),
         "costs": {str(delay): gap(asked[f"delay_{delay}"], asked["whole"]) for delay in DELAYS},
         "hidden": gap(asked["hidden"], asked["whole"]),
         "says": numbers["says"],
-        "nll": {
-            str(delay): sum(map(sum, nll)) / sum(map(len, nll)) for delay in DELAYS for nll in [own[delay]["whole"]]
-        },
+        "nll": {str(delay): sum(map(sum, nll)) / sum(map(len, nll)) for delay, nll in own.items()},
         "probed": costs,
         "trained": trained,
         "right": {key: sign(costs[key]) == sign(trained[key]) for key in costs},
-        "seconds": json.loads((place(workdir, 0) / "seconds.json").read_text(encoding="utf-8")),
+        "seconds": json.loads((output / "seconds.json").read_text(encoding="utf-8")),
     }
 
 
-def place(workdir: Path, delay: int) -> Path:
-    """The directory of a measurement."""
-    return workdir / f"{f'delay{delay}' if delay else 'sequential'}-probed"
-
-
-def probed(base: Config, delay: int, workdir: Path) -> dict[str, Lines]:
-    """The nats of all tokens, by condition, of the model that is trained with this Δt; 0: the sequential one."""
+def train(base: Config, delay: int, run: Path) -> None:
+    """Trains with a Δt, or sequentially with 0; what is trained is left alone."""
     config = dataclasses.replace(
         base,
         grid=dataclasses.replace(base.grid, delay=max(delay, 1)),
         train=dataclasses.replace(base.train, objective="pipelined" if delay else "sequential"),
     )
-    output = place(workdir, delay)
-    run = workdir / output.name.removesuffix("-probed")
     if code := fit(config, run):
         raise SystemExit(code)
-    if not (output / probe_command.PAGE).is_file():
-        begun = time.perf_counter()
-        learn = [] if delay else ["--adapt", str(workdir / "train.jsonl")]
-        given = ["--checkpoint", str(run), "--input", str(workdir / "dev.jsonl"), "--output", str(output)]
-        probe_command.main([*given, *learn, "--resume"])
-        write_text(output / "seconds.json", f"{time.perf_counter() - begun:.0f}\n")
-    with (output / probe_command.EXAMPLES).open(encoding="utf-8") as lines:
-        answers = [json.loads(line)["nll"] for line in lines]
-    return {name: [[nats for row in rows[name] for nats in row] for rows in answers] for name in answers[0]}
+
+
+def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
+    """The nats of the tokens of each answer, of the model that is trained with this Δt and sees through it."""
+    run, kept = workdir / f"delay{delay}", workdir / f"delay{delay}.json"
+    if kept.is_file():
+        found: Lines = json.loads(kept.read_text(encoding="utf-8"))
+        return found
+    train(base, delay, run)
+    work = measuring.prepare(
+        str(run), str(workdir / "dev.jsonl"), None, best=False, limit=None, lessons=0, overrides=[]
+    )
+    lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)
+    longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
+    shapes = choose(lengths, size=BATCH, group=1, pack=1, most=measuring.SHAPES, limit=longest)
+    assert work.config.model is not None
+    # A condition hides what it does not let be seen, beside what the training hid already: that is its Δt.
+    meter = Meter(work.config.model.module(), work.params, [Condition(WHOLE)], shapes, BATCH)
+    nats = [list[float]()] * len(work.targets)
+    for batch in meter.batches(work.targets):
+        given = [work.targets[i] for i in batch]
+        for i, target, of_target in zip(batch, given, meter.measure(given), strict=True):
+            nats[i] = of_target[0][target.encoded.target.weights > 0].astype(float).tolist()
+    write_text(kept, json.dumps(nats) + "\n")
+    return nats
 
 
 def gap(dear: Lines, cheap: Lines) -> dict[str, float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.experiments import dependence, probes
+from lab.experiments import dependence, probes, real_dependence
 from pipejax.system.errors import UserError
 
 
@@ -43,3 +43,22 @@ def test_the_table() -> None:
     lines = dependence.report(found).splitlines()
     assert lines[2] == "| copy_end | 0.500, 40.0 % | 0.000, 0.0 % | 0.000, 0.0 % | 0.700 |"
     assert lines[-1].endswith("1.00 with the mean of the seeds, 0.50 with the better seed of each.")
+
+
+def test_a_gap_is_told_by_its_size_and_its_error() -> None:
+    """Three answers of two tokens, by 0.3, 0.1 and 0.2 nats a token apart."""
+    dear, cheap = [[1.0, 2.0], [1.0, 1.0], [3.0, 1.0]], [[0.4, 2.0], [1.0, 0.8], [2.6, 1.0]]
+    found = real_dependence.gap(dear, cheap)
+    assert found == {"nats": pytest.approx(0.2), "error": pytest.approx(0.1 / 3**0.5, abs=1e-6)}
+    assert real_dependence.sign(found) == 1
+    assert real_dependence.sign(real_dependence.gap(cheap, dear)) == -1
+    assert real_dependence.sign({"nats": 0.2, "error": 0.11}) == 0
+    assert real_dependence.sign({"nats": 0.004, "error": 0.0}) == 0
+
+
+def test_the_table_of_real_texts() -> None:
+    part = {"nats": 0.02, "error": 0.003}
+    found = {"right": {"1 and 2": False}, "probed": {"1 and 2": part}, "trained": {"1 and 2": part}, "says": "x"}
+    head, _, line, _, says = real_dependence.report("kp20k", found).splitlines()
+    assert head.startswith("| KP20k: Δt | probed") and says == "x"
+    assert line == "| 1 and 2 | +0.0200 ± 0.0030 | +0.0200 ± 0.0030 | no |"
