@@ -159,7 +159,7 @@ def _open(place: Path, template: Tree) -> list[ts.TensorStore]:
 
 
 class Saving(threading.Thread):
-    """A thread that waits for a save. It is a daemon, so the process can end without it; Orbax ends its writes."""
+    """A thread that waits for a save. It is a daemon, so the process can end without it: then nothing is committed."""
 
     def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
         """Starts the thread, which waits for the writes and then calls `commit`."""

@@ -205,4 +205,4 @@ class Method:
         if ability not in self.can:
             if not wish:
                 raise UserError(f"{self.setting}; expected another, since it does not {ABILITIES[ability]}")
-            raise UserError(f"{wish} with {self.label}; expected {expected}, since it does not {ABILITIES[ability]}")
+            raise UserError(f"{wish} with {self.label}, which does not {ABILITIES[ability]}; expected {expected}")

@@ -225,11 +225,12 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
             traceback.print_exception(error)
     mute()
     logger.propagate = True
-    # sys.exit would wait for these threads; a daemon thread inside XLA, or work that XLA does, would crash the process.
+    # sys.exit would wait for these threads. It frees memory, too: a daemon thread or work inside XLA, still running,
+    # would crash the process then.
     if _unneeded or at_once:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, UserError):
+                stream.flush()
         os._exit(code)
     gc.freeze()  # else the interpreter looks for garbage among all objects before it ends, which takes half a second
     sys.exit(code)

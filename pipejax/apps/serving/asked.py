@@ -56,7 +56,7 @@ class Asked:
     n: int
     max_tokens: int | None
     row_tokens: int | None  # of each row, in the place of `max_tokens` if answers follow a schema
-    format: object  # of the answers, as the request says it
+    format: Object  # of the answers, as a response says it
     logprobs: int | None
     stop: tuple[str, ...]
     stream: bool
@@ -171,7 +171,7 @@ def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int
         n=n,
         max_tokens=bound[1] if row_tokens is None else None,
         row_tokens=row_tokens,
-        format=response_format.format_of(given)[1],
+        format=response_format.echo(given),
         logprobs=logprobs,
         stop=stop,
         stream=stream,

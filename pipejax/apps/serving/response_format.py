@@ -8,6 +8,7 @@ from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
 
 TYPES = "json_schema", "text"
+FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, "schema": Mapping, "strict": bool}
 
 
 def read(given: Object, generator: Generator, strategy: str) -> Generator:
@@ -21,7 +22,7 @@ def read(given: Object, generator: Generator, strategy: str) -> Generator:
     Raises:
       Refused: the format is unknown, or rows cannot follow the schema; or another field cannot go with it.
     """
-    field, found = format_of(given)
+    field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or kind not in TYPES:
         raise unsuitable(field, found, f"an object whose type is one of {', '.join(TYPES)}")
@@ -42,7 +43,15 @@ def read(given: Object, generator: Generator, strategy: str) -> Generator:
         raise Refused(400, f"{field}: {error}", field=field) from error
 
 
-def format_of(given: Object) -> tuple[str, object]:
+def echo(given: Object) -> dict[str, object]:
+    """The format of a request that `read` took, as a response says it: the fields of OpenAI's, of their types."""
+    _, found = _format(given)
+    if not isinstance(found, Mapping) or found["type"] == "text":
+        return {"type": "text"}
+    return {name: found[name] for name, kind in FIELDS.items() if isinstance(found.get(name), kind)}
+
+
+def _format(given: Object) -> tuple[str, object]:
     """The field of the format, and its value: responses have it in `text`, and the schema in it."""
     if "text" not in given:
         return "response_format", given.get("response_format", {"type": "text"})

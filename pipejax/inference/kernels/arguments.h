@@ -42,9 +42,9 @@ class Arguments {
     return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, kDigits[kind]};
   }
 
-  // The first of so many matrices [outputs, inputs] in panels, one after the other, and the scales after them. It is for
-  // columns in float32, of a few of which digits are no faster, but for int8 with VNNI: then in two digits, lest small
-  // shares of attention become nothing.
+  // The first of so many matrices [outputs, inputs] in panels, one after the other, and the scales after them. Its columns
+  // are in float32, as digits of a few of them are no faster; but for int8 with VNNI they have two digits. In one, too many
+  // small shares of attention would become nothing. Tiles want more columns than a step has.
   Matrix Panels(const char* name, int64_t examples, int64_t heads, int64_t outputs, int64_t inputs) {
     const ffi::AnyBuffer found = Next(name);
     const Kind kind = KindOf(found);

@@ -3,8 +3,8 @@
 // A processor with products of narrow numbers multiplies int8 weights with int8 columns, and bfloat16 weights with bfloat16
 // columns. Two digits of a number, whose sum is x to about 16 bits, are twice the arithmetic of one. With VNNI int8 waits
 // for arithmetic, so a column has one int8 digit there. Its few largest numbers, which would make the steps of a digit
-// coarse, have a second one: a network with outliers loses no more than one without. The head alone has two of every
-// number there. Tiles (AMX) are fast enough for that everywhere.
+// coarse, have a second one: a network with outliers loses no more than one without. The head, and attention to a source,
+// have two of every number there. Tiles (AMX) are fast enough for that everywhere.
 #pragma once
 
 #include <algorithm>

@@ -276,15 +276,20 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   if (results.size() != 4 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
   const int64_t inner = heads * width, memory = numbers.M;
-  if (static_cast<int64_t>((*results.get<ffi::AnyBuffer>(0).value()).element_count()) != batch * inner * memory || memory < length)
-    return Wrong("encode: a memory of another size");
+  const auto type = (*results.get<ffi::AnyBuffer>(0).value()).element_type();
+  const Kind kind = type == ffi::F32 ? kFloat32 : kBfloat16;
+  const bool in_int8 = type == ffi::S8;
+  const int64_t numbers_of[] = {batch * inner * memory, in_int8 ? batch * heads * memory : 0, batch * inner * memory, in_int8 ? batch * inner : 0};
+  for (size_t i = 0; i < results.size(); ++i) {
+    const ffi::AnyBuffer found = *results.get<ffi::AnyBuffer>(i).value();
+    if (static_cast<int64_t>(found.element_count()) != numbers_of[i % 4] || found.element_type() != (i % 2 ? ffi::F32 : type))
+      return Wrong("encode: a memory of another size");
+  }
+  if (memory < length || memory % kPanel) return Wrong("encode: a memory of another size");
 
   thread_local Rooms kept;
   Rooms& rooms = kept;  // the one of the thread that leads, for all
   Team team(pool);
-  const auto type = (*results.get<ffi::AnyBuffer>(0).value()).element_type();
-  const Kind kind = type == ffi::F32 ? kFloat32 : kBfloat16;
-  const bool in_int8 = type == ffi::S8;
   const int64_t depth = in_int8 ? 4 : kind == kBfloat16 ? 2 : 1;
   auto& first = rooms.examples;  // an example's first column: only real tokens are computed
   first.assign(1, 0);
