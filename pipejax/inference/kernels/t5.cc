@@ -279,10 +279,11 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const auto type = (*results.get<ffi::AnyBuffer>(0).value()).element_type();
   const Kind kind = type == ffi::F32 ? kFloat32 : kBfloat16;
   const bool in_int8 = type == ffi::S8;
-  const int64_t numbers_of[] = {batch * inner * memory, in_int8 ? batch * heads * memory : 0, batch * inner * memory, in_int8 ? batch * inner : 0};
+  const int64_t whole = batch * inner * memory, scales = in_int8 ? batch : 0;
+  const int64_t sizes[] = {whole, scales * heads * memory, whole, scales * inner};
   for (size_t i = 0; i < results.size(); ++i) {
     const ffi::AnyBuffer found = *results.get<ffi::AnyBuffer>(i).value();
-    if (static_cast<int64_t>(found.element_count()) != numbers_of[i % 4] || found.element_type() != (i % 2 ? ffi::F32 : type))
+    if (static_cast<int64_t>(found.element_count()) != sizes[i % 4] || found.element_type() != (i % 2 ? ffi::F32 : type))
       return Wrong("encode: a memory of another size");
   }
   if (memory < length || memory % kPanel) return Wrong("encode: a memory of another size");
