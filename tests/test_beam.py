@@ -1,7 +1,6 @@
 """Beam search against Hugging Face's on torch: tokens, ends and decoder steps over random models, batches included."""
 
 import dataclasses
-import re
 from collections import Counter
 
 import jax
@@ -122,11 +121,11 @@ def test_generator_decodes_with_beams(in_torch):
 @pytest.mark.parametrize(
     "setting, line",
     [
-        ({"temperature": 0.5}, "decode.temperature: found 0.5 with decode.beams = 2; expected 0.0, "),
-        ({"scores": True}, "decode.scores: found True with decode.beams = 2; expected False, "),
-        ({"limit": "source"}, "decode.limit: found source with decode.beams = 2; expected none, "),
+        ({"temperature": 0.5}, "decode.temperature: found 0.5 with decode.beams = 2, .*; expected 0.0"),
+        ({"scores": True}, "decode.scores: found True with decode.beams = 2, .*; expected False"),
+        ({"limit": "source"}, "decode.limit: found source with decode.beams = 2, .*; expected none"),
     ],
 )
 def test_settings_for_decoding_without_beams_are_refused(setting, line):
-    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+    with pytest.raises(UserError, match=f"^{line}$"):
         make("sequential", GridConfig(), DecodeConfig(beams=2, **setting), bos=0, eos=1)
