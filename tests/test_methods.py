@@ -125,12 +125,21 @@ def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generato
 @pytest.mark.parametrize(
     "more, line",
     [
-        ({"row_prefixes": [[3], [4]]}, "source 0: found several row_prefixes with staggered decoding, which does not "),
+        (
+            {"row_prefixes": [[3], [4]]},
+            "source 0: found several row_prefixes with staggered decoding, which does not begin several rows as they "
+            "are told, or end after so many; expected none",
+        ),
         (
             {"row_prefixes": [[3]]},
-            "source 0: found row_prefixes with staggered decoding, which does ",
+            "source 0: found row_prefixes with staggered decoding, which does not begin a row as it is told; "
+            "expected none",
         ),
-        ({"max_rows": 2}, "source 0: found max_rows with staggered decoding, which does not begin "),
+        (
+            {"max_rows": 2},
+            "source 0: found max_rows with staggered decoding, which does not begin several rows as they are told, or "
+            "end after so many; expected none",
+        ),
     ],
 )
 def test_rows_are_not_told_silently(generator: Generator, more: dict[str, Any], line: str) -> None:
@@ -139,7 +148,8 @@ def test_rows_are_not_told_silently(generator: Generator, more: dict[str, Any], 
 
 
 def test_drafts_are_refused(generator: Generator) -> None:
-    with pytest.raises(UserError, match=r"^decode\.draft: found source with staggered decoding, which does not "):
+    line = r"^decode\.draft: found source with staggered decoding, which does not verify drafts; expected none$"
+    with pytest.raises(UserError, match=line):
         generator.decode([[5, 1]], draft="source")
 
 
@@ -149,7 +159,8 @@ def test_drafts_are_refused(generator: Generator) -> None:
         ({"beams": 2}, "decode.beams: found 2; expected 1, since beam search is sequential, not staggered"),
         (
             {"unique_rows": True},
-            "decode.unique_rows: found True with staggered decoding, which does not leave out rows",
+            "decode.unique_rows: found True with staggered decoding, which does not leave out rows that repeat one "
+            "above; expected False",
         ),
     ],
 )
@@ -171,8 +182,14 @@ class Modest(Staggered):
 @pytest.mark.parametrize(
     "more, line",
     [
-        ({"temperature": 0.5}, "temperature: found 0.5 with modest decoding, which does not draw"),
-        ({"logprobs": 0}, "logprobs: found some with modest decoding, which does not keep"),
+        (
+            {"temperature": 0.5},
+            "temperature: found 0.5 with modest decoding, which does not draw tokens by a temperature; expected 0",
+        ),
+        (
+            {"logprobs": 0},
+            "logprobs: found some with modest decoding, which does not keep log-probabilities; expected none",
+        ),
         ({"strategy": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
     ],
 )
@@ -441,7 +458,7 @@ def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
     quantize(run, tmp_path / "small")
     assert open_run(tmp_path / "small").config.method == open_run(run).config.method
     (tmp_path / "record.jsonl").write_text('{"id": 0, "row_ids": [[5]], "steps": 1}')
-    with pytest.raises(UserError, match=r"with brought:Brought decoding, which does not write"):
+    with pytest.raises(UserError, match=r"with brought:Brought decoding, which does not write rows .*; expected none$"):
         picture([str(tmp_path / "record.jsonl"), "--checkpoint", str(run), "--output", str(tmp_path / "x.svg")])
     assert "brought" not in sys.modules and sys.path == places
     assert config_lib.load(run / "config.json").method.rows == 2  # a config that the user names

@@ -80,17 +80,23 @@ def sources() -> list[list[int]]:
     return [[*rng.integers(2, 12, rng.choice([3, 9])).tolist(), 1] for _ in range(64)]
 
 
+def answered(generator: Generator, sources: list[list[int]], wanted: list[str]) -> list[Any]:
+    """The records of requests that share batches, each with an adapter."""
+    engine = Engine(generator, places=5, queue=100)
+    given = enumerate(zip(sources, wanted, strict=True))
+    answers = [engine.submit(Request(Source(i, ids), "pipelined", adapter=name)) for i, (ids, name) in given]
+    found = [[*answer.events()][-1] for answer in answers]
+    engine.close(drain=True, seconds=60)
+    return found
+
+
 @pytest.mark.long
 def test_each_of_64_requests_gets_the_answer_of_its_adapter_alone(
     places: Places, generator: Generator, sources: list[list[int]]
 ) -> None:
     names = [*places.alone]
     wanted = [names[i] for i in np.random.default_rng(1).integers(0, len(names), len(sources))]
-    engine = Engine(generator, places=5, queue=100)
-    given = zip(sources, wanted, strict=True)
-    answers = [engine.submit(Request(Source(i, ids), "pipelined", adapter=name)) for i, (ids, name) in enumerate(given)]
-    found = [[*answer.events()][-1] for answer in answers]
-    engine.close(drain=True, seconds=60)
+    found = answered(generator, sources, wanted)
     told = {name: alone(place).decode(sources) for name, place in places.alone.items()}
     for i, name in enumerate(wanted):
         record = found[i]
@@ -108,11 +114,8 @@ def test_with_rounded_weights_a_mixed_batch_says_what_each_adapter_says_by_itsel
     places: Places, sources: list[list[int]], rounded: str
 ) -> None:
     generator, names = load(places.base, adapters=places.adapters, overrides=[rounded]), [*places.alone]
-    engine, wanted = Engine(generator, places=5, queue=100), names * (len(sources) // len(names))
-    given = enumerate(zip(sources, wanted, strict=True))
-    answers = [engine.submit(Request(Source(i, ids), "pipelined", adapter=name)) for i, (ids, name) in given]
-    found = [[*answer.events()][-1] for answer in answers]
-    engine.close(drain=True, seconds=60)
+    wanted = names * (len(sources) // len(names))
+    found = answered(generator, sources, wanted)
     told = {name: (generator.adapted(name) if name else generator).decode(sources) for name in names}
     for i, (record, name) in enumerate(zip(found, wanted, strict=True)):
         assert isinstance(record, dict) and record["row_ids"] == told[name][i]["row_ids"], (i, name)

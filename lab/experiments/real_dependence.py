@@ -21,12 +21,12 @@ import numpy as np
 
 from lab.benchmarks.systems import names_of, save
 from lab.experiments import real_data
-from lab.experiments.probes import DELAYS
+from lab.experiments.probes import DELAYS, write_examples
 from lab.experiments.tables.bounds import read
 from pipejax import config as config_lib
 from pipejax.apps.probe import measuring
 from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter
-from pipejax.apps.probe.summary import LEAST, Mean
+from pipejax.apps.probe.summary import Mean, is_told
 from pipejax.config import Config
 from pipejax.data import PUBLISHED
 from pipejax.data.shapes import choose
@@ -63,10 +63,7 @@ def main(argv: Sequence[str]) -> int:
         workdir.mkdir(parents=True, exist_ok=True)
         for split, path in FILES[task].items():
             examples = read(data / path, PUBLISHED[task].placeholders)
-            lines = (
-                json.dumps({"id": e.id, "source": e.source, "targets": e.targets}) + "\n" for e in examples if e.targets
-            )
-            write_text(workdir / f"{split}.jsonl", "".join(lines))
+            write_examples(workdir / f"{split}.jsonl", (example for example in examples if example.targets))
         base = config_lib.override(
             config_lib.load(str(ROOT / f"configs/{task}_scratch.py")),
             [
@@ -165,7 +162,7 @@ def gap(dear: Lines, cheap: Lines) -> dict[str, float]:
 
 def sign(found: dict[str, float]) -> int:
     """1, -1, or 0 where a gap is not told from nothing, as in `summary.is_told`."""
-    if abs(found["nats"]) < max(LEAST, 2 * found["error"]):
+    if not is_told({"cost": abs(found["nats"]), "error": found["error"], "tokens": 0}):
         return 0
     return 1 if found["nats"] > 0 else -1
 

@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from support import oracle
 
 Params = dict[str, Any]
+TWO_DIGITS = 127 * 256 + 127  # steps, of the largest number
 
 
 def bfloat16(x: Any) -> np.ndarray:
@@ -74,10 +75,10 @@ def activations(rounding: Any) -> Iterator[None]:
         yield
 
 
-def narrow(x: np.ndarray, axis: int) -> np.ndarray:
-    """In int8, with one scale for all numbers along an axis."""
+def narrow(x: np.ndarray, axis: int, steps: int = 127) -> np.ndarray:
+    """With one scale for all numbers along an axis, the largest so many steps: in int8, or in two digits of it."""
     most = np.abs(x).max(axis=axis, keepdims=True)
-    step = np.where(most == 0, 1, most / 127)
+    step = np.where(most == 0, 1, most / steps)
     return np.round(x / step) * step
 
 
@@ -115,13 +116,6 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
         yield
 
 
-def two_digits(x: np.ndarray) -> np.ndarray:
-    """Numbers of the last axis as multiples of a step each: 127 * 256 + 127 of them are the largest."""
-    most = np.abs(x).max(axis=-1, keepdims=True)
-    step = np.where(most == 0, 1, most / (127 * 256 + 127))
-    return np.round(x / step) * step
-
-
 @contextlib.contextmanager
 def sources_in_two_digits() -> Iterator[None]:
     """`oracle.attend` of `logits` below: queries, and the powers of their scores, have two digits each."""
@@ -137,9 +131,9 @@ def sources_in_two_digits() -> Iterator[None]:
             return oracle.linear(of, params[name]).reshape(-1, config.num_heads, config.d_kv).swapaxes(0, 1)
 
         assert mask.all()
-        scores = two_digits(heads(x, "query")) @ heads(memory, "key").swapaxes(1, 2) + bias
+        scores = narrow(heads(x, "query"), 2, TWO_DIGITS) @ heads(memory, "key").swapaxes(1, 2) + bias
         powers = np.exp(scores - scores.max(axis=2, keepdims=True))
-        found = two_digits(powers) @ heads(memory, "value") / powers.sum(axis=2, keepdims=True)
+        found = narrow(powers, 2, TWO_DIGITS) @ heads(memory, "value") / powers.sum(axis=2, keepdims=True)
         return oracle.linear(found.swapaxes(0, 1).reshape(len(x), -1), params["output"])
 
     with mock.patch.object(oracle, "attend", attend):

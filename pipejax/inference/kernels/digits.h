@@ -4,7 +4,7 @@
 // columns. Two digits of a number, whose sum is x to about 16 bits, are twice the arithmetic of one. With VNNI int8 waits
 // for arithmetic, so a column has one int8 digit there. Its few largest numbers, which would make the steps of a digit
 // coarse, have a second one: a network with outliers loses no more than one without. The head, and attention to a source,
-// have two of every number there. Tiles (AMX) are fast enough for that everywhere.
+// have two of every number there. Tiles (AMX) are fast enough for that in all products with weights.
 #pragma once
 
 #include <algorithm>
