@@ -34,11 +34,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command that is named first.
-
-    Raises:
-      UserError: there is none of that name.
-    """
+    """Runs the command that is named first."""
     if cli.COMPLETING in os.environ:
         argv = [command_to_complete()]
     name = argv[0] if argv else "--help"

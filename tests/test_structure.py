@@ -305,30 +305,11 @@ def test_docstrings_name_the_thing(module: str) -> None:
     assert not vague, f"each begins with one of {VAGUE}"
 
 
-MANY = 4  # parameters of a function that leave its one line too little room
-ELSEWHERE = re.compile(r"^See `|describes arguments|arguments (and errors )?as (of )?`", re.IGNORECASE)
-
-
-@pytest.mark.parametrize("module", sorted(TREES))
-def test_many_parameters_are_described(module: str) -> None:
-    """Under `Args:`, or where the docstring says."""
-    silent = []
-    for name, node in public(TREES[module], module):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found, doc = node.args, ast.get_docstring(node) or ""
-            names = {one.arg for one in (*found.posonlyargs, *found.args, *found.kwonlyargs)} - {"self", "cls"}
-            if len(names) >= MANY and "Args:" not in doc and not ELSEWHERE.search(doc):
-                silent.append(name)
-    assert not silent
-
-
 # Files.
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_size_and_name(path: Path) -> None:
-    if path.is_relative_to(ROOT / "pipejax"):
-        assert len(path.read_text().splitlines()) <= 400, "a module this long has two subjects"
+def test_name(path: Path) -> None:
     says_nothing = {"utils", "util", "common", "helpers", "misc"}
     assert not says_nothing & set(path.relative_to(ROOT).with_suffix("").parts)
 

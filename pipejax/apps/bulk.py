@@ -140,11 +140,7 @@ class Worker:
 
 
 def find(patterns: Sequence[str]) -> list[str]:
-    """The files that are named, or match a glob pattern; in the order given, those of a pattern sorted.
-
-    Raises:
-      UserError: there is none, or one that is no file of JSON lines or Parquet.
-    """
+    """The files that are named, or match a glob pattern; in the order given, those of a pattern sorted."""
     found = dict[str, None]()
     for pattern in patterns:
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
@@ -158,18 +154,7 @@ def find(patterns: Sequence[str]) -> list[str]:
 
 
 def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *, block: int = BLOCK) -> None:
-    """Decodes the files into shards, but for those shards that are there; ends with a complete manifest.
-
-    Args:
-      work: without its settings.
-      files: relative to `work.root`, which is the working directory.
-      output: the directory of shards.
-      pool: the processes that decode.
-      block: lines of a shard.
-
-    Raises:
-      UserError: a line is no source (the other blocks in work are written), or the output is of other work.
-    """
+    """Decodes the files into shards, but for those shards that are there; ends with a complete manifest."""
     described = checked(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
     for doubt in described["doubts"]:

@@ -69,17 +69,8 @@ def export(
     """Writes the programs, their weights, a description and the tokenizer's files: completely or not at all.
 
     Args:
-      directory: a run or a converted checkpoint.
-      out: a new or an empty directory.
-      platforms: names of JAX's: cpu, cuda, tpu.
-      strategies: none: the one that the checkpoint was trained for.
       batch: B; None: `decode.batch_size`.
       length: L; None: `data.max_source`.
-      best: the best evaluated step instead of the newest.
-      overrides: KEY=VALUE for `grid`, `decode` and `method`.
-
-    Raises:
-      UserError: the checkpoint or a setting is of no use, or `out` is not empty.
     """
     for assignment in overrides:
         key, _, value = map(str.strip, assignment.partition("="))
@@ -197,13 +188,7 @@ def _decode(
     """A program, whose arguments are the last three; the others are static.
 
     Args:
-      model: the module of a backbone.
-      backend: computes with it.
-      strategy: decides what is fed.
-      platform: where it will run, which decides the sizes that it goes through.
-      unpacked: makes `Ready` of the weights.
       forced: tokens that are the same in every answer, as `forced_of` gives them.
-      weights: the arrays of the file.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
     """

@@ -25,9 +25,6 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
     """A pool of so many actors, on the cluster at `address` or on this machine; None: one for each device.
 
     Without a GPU or TPU that is one for each machine. What goes wrong with Ray itself ends in one line.
-
-    Raises:
-      UserError: Ray is not installed, no cluster answers, it has too few devices, or it was lost.
     """
     os.environ |= {name: os.environ.get(name, value) for name, value in QUIET.items()}
     with extra("ray", "bulk"):

@@ -52,9 +52,6 @@ def write(lines: Path, target: str) -> None:
     """Makes the table of the records in `lines`, as a whole or not at all, and removes these.
 
     The fields of a record are the columns. Lists are JSON in CSV; in Parquet they are lists, and a trace is JSON.
-
-    Raises:
-      UserError: it cannot be written; the lines stay.
     """
     try:
         with new_file(Path(os.path.realpath(target))) as partial:

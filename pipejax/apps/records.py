@@ -79,19 +79,8 @@ def decode_file(
     lines in the end. With `live`, rows are shown on standard error as they are written, one source after the other.
 
     Args:
-      generator: decodes.
-      source: the file; "-": standard input.
-      target: the file; "-": standard output.
       strategy: the name of a method; None: the generator's default.
       batch_size: None: the config's; for standard input 1.
-      resume: whether records that are there are kept.
-      live: whether rows are shown as they are written.
-      continued_by: the words for what goes on later.
-      skip_bad: whether lines that are no sources are left out.
-
-    Raises:
-      UserError: a line that is not a source (the message names file and line), unless it is to be skipped; or an output
-        that is of other work.
     """
     name, config = strategy or generator.default_strategy, generator.config
     method, report = generator.method(name), Report()
@@ -199,15 +188,7 @@ class _Output:
 def read_sources(
     generator: Generator, placed: Iterable[Placed], strategy: str, bad: Refusal = refuse, *, at_once: bool = False
 ) -> Iterator[Source]:
-    """Yields the sources of records, each as often as it is to be answered; one without an id has its line's number.
-
-    Args:
-      generator: that is to decode them.
-      placed: places, "FILE:LINE", and records.
-      strategy: that decodes.
-      bad: takes the errors of records that are no source.
-      at_once: the first record shows whether the template's fields are there: nobody waits for all.
-    """
+    """Yields the sources of records, each as often as it is to be answered; one without an id has its line's number."""
     for place, value in placed:
         try:
             if at_once:

@@ -77,11 +77,7 @@ class Shards:
         return self._stop.exists()
 
     def begin(self, name: str) -> None:
-        """Counts the attempts at a shard, each of which ends with a shard or with the process.
-
-        Raises:
-          UserError: there were too many.
-        """
+        """Counts the attempts at a shard, each of which ends with a shard or with the process."""
         with (self.directory / f".{name}.attempts").open("ab", buffering=0) as file:
             file.write(b".")
             if file.tell() > ATTEMPTS:
@@ -121,11 +117,7 @@ class Output:
     """An output directory in the hands of the one process that keeps its manifest."""
 
     def __init__(self, path: Path) -> None:
-        """Checks what is there, and writes nothing.
-
-        Raises:
-          UserError: `path` is a file, or a directory with other things in it.
-        """
+        """Checks what is there, and writes nothing."""
         self.path, self.run = path, uuid.uuid4().hex
         self.shards = Shards(path, self.run)
         self.manifest = path / MANIFEST
@@ -139,11 +131,7 @@ class Output:
             )
 
     def __enter__(self) -> Self:
-        """Makes the directory, locks it, and removes what killed processes have left; the lock ends with the process.
-
-        Raises:
-          UserError: another process is at work in it.
-        """
+        """Makes the directory, locks it; removes what killed processes have left; the lock ends with the process."""
         make_directories(self.path)
         self._lock = (self.path / ".lock").open("a")
         if not lock(self._lock.fileno()):
@@ -161,14 +149,7 @@ class Output:
         self._lock.close()
 
     def take_up(self, work: Plan) -> list[Shard]:
-        """Begins the work, or goes on with it; gives the shards whose digests an earlier run has written down.
-
-        Args:
-          work: what the shards depend on.
-
-        Raises:
-          UserError: the directory holds other work.
-        """
+        """Begins the work, or goes on with it; gives the shards whose digests an earlier run has written down."""
         if not self.manifest.exists():
             self.note(work, [], complete=False)
             make_directories(self.shards.directory)  # not before: without a manifest it would be a stranger's
@@ -194,11 +175,7 @@ class Output:
         write_text(self.manifest, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def written(self, wanted: Collection[str], known: Sequence[Shard]) -> dict[str, Shard]:
-        """The shards that are there, of those wanted; all are read.
-
-        Raises:
-          UserError: one is of lines that are not there any more, or is not what the manifest says of it.
-        """
+        """The shards that are there, of those wanted; all are read."""
         noted = {shard["shard"]: shard for shard in known}
         found = dict[str, Shard]()
         for path in sorted(self.shards.directory.glob("[!.]*")):

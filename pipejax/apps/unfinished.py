@@ -61,11 +61,7 @@ class Unfinished:
         sync(self.path.parent)
 
     def kept(self, ids: Sequence[str | int]) -> Kept:
-        """The whole records in the output, which are those of the first ids.
-
-        Raises:
-          UserError: they are of other sources or settings, or nobody knows of which.
-        """
+        """The whole records in the output, which are those of the first ids."""
         output = Path(self.target)
         if not output.exists() or not output.stat().st_size:
             return NOTHING

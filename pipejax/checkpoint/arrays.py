@@ -88,16 +88,7 @@ def finish(place: Path) -> None:
 
 
 def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
-    """Reads the arrays of an item.
-
-    Args:
-      place: the item's directory.
-      template: a tree of jax.ShapeDtypeStruct with shardings; the result has the same tree.
-      files: digests of the item's small files, as for `reading`.
-
-    Raises:
-      Damaged, UserError: as `reading`; Damaged also if an array has another shape or dtype, or is none of the template.
-    """
+    """Reads the arrays of an item."""
     with reading(place, files):
         return _read(place, template)
 

@@ -20,9 +20,6 @@ class Best:
         """Reads the score that an earlier part of the run saved in the directory, if there is one.
 
         `about` is saved with each step, beside its score.
-
-        Raises:
-          UserError: the directory cannot be written.
         """
         self.config, self.about = config, dict(about)
         self.store = Store(directory, keep=1, writable=True)

@@ -93,13 +93,7 @@ def make(
 
 
 def check(manifest: object, step: int, place: Path) -> Manifest:
-    """Returns the manifest if its seal is right, its form is known, and it is that of `step`; `place` is for errors.
-
-    Raises:
-      Damaged: the seal or the step is wrong.
-      UserError: the seal is right, but the format is unknown or the content contradicts itself: another program or
-        version wrote it.
-    """
+    """Returns the manifest if its seal is right, its form is known, and it is that of `step`; `place` is for errors."""
     if not isinstance(manifest, dict) or manifest != _seal(manifest):
         raise Damaged("manifest does not match its seal")
     where = f"{place} (manifest)"
@@ -187,18 +181,7 @@ def _brief(value: object) -> str:
 
 
 def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -> None:
-    """Checks that the wanted dtypes and shapes of an item are those that were saved.
-
-    Args:
-      name: the item.
-      template: a tree of jax.ShapeDtypeStruct.
-      manifest: the step's manifest.
-      place: the step's directory, for errors.
-
-    Raises:
-      Damaged: the step has no such item.
-      UserError: they differ. The manifest's seal is right, so another program saved the step, and it is not damaged.
-    """
+    """Checks that the wanted dtypes and shapes of an item are those that were saved."""
     expected = manifest["arrays"].get(name)
     if expected is None:
         raise Damaged(f"holds no {name}")

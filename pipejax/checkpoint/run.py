@@ -61,11 +61,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
 
 
 def tokenizer_of(restored: Restored) -> Tokenizer | None:
-    """The tokenizer of an opened run; None if it has none.
-
-    Raises:
-      UserError: its files are not those that the step was saved with, or `check_special_ids` refuses them.
-    """
+    """The tokenizer of an opened run; None if it has none."""
     if (files := restored.tokenizer_files()) is None:
         return None
     tokenizer = Tokenizer.load(files)
@@ -80,13 +76,7 @@ def save_params(directory: str | Path, config: Config, params: Tree, *, tokenize
     """Writes a run directory that holds only parameters, as step 0: completely or not at all.
 
     Args:
-      directory: an absent or empty directory.
-      config: the config, with the architecture.
-      params: the tree of parameters.
       tokenizer_source: the directory of the tokenizer files to copy; None: the run has no tokenizer.
-
-    Raises:
-      UserError: the directory exists and is not empty, or cannot be written.
     """
     directory = Path(directory).absolute()
     check_place(directory)

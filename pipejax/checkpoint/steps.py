@@ -55,9 +55,6 @@ class Steps:
 
         If the directory cannot be synced, a loss of power may undo the commit: then old steps stay and `troubles` says
         so.
-
-        Raises:
-          OSError: the commit failed; the earlier steps are unchanged.
         """
         sync_tree(self.staging(step))
         named = self.directory / str(step)

@@ -72,14 +72,8 @@ class Store:
         """Opens the directory; a writable store makes it, and removes the files that killed saves left.
 
         Args:
-          directory: the directory of the steps.
           keep: the number of newest steps to keep; None: all.
           keep_every: multiples of this step are kept as well; 0: none.
-          writable: whether `save` may be called. A directory may have one writable store at a time.
-
-        Raises:
-          UserError: the directory cannot be written, Orbax would misread its path, or the process may open too few
-            files.
         """
         environment.check()
         self.directory = directory.absolute()
@@ -118,13 +112,6 @@ class Store:
     ) -> bool:
         """Begins to save a step: its arrays and manifest are committed together. Replaces a step of the same number.
 
-        Args:
-          step: the number of updates made.
-          items: trees of arrays, "params" and perhaps "state"; the caller may donate the buffers after the return.
-          config: the run's config.
-          metadata: further facts for the manifest.
-          wait: return when the step is on disk.
-
         Returns:
           False if the save has failed by now; the log then has the reason.
         """
@@ -159,11 +146,7 @@ class Store:
         return {"tokenizer": found} if found else {}
 
     def settle(self) -> bool:
-        """Waits for the current save. False if it failed; the log then has the reason.
-
-        Raises:
-          UserError: the first step that this store saved cannot be read back, so later ones could not be either.
-        """
+        """Waits for the current save. False if it failed; the log then has the reason."""
         saving, self._saving = self._saving, None
         if saving is None:
             return True
@@ -186,13 +169,8 @@ class Store:
         """Reads a step and verifies it.
 
         Args:
-          step: a committed step.
           expect: given the step's config, returns a tree of jax.ShapeDtypeStruct with shardings for each wanted item;
             None: only the parameters are read, to the host.
-
-        Raises:
-          Damaged: a file is absent or unreadable, or an array does not match the manifest.
-          UserError: the step cannot be read at the moment, or its arrays are not the wanted ones.
         """
         with distributed.together(UserError, Damaged):
             place = self.place(step)
@@ -209,11 +187,7 @@ class Store:
         return Restored(step, items, config, manifest["metadata"], arrays, place)
 
     def verify(self, step: int) -> dict[str, int]:
-        """Reads and verifies all items of a step, one at a time; returns the number of arrays of each item.
-
-        Raises:
-          Damaged, UserError: as `restore`.
-        """
+        """Reads and verifies all items of a step, one at a time; returns the number of arrays of each item."""
         manifest = self._manifest(step)
         arrays = manifest["arrays"]
         for name, expected in arrays.items():
@@ -267,11 +241,7 @@ class Store:
         return done
 
     def read_unless_replaced(self, step: int, read: Callable[[int], T]) -> T:
-        """Returns `read(step)`.
-
-        Raises:
-          Replaced: `read` failed, and the step was replaced or deleted meanwhile.
-        """
+        """Returns `read(step)`."""
         before = self._steps.identity(step)
         try:
             return read(step)

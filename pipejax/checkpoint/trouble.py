@@ -35,10 +35,6 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
 
     `files` are the digests of the item's small files, which Orbax parses; old steps have none. If they match, an error
     in the parsing code is not taken for damage.
-
-    Raises:
-      Damaged: files are missing, incomplete or changed.
-      UserError: memory, file handles or permission are lacking, or the disk or a program failed.
     """
     try:
         for name, word in files.items():

@@ -138,11 +138,7 @@ def _has_class(value: object) -> bool:
 
 
 def described(value: Any, key: str = "method") -> dict[str, Any]:
-    """A method or backbone of one's own as JSON has it: "class" is MODULE:CLASS, and its settings stand beside.
-
-    Raises:
-      UserError: JSON cannot hold a setting.
-    """
+    """A method or backbone of one's own as JSON has it: "class" is MODULE:CLASS, and its settings stand beside."""
     if isinstance(value, dict):  # as a run has it
         return value
     kind = type(value)
@@ -159,11 +155,7 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
 
 
 def made(section: dict[str, Any], key: str = "method") -> Any:
-    """The method or backbone that a run describes. Its module must be imported already: no file of a run imports code.
-
-    Raises:
-      UserError: it is not, or the class is another one by now.
-    """
+    """The method or backbone that a run describes. Its module is imported already: no file of a run imports code."""
     if (name := section["class"]).partition(":")[0] not in sys.modules:
         python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
         raise UserError(
@@ -184,15 +176,7 @@ def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
 
 
 def find_class(name: str, key: str = "method") -> Any:
-    """The class that "MODULE:CLASS" names; to import it, and what it imports later, the current directory is searched.
-
-    Args:
-      name: of the class.
-      key: the section that it is for, one of OWN.
-
-    Raises:
-      UserError: there is no such module, it does not run, or it has no such class.
-    """
+    """The class that "MODULE:CLASS" names; to import it, and what it imports later, the current directory is searched."""
     module, _, attribute = name.partition(":")
     if module not in sys.modules and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)

@@ -66,11 +66,7 @@ def base_of(directory: Path) -> str:
 
 
 def read(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
-    """The factors of an adapter by our paths, in float32.
-
-    Raises:
-      UserError: the adapter is of a kind that is not known, or its tensors are not those that its config implies.
-    """
+    """The factors of an adapter by our paths, in float32."""
     settings = _settings(directory / CONFIG)
     weights, tensors = open_tensors(directory, ADAPTER)
     table, sizes, factors = model.tensors(), model.sizes(), dict[str, np.ndarray]()
@@ -97,16 +93,7 @@ def read(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
 
 
 def written(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """The tensors and the config of PEFT's for the factors among parameters.
-
-    Args:
-      model: the backbone.
-      params: with factors beside kernels.
-      base_model: the name or the directory of the model that they adapt.
-
-    Raises:
-      UserError: there are no factors, or one is not finite.
-    """
+    """The tensors and the config of PEFT's for the factors among parameters."""
     flat, modules, tensors = flatten_dict(params, sep="/"), _modules(model), dict[str, np.ndarray]()
     ranks = {name: flat[f"{path}/{lora.A}"].shape[1] for name, path in modules.items() if f"{path}/{lora.A}" in flat}
     if not ranks:

@@ -15,9 +15,6 @@ def find(source: str | Path) -> Path:
 
     A directory's conversion is known by the names, sizes and times of its files: if they change, it is converted anew.
     The hub is not asked for a name whose newest download was converted already.
-
-    Raises:
-      UserError: the hub has no such model, `from_hf` refuses it, or nothing is to be kept.
     """
     path = Path(source)
     is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()

@@ -108,19 +108,7 @@ UNKNOWN = Origin()
 def write(
     directory: Path, name: str, config: Config, *, tokenizer: Tokenizer | None, origin: Origin = UNKNOWN
 ) -> list[str]:
-    """Writes the files beside model.safetensors; returns a line for each thing to say of them.
-
-    Args:
-      directory: where to.
-      name: of the model, for people.
-      config: of its run.
-      tokenizer: that lies there.
-      origin: of the model.
-
-    Raises:
-      OSError: a file cannot be written.
-      UserError: the tokenizer has no ids for a name of a row.
-    """
+    """Writes the files beside model.safetensors; returns a line for each thing to say of them."""
     facts = json.loads(config_lib.to_json(kept(config)))
     sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
@@ -146,12 +134,7 @@ def write(
 
 
 def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
-    """The text of `rows_in_torch.py` with the settings of a run; None if its method is another.
-
-    Args:
-      config: of the run.
-      tokenizer: its own; without one, rows that have names cannot be written.
-    """
+    """The text of `rows_in_torch.py` with the settings of a run; None if its method is another."""
     settings = _in_torch(methods.trained(config), tokenizer=tokenizer is not None)
     if settings is None:
         return None
@@ -188,16 +171,7 @@ def kept(config: Config) -> Config:
 
 
 def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config, list[str]] | None:
-    """The config of the run that a directory is from, and a line for each thing to say of it; None: there is no file.
-
-    Args:
-      directory: of config.json and the weights.
-      model: the architecture there.
-      generate: the settings of `generate` there.
-
-    Raises:
-      UserError: the file is damaged, of another version, or does not go with the architecture.
-    """
+    """The config of the run that a directory is from, and a line for each remark; None: there is no file."""
     file, weights = directory / FILE, _weights(directory)
     if not look(file):
         return None
@@ -223,15 +197,7 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
 
 
 def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN, is_adapter: bool = False) -> str:
-    """The text of README.md.
-
-    Args:
-      name: of the model, as `write` has it.
-      config: see there.
-      tokenizer: whether one lies there.
-      origin: see there.
-      is_adapter: whether the directory holds the factors of `origin.base_model` alone.
-    """
+    """The text of README.md."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data

@@ -94,15 +94,7 @@ def read(directory: Path, facts: Mapping[str, object]) -> Generation:
 def special_ids(
     generation: Generation, facts: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, Path]], list[str]]:
-    """The special ids that `generate` goes by, each with its file, and a line for each thing to say of them.
-
-    Args:
-      generation: what the directory says.
-      facts: what its config.json holds.
-
-    Raises:
-      UserError: several tokens end an answer, or begin one.
-    """
+    """The special ids that `generate` goes by, each with its file, and a line for each thing to say of them."""
     config, file, values = generation.file.with_name("config.json"), generation.file, generation.values
     given = {key: values.get(key) for key in IDS}
     if given["decoder_start_token_id"] is None:

@@ -46,11 +46,7 @@ TOKENIZER_FILES = (
 
 
 def read_hf(directory: str | Path, backbone: type[Backbone] = T5Config) -> tuple[Any, Params]:
-    """Reads a Hugging Face directory into a backbone of that class and float32 parameters, one tensor at a time.
-
-    Raises:
-      UserError: a file, key or tensor is missing, damaged or superfluous, or contradicts another.
-    """
+    """Reads a Hugging Face directory into a backbone of that class and float32 parameters, one tensor at a time."""
     directory = Path(directory)
     model, _ = _read_architecture(directory, backbone)
     return _read_params(directory, model)
@@ -86,15 +82,8 @@ def write_hf(
     """Writes a directory that transformers loads: completely or not at all.
 
     Args:
-      config: the backbone.
-      params: its parameters.
-      out: a new or an empty directory.
       tokenizer_dir: the directory of the tokenizer files to copy; None: none are copied.
       run: the config of the run whose settings are kept in pipejax.json and described in README.md; None: neither.
-      origin: for README.md.
-
-    Raises:
-      UserError: `out` is not empty or cannot be written, or `params` do not fit `config` or are not finite.
     """
     generate = generation.written(run) if run else generation.of_model(config)
     files = {"config.json": config.facts(), generation.FILE: generate}
@@ -111,17 +100,7 @@ def _write(
     run: Config | None,
     origin: description.Origin,
 ) -> None:
-    """Writes a directory, completely or not at all.
-
-    Args:
-      out: a new or an empty directory.
-      files: of JSON, by name.
-      weights: the name of the file for the tensors.
-      tensors: by name.
-      tokenizer_dir: as of `write_hf`, like the others.
-      run: see there.
-      origin: see there.
-    """
+    """Writes a directory, completely or not at all."""
     out = Path(out).absolute()
     require_free(out)
     try:
@@ -149,17 +128,10 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
     adapter's own, if it has some.
 
     Args:
-      source: the directory, or the name of the model.
-      out: a new or an empty directory.
-      backbone: of the model.
       base_model: of an adapter, as `source`; "": as its adapter_config.json says.
 
     Returns:
       the size of the model, in words.
-
-    Raises:
-      UserError: as `read_hf` or `adapters.read`; `out` is not empty; the tokenizer does not load or has more ids than
-        the model.
     """
     require_free(Path(out))
     check_place(Path(out))
@@ -199,21 +171,8 @@ def to_hf(
 ) -> str:
     """Converts the newest good step of a run directory, or the best step, to a Hugging Face directory.
 
-    Args:
-      checkpoint: the run directory.
-      out: a new or an empty directory.
-      best: the best step.
-      base_model: the hub's name of the model from which the training started, for README.md; of an adapter, also a
-        directory, which is compared with the run's weights.
-      scores: a file of `pipejax evaluate --json`, for README.md.
-      adapter: the low-rank factors alone, as PEFT reads them.
-
     Returns:
       the size of the model, or of the adapter, in words.
-
-    Raises:
-      UserError: there is no good step, the scores are of other weights, there are no factors or those of another
-        base, or as `write_hf`.
     """
     require_free(Path(out))
     if adapter and not base_model:
@@ -255,13 +214,7 @@ def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
 
 
 def _settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
-    """The config of the new run: that of the run which a directory is from, or as near to `generate` as can be.
-
-    Args:
-      directory: of the model.
-      model: its architecture.
-      adapter: a directory whose settings go before.
-    """
+    """The config of the new run: that of the run which a directory is from, or as near to `generate` as can be."""
     generate = generation.read(directory, read_json(directory / "config.json"))
     read = (description.read(place, model, generate) for place in dict.fromkeys((adapter or directory, directory)))
     if (found := next(filter(None, read), None)) is not None:
@@ -280,11 +233,7 @@ def _settings(directory: Path, model: Backbone, adapter: Path | None = None) -> 
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: Backbone, directory: Path, files: dict[str, Path]) -> None:
-    """Compares the tokenizer with the model; `files` say its special ids.
-
-    Raises:
-      UserError: it has more ids, or another eos.
-    """
+    """Compares the tokenizer with the model; `files` say its special ids."""
     size, most, eos = tokenizer.size, model.vocab_size, model.eos_token_id
     if size > most:
         raise UserError(

@@ -57,16 +57,7 @@ def check_name(name: str) -> None:
 
 
 def upload(directory: Path, name: str, *, private: bool) -> str:
-    """Uploads the files of a directory in one commit; gives the model's address.
-
-    Args:
-      directory: as `to_hf` writes it.
-      name: of the model, with its owner.
-      private: whether a new model is.
-
-    Raises:
-      UserError: the hub cannot be reached, or refuses.
-    """
+    """Uploads the files of a directory in one commit; gives the model's address."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi(library_name="pipejax")

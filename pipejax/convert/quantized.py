@@ -13,18 +13,7 @@ from pipejax.model import quantization
 
 
 def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", best: bool = False) -> None:
-    """Writes the parameters of a run as a new run directory whose only step is 0, and whose config decodes with them.
-
-    Args:
-      checkpoint: a run directory or a converted checkpoint.
-      out: a new or an empty directory.
-      weights: "int8", with one scale for each output of a matrix, or "bfloat16".
-      best: the step of the best evaluation, not the newest.
-
-    Raises:
-      UserError: there is no good step, a parameter is not finite, `out` is not empty or cannot be written, or the
-        tokenizer is not that of the step.
-    """
+    """Writes the parameters of a run as a new run whose only step is 0, and whose config decodes with them."""
     require_free(Path(out))
     check_place(Path(out))
     restored = open_run(checkpoint, best=best)

@@ -62,11 +62,7 @@ def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Pat
     """The file of a directory's weights (or of their index), and the tensors by name.
 
     Args:
-      directory: of the file.
       openers: of the files that may be there, by name; the first counts. None: WHOLE.
-
-    Raises:
-      UserError: there are no weights, a file is damaged or contradicts the index, or a dtype is not in DTYPES.
     """
     openers = openers or WHOLE
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):

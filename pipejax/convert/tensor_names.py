@@ -13,11 +13,7 @@ WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|module|_fsdp_wrapped_module|_c
 
 
 def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors under the backbone's names: torch puts its wrappers' names into those, others a prefix before all.
-
-    Raises:
-      UserError: the weights are factors of LoRA, or two tensors get one name.
-    """
+    """The tensors under the backbone's names: torch puts its wrappers' names into those, others a prefix before all."""
     factors = [name for name in tensors if re.search(r"\.lora_[AB]\.|\.lora_embedding_[AB]", name)]
     if factors:
         raise UserError(
@@ -41,14 +37,7 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
 
 
 def check_names(file: Path, model: Backbone, weights: Path, tensors: dict[str, Stored]) -> None:
-    """Raises a UserError unless the tensors are exactly those of the architecture in config.json.
-
-    Args:
-      file: config.json, for messages.
-      model: its architecture.
-      weights: the file of the tensors, for messages.
-      tensors: by name.
-    """
+    """Raises a UserError unless the tensors are exactly those of the architecture in config.json."""
     if not any(name.startswith("decoder.") for name in tensors):
         raise UserError(
             f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "

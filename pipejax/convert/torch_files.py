@@ -61,12 +61,7 @@ class Tensor(NamedTuple):
 
 
 def open_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.ndarray]]]:
-    """The tensors of a file by name, each with a function that reads it.
-
-    Raises:
-      UserError: the file holds something else than tensors by name, or is of torch's older form.
-      OSError, DAMAGES: it cannot be read, or is damaged.
-    """
+    """The tensors of a file by name, each with a function that reads it."""
     with file.open("rb") as content:
         if content.read(4).startswith(OLD):
             raise UserError(

@@ -18,11 +18,7 @@ TASKS = ("demo", "demo_long", *OWN_FILES, *PUBLISHED)
 
 
 def make_task(config: DataConfig) -> Task:
-    """The task that `data.task` names.
-
-    Raises:
-      UserError: no task has that name, or its settings contradict each other.
-    """
+    """The task that `data.task` names."""
     if config.task in OWN_FILES:
         return FilesTask(config)
     if config.task in ("demo", "demo_long"):

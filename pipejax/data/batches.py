@@ -113,9 +113,6 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
     """Chooses the padded shapes by a random sample of the examples; every machine chooses the same.
 
     Args:
-      examples: the examples of the training split.
-      tokenizer: encodes the sample.
-      config: for the batch size, `train.shapes`, and the length bounds.
       model: the architecture, for its special tokens.
     """
     sample, characters = list[Encoded](), 0
@@ -166,11 +163,7 @@ class TrainingBatches(Sequence[Batch]):
         """Reads no examples, except the sample of `choose_shapes` if no shapes are given.
 
         Args:
-          examples: the examples of the training split.
-          tokenizer: encodes sources and target rows.
-          config: the run's config.
           model: the architecture, for its special tokens.
-          shapes: the padded shapes that batches may have.
           share: the part of each batch that this process encodes; None: all of it.
         """
         self.share = share or Share()

@@ -31,9 +31,6 @@ def cut(path: str, size: int, *, delimiter: str = "") -> list[Block]:
     """The blocks of a file, `size` lines or rows each; the last one may be smaller.
 
     `delimiter`: between the columns of CSV; "": it is found.
-
-    Raises:
-      UserError: the file cannot be read, is damaged, or has a line that is too long.
     """
     if is_parquet(path):
         rows, blocks = read_parquet(Path(path)), list[Block]()
@@ -104,11 +101,7 @@ class Reader:
         self._stack.close()
 
     def read(self, block: Block, bad: Refusal = refuse) -> Iterator[Placed]:
-        """Yields ("FILE:LINE", object) for each line that is not blank; a line that is none goes to `bad`.
-
-        Raises:
-          UserError: the lines are not those that were cut.
-        """
+        """Yields ("FILE:LINE", object) for each line that is not blank; a line that is none goes to `bad`."""
         if is_parquet(block.path):
             rows = list(read_parquet(self.root / block.path, block.first, block.lines))
             self._check(block, map(_row, rows))

@@ -71,15 +71,11 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
     """Writes a data set in the form that `PublishedTask` reads, unless it was prepared before.
 
     Args:
-      published: the data set.
       manual_dir: the directory of the publisher's files; "": TFDS downloads them, if it can.
       data_dir: the directory to write to; "": TFDS's own.
 
     Returns:
       The directory of the data set, within the data directory.
-
-    Raises:
-      UserError: files are absent or malformed, or TFDS needs TensorFlow or a network and has none.
     """
     root = data_root(data_dir)
     directory = root / published.directory

@@ -65,16 +65,7 @@ _SHARES = {"train": (2, 3, 4, 5, 6, 7), "dev": (0,), "test": (1,)}
 
 
 def examples(split: str, seed: int = 0, *, long: bool = False) -> Sequence[Example]:
-    """The examples of a split. Each is generated on first access and depends on split, index, seed and `long` only.
-
-    Args:
-      split: "train", "dev" or "test".
-      seed: another seed gives other notes.
-      long: the examples of "demo_long", not of "demo".
-
-    Raises:
-      ValueError: the split is not "train", "dev" or "test", or the seed is negative.
-    """
+    """The examples of a split. Each is generated on first access and depends on split, index, seed and `long` only."""
     if split not in SIZES:
         raise ValueError(f"split: expected one of {', '.join(SIZES)}; got {split!r}")
     if seed < 0:

@@ -41,12 +41,7 @@ def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: st
     Those of a prepared data set are not counted if they are kept, as that would read all of it.
 
     Args:
-      examples: all of them.
       tokenizer: says which rows vanish; None: none does.
-      empty: "keep", "skip" or "refuse" those without a row.
-
-    Raises:
-      UserError: one has no answer and is refused, or none is left.
     """
     if empty == "keep" and not isinstance(examples, list | tuple):
         return examples
@@ -77,15 +72,6 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: Backbo
 
     A target of more than `data.max_target` tokens loses its last rows, and its end is left out or has weight 0, so that
     the model does not learn to stop there. If the first row alone is too long, that row is cut.
-
-    Args:
-      example: the example as text.
-      tokenizer: encodes the source and the rows.
-      config: for the length bounds and the method.
-      model: for the ids of eos and of the decoder's first input.
-
-    Raises:
-      UserError: the method cannot write these rows.
     """
     ids = Ids.of(model)
     full = [*tokenizer.encode(example.source), ids.eos]

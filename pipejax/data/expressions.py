@@ -124,11 +124,7 @@ class Expressions:
         return self._make(_Node("repeat", (part,), least=least, most=most), least == 0)
 
     def compile(self, starts: Iterable[int], most: int) -> Automaton:
-        """The automaton of several languages, which share states.
-
-        Raises:
-          TooLarge: it would have more than `most` states.
-        """
+        """The automaton of several languages, which share states."""
         masks = [node.mask for node in self._nodes if node.kind == "bytes"]
         of_byte = [tuple(mask >> byte & 1 for mask in masks) for byte in range(256)]
         number = {signature: i for i, signature in enumerate(dict.fromkeys(of_byte))}

@@ -26,13 +26,7 @@ def read_records(
     """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote.
 
     Args:
-      path: of either; or the URL of a file.
-      table: whether a file that is no Parquet is CSV, whatever its name.
       delimiter: between the columns of CSV; "": it is found.
-      bad: takes the errors of lines.
-
-    Raises:
-      UserError: the path holds neither, is damaged, or the library that reads it is not installed.
     """
     if not is_remote(path) and Path(path).is_dir():
         return _read_dataset(Path(path))
@@ -105,15 +99,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
 
 
 def rows_in(given: object, name: str) -> Iterator[Any]:
-    """Yields the rows of a table that is in memory as objects, and the items of any other iterable as they are.
-
-    Args:
-      given: a data frame of pandas or Polars, a table of Arrow, a data set of the library datasets, or an iterable.
-      name: in errors.
-
-    Raises:
-      UserError: it is none of them.
-    """
+    """Yields the rows of a table that is in memory as objects, and the items of any other iterable as they are."""
     rows: Iterable[Any]
     if hasattr(given, "to_pylist"):  # Arrow
         rows = given.to_pylist()

@@ -43,17 +43,7 @@ class Texts(NamedTuple):
 
 
 def read_properties(schema: object, made: Expressions, where: str, *, longest: int) -> dict[str, Texts]:
-    """The texts of each property of an object, by name and in the schema's order.
-
-    Args:
-      schema: of the object.
-      made: makes the expressions.
-      where: begins the message of an error.
-      longest: characters, more than any row can have: what is bounded by more has no bound.
-
-    Raises:
-      UserError: it is no schema, or of a kind that rows cannot follow.
-    """
+    """The texts of each property of an object, by name and in the schema's order."""
     found = _known(schema, where, "properties", "required", "additionalProperties", "$schema", "$id")
     kind, properties, required = found.get("type"), found.get("properties"), found.get("required", [])
     if kind != "object":

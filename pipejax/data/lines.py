@@ -39,14 +39,7 @@ class BadLines:
     """The lines of an input that are left out; without `skip` the first one is refused."""
 
     def __init__(self, where: str, *, skip: bool, most: int = SHOWN, tell: bool = True) -> None:
-        """None yet.
-
-        Args:
-          where: the input, for people.
-          skip: whether lines may be left out.
-          most: how many errors are kept as `messages`; all are counted.
-          tell: whether the first SHOWN are logged as they come.
-        """
+        """None yet."""
         self.where, self.skip, self.most, self.tell = where, skip, most, tell
         self.count, self.messages = 0, list[str]()
 
@@ -67,11 +60,7 @@ class BadLines:
             logger.warning(f"{message}; skipped")
 
     def end(self, kept: int) -> None:
-        """Says how many were left out of an input of which so many lines were kept.
-
-        Raises:
-          UserError: none was kept.
-        """
+        """Says how many were left out of an input of which so many lines were kept."""
         if self.count and not kept:
             raise UserError(f"{self.where}: found {self.count} bad lines and no good one; first {self.messages[0]}")
         if self.count:
@@ -84,15 +73,6 @@ def decode_lines(
     """Yields ("FILE:LINE", text) for each line, without BOM and CRLF.
 
     A line that is not UTF-8 goes to `bad`.
-
-    Args:
-      lines: with their ends.
-      where: the file, for places and messages.
-      first: the number of the first line.
-      bad: is called with the error of a line that is not UTF-8, which is then left out.
-
-    Raises:
-      UserError: a line is longer than LONGEST.
     """
     for number, line in enumerate(bounded(lines, where), start=first):
         try:
@@ -134,12 +114,6 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
     """Yields ("FILE:LINE", object) for each line that is not blank.
 
     A line that is not UTF-8, not JSON or not an object goes to `bad`.
-
-    Args:
-      lines: with their ends.
-      where: the file, for places and messages.
-      first: the number of the first line in its file.
-      bad: is called with the error of a line that is not UTF-8, not JSON or not an object; it is then left out.
     """
     for place, line in decode_lines(lines, where, first, bad):
         text = line.strip()
@@ -160,9 +134,6 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
     """Yields ("FILE:LINE: record NUMBER", object) for each object of one JSON array.
 
     The array is the whole file, or a value of one object as in `{..., "data": [...]}`.
-
-    Raises:
-      UserError: the data is not UTF-8, not JSON or not such an array.
     """
     text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
@@ -210,14 +181,7 @@ def text_of(value: Object, key: str, place: str) -> str:
 
 
 def value_of(value: Object, key: str, place: str, expected: str = "one") -> object:
-    """The value that an object has under a key; raises a UserError if it is absent.
-
-    Args:
-      value: the object.
-      key: of the value.
-      place: of the object, for the error.
-      expected: the words of the error for the value.
-    """
+    """The value that an object has under a key; raises a UserError if it is absent."""
     if key not in value:
         keys = ", ".join(map(str, value)) or "none"
         raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys})')

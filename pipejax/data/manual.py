@@ -86,11 +86,7 @@ class Manual:
     """The directory of --manual-dir, with all files in its folders and zips."""
 
     def __init__(self, directory: str | Path, *, expected: str) -> None:
-        """Lists the directory and its zips; `expected` says in errors which files it should hold.
-
-        Raises:
-          UserError: there is no such directory, or a zip in it cannot be read.
-        """
+        """Lists the directory and its zips; `expected` says in errors which files it should hold."""
         self.directory, self.expected = Path(directory), expected
         if (found := look(self.directory, "--manual-dir")) != "directory":
             raise UserError(
@@ -107,11 +103,7 @@ class Manual:
                 yield File(path)
 
     def find(self, *names: str) -> File | None:
-        """The file with one of these names, the earlier name first, that lies in the fewest folders, or None.
-
-        Raises:
-          UserError: two files of one name lie in equally many folders.
-        """
+        """The file with one of these names, the earlier name first, that lies in the fewest folders, or None."""
         for name in names:
             found = [file for file in self.files if file.name == name]
             depth = [len(Path(str(file)).parts) for file in found]
@@ -126,11 +118,7 @@ class Manual:
         return self.find(*names) or self.missing(names[0])
 
     def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:
-        """The file of each split that has one, given the possible names by split; the log names the other splits.
-
-        Raises:
-          UserError: no split has a file.
-        """
+        """The file of each split that has one, given the possible names by split; the log names the other splits."""
         found = {split: file for split, options in names.items() if (file := self.find(*options))}
         if not found:
             self.missing(" or ".join(name for options in names.values() for name in options))

@@ -32,12 +32,7 @@ class FilesTask:
     """The task of the files `data.train`, `data.dev` and `data.test`."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Checks the settings; a file is opened when its split is asked for.
-
-        Raises:
-          UserError: the source template names no fields, `data.rows` does not fit the kind of file, or `data.split` is
-            no list of shares or parts a file beside others.
-        """
+        """Checks the settings; a file is opened when its split is asked for."""
         self.config, self.metric = config, config.metric or "spans"
         self.template = config.source_template or "{source}"
         self._template = Template(self.template, key="data.source_template")
@@ -73,9 +68,6 @@ class FilesTask:
         """The filled template; or the record's "source" unchanged, if it has that and none of the template's fields.
 
         A field that is absent, null or blank counts as "".
-
-        Raises:
-          UserError: all fields are blank, one is no text, or one is absent and another is spelt almost like it.
         """
         if "source" in value and not any(field in value for field in self.fields):
             return text_of(value, "source", place)
@@ -109,11 +101,7 @@ class FilesTask:
             yield from read_records(file, table=table, delimiter=delimiter, bad=bad)
 
     def stream(self) -> Stream:
-        """The examples to train on, read as they are needed: those of `data.train`, `data.stream` at a time.
-
-        Raises:
-          UserError: a file cannot be read or has no examples of that form, or another setting needs all of them.
-        """
+        """The examples to train on, read as they are needed: those of `data.train`, `data.stream` at a time."""
         config, path = self.config, self.config.train
         if config.split:
             raise UserError(f"data.split: found {config.split!r} and data.stream; expected files that are parted")
@@ -141,15 +129,7 @@ class FilesTask:
         """The examples that records make; a record without an id has what follows the last colon of its place.
 
         Args:
-          placed: places, such as "FILE:LINE", and records.
-          where: names all of them.
           bad: takes the errors of records; None: each is raised.
-          several: whether they are of several files; then such an id is the place itself.
-          whole: whether they are all there are; else ids and fields are not compared with those of other records.
-
-        Raises:
-          UserError: a record is no example, or its id is another's; the message names the place. Or no record at all
-            has one of the fields.
         """
         examples, seen, fields = [], dict[str, str](), dict[str, None]()
         bad = bad or BadLines(where, skip=False)

@@ -45,11 +45,7 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
-    """Gives the content of an open file, unpacked if its first bytes are those of gzip, bzip2, xz or zstd.
-
-    Raises:
-      UserError: the data is damaged (raised in the block that reads it), or is no text.
-    """
+    """Gives the content of an open file, unpacked if its first bytes are those of gzip, bzip2, xz or zstd."""
     start = file.peek(24)[:24] if isinstance(file, io.BufferedReader) else b""
     name, content, damage = "", file, _DAMAGE
     if start.startswith(b"\x1f\x8b"):

@@ -21,11 +21,7 @@ _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}"
 
 
 def read(pattern: str, made: Expressions, where: str) -> int:
-    """The texts in which a pattern is found, as an expression; `^` and `$` hold it to their beginning and end.
-
-    Raises:
-      UserError: it is no pattern, or of a kind that is not known; the message begins with `where`.
-    """
+    """The texts in which a pattern is found, as an expression; `^` and `$` hold it to their beginning and end."""
     return _Reader(pattern, made, where).read()
 
 

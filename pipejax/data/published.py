@@ -60,11 +60,7 @@ class PublishedTask:
         self._data_dir = config.data_dir
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of a split; empty if the publisher's files lacked that split.
-
-        Raises:
-          UserError: the data set was not prepared there, or in a format that only TensorFlow reads.
-        """
+        """The examples of a split; empty if the publisher's files lacked that split."""
         source = self._source(self.published.splits[split])
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 

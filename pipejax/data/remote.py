@@ -22,9 +22,6 @@ def files_of(path: str) -> list[str]:
     """The files that a path of the config stands for, in the order of their names.
 
     A split of the hub has several, a pattern (* and ?) names several, here or at a URL, and any other path is one.
-
-    Raises:
-      UserError: there are none, or they cannot be listed.
     """
     pattern = _pattern_of(path) if path.startswith(HUB) else path
     if not re.search(r"[*?]", pattern) or ("://" not in pattern and Path(pattern).exists()):

@@ -101,11 +101,7 @@ class Shapes:
 
     @classmethod
     def from_json(cls, values: Any) -> "Shapes":
-        """The shapes that `to_json` described.
-
-        Raises:
-          ValueError: the values do not describe shapes.
-        """
+        """The shapes that `to_json` described."""
         try:
             pairs = tuple((source, slots) for source, slots in values["pairs"])
             rising, (source, slots), means = tuple(values["levels"]), values["limit"], tuple(values["means"])
@@ -125,11 +121,6 @@ def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, 
 
     Args:
       lengths: i64 [n, 2], source tokens and slots of a sample of the examples.
-      size: B, examples in a batch.
-      group: batches that are drawn together and sorted by length.
-      pack: B / G, examples in a row of slots.
-      most: the greatest number of pairs.
-      limit: the greatest possible lengths of a source and of a row of slots.
     """
     rng, together = np.random.default_rng(0), group * size
     draws = max(min(TRIED // group, EXAMPLES // together), 1)
@@ -209,12 +200,6 @@ def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) ->
 
     Greedy: the pair of the greatest lengths first, then always the pair that saves the most. Then single pairs are
     exchanged for better ones until no exchange saves padding, because early choices did not know the later ones.
-
-    Args:
-      needs: [n, 2], the different shapes that batches need; candidates are all combinations of their lengths.
-      counts: [n], the number of batches with each need.
-      most: the greatest number of pairs.
-      shapes: for `cost`.
     """
     every = np.stack(np.meshgrid(*(np.unique(axis) for axis in needs.T)), -1).reshape(-1, 2)
     holds = (every >= needs[:, None]).all(2)

@@ -72,11 +72,7 @@ def measure(
     Words are separated by white space. Token counts include eos in `source` and in the steps only, and never bos.
 
     Args:
-      examples: the examples of the split.
       tokenizer: None: the result has no statistics in tokens.
-      data: for max_source, max_target and the separator.
-      bounds: the delay, time_max and sub_max.
-      tick: called with 1 after each example.
     """
     lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:

@@ -20,13 +20,7 @@ class Stream(Sequence[Example]):
     """The first buffer of examples, as a sample of all; `Shuffled` has the rest."""
 
     def __init__(self, files: Sequence[str], read: Read, size: int) -> None:
-        """Reads the first buffer.
-
-        Args:
-          files: of the examples.
-          read: reads them in an order, a buffer at a time; raises a UserError as files that are read whole do.
-          size: of a buffer; the last one may be smaller.
-        """
+        """Reads the first buffer."""
         self.files, self.read, self.size = list(files), read, size
         self._first = next(filter(None, read(self.files)), [])
         logger.info(f"data.train: {len(self.files)} files are read as they are needed, {size} examples at a time")
@@ -65,11 +59,7 @@ class Shuffled:
         self._begin(0)
 
     def __getitem__(self, number: int) -> Example:
-        """The example of that number; of those past, the last `2 * size` are at hand, and earlier ones are read anew.
-
-        Raises:
-          UserError: a file cannot be read, or has changed.
-        """
+        """The example of that number; of past ones the last `2 * size` are at hand, and earlier ones are read anew."""
         if self._kept and number < self._kept[0][0]:
             self._go_to(number)
         if number >= self._end + 2 * self.stream.size:

@@ -48,14 +48,8 @@ class Table:
         """Reads the first row.
 
         Args:
-          lines: of the file, from `lines_of`; those after the first row stay there.
-          where: the file, for errors.
           delimiter: between the columns; "": a tab where the name ends in .tsv, else the one of DELIMITERS that parts
             the names into the most.
-          tell: whether a delimiter that was found is logged, if it is no comma.
-
-        Raises:
-          UserError: the first row is no CSV in UTF-8, or names are absent or repeated.
         """
         self.where = where
         first = next(lines, b"")
@@ -72,12 +66,7 @@ class Table:
             raise UserError(f"{where}:{number}: found the column names {', '.join(self.names)}; expected each once")
 
     def rows(self, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, int, list[str] | UserError]]:
-        """Yields for each row its first line, how many lines it has, and its cells or why it has none.
-
-        Args:
-          lines: of this table; no row begins before them.
-          first: the number of the first of them.
-        """
+        """Yields for each row its first line, how many lines it has, and its cells or why it has none."""
         csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB
         broken: list[UserError] = []
 
@@ -116,8 +105,6 @@ class Table:
 
         Args:
           lines: of this table; None: those after the names.
-          first: the number of the first of them.
-          bad: takes errors.
         """
         for number, count, cells in self.rest if lines is None else self.rows(lines, first):
             place = f"{self.where}:{number}"

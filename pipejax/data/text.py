@@ -62,11 +62,7 @@ class Template:
     """A text with field names in braces, such as "Question: {question} Context: {context}"."""
 
     def __init__(self, text: str, *, key: str) -> None:
-        """`key` names the setting in errors.
-
-        Raises:
-          UserError: the text has a lone brace, braces without a plain name, or no field.
-        """
+        """`key` names the setting in errors."""
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:

@@ -13,9 +13,6 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     """The bytes of ids up to `size`; none of special tokens, and of ids that the tokenizer lacks.
 
     A row of tokens is the text of all their bytes; the first may be a space, which stands for no character there.
-
-    Raises:
-      UserError: the tokenizer writes text in a way that is not known.
     """
     pieces = [tokenizer.piece(i) if tokenizer.is_word(i) else "" for i in range(size)]
     kinds = tokenizer.decoders()

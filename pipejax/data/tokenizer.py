@@ -63,15 +63,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, copy_of: Path | None = None) -> "Tokenizer":
-        """Reads the tokenizer in a directory or, if no such path exists, that of a hub id.
-
-        Args:
-          path: the directory, or the hub id.
-          copy_of: the directory that errors are to name, if `path` is a passing copy.
-
-        Raises:
-          UserError: neither exists, the hub cannot be reached, or the files cannot be read.
-        """
+        """Reads the tokenizer in a directory or, if no such path exists, that of a hub id."""
         name = str(path)
         if (found := look(path)) == "directory":
             return cls(_read_directory(Path(path), copy_of or Path(path)))
@@ -214,17 +206,6 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
 
     The other two decide nothing that a tokenizer could contradict: padding is told by lengths, and only the model feeds
     its start id (`warn_of_start`).
-
-    Args:
-      tokenizer: that is to go with the model.
-      model: its config.
-      place: of the model's eos, for the error, such as "DIR/config.json: eos_token_id".
-      name: of the tokenizer, for the error.
-      trained: whether pipejax has trained the one with the other: the model's eos then ends all that it has learned,
-        and only has to mean nothing else.
-
-    Raises:
-      UserError: its eos is another id, or the model's stands for text.
     """
     eos, piece = model.eos_token_id, tokenizer.piece(model.eos_token_id)
     found = f"{place}: found {eos}, which is {piece!r} in {name}" if piece else f"{place}: found {eos}, no id of {name}"
@@ -249,11 +230,7 @@ def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) 
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each tokenizer file in a directory, by name; empty if there is no such directory.
-
-    Raises:
-      UserError: a file cannot be read.
-    """
+    """The SHA-256 of each tokenizer file in a directory, by name; empty if there is no such directory."""
     if look(directory) != "directory":
         return {}
     try:
@@ -264,11 +241,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def check_digests(directory: Path, expected: dict[str, str]) -> None:
-    """Checks that the tokenizer files still have the `expected` digests: changed files may give other ids silently.
-
-    Raises:
-      UserError: a file is changed, missing or new; the message names the first.
-    """
+    """Checks that the tokenizer files still have the `expected` digests: changed files may give other ids silently."""
     found = digests(directory)
     for name in sorted(filter(_is_read, found.keys() | expected.keys())):
         if found.get(name) != expected.get(name):

@@ -74,12 +74,7 @@ class TokenizerFile:
 
 
 def read(directory: Path) -> TokenizerFile:
-    """Reads the tokenizer in a directory as transformers would.
-
-    Raises:
-      Unsuited: it has no tokenizer.json, or transformers may make something else of it.
-      Exception: of any kind, if the files are damaged.
-    """
+    """Reads the tokenizer in a directory as transformers would."""
     import tokenizers
 
     if other := next((name for name in OTHERS if look(directory / name)), None):

@@ -85,10 +85,7 @@ def choose_tokens(
     """Chooses the tokens i32 [N] that are wished for, of the queries that were asked.
 
     Args:
-      greedy: takes the most likely ones, where nothing else is wished for.
       logits: [V, N].
-      asked: the step with the queries.
-      wishes: for the batch.
       states: i32 [B, R], of the rows by `Wishes.grammar`.
     """
     if not (wishes.sampling or wishes.grammar) and wishes.allowed is None:
@@ -124,8 +121,6 @@ def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array
     Args:
       states: i32 [B, R], before.
       tokens: i32 [N].
-      asked: the step with the queries.
-      grammar: of the batch.
     """
     example, row, time = _query_coordinates(asked)
     at = example, jnp.minimum(row, states.shape[1] - 1)
@@ -152,7 +147,6 @@ def record_scores(log_probs: Array, found: Array, query: Query, counts: Array) -
     Args:
       log_probs: f32 [B, R, W], of the steps before.
       found: f32 [B, S].
-      query: the queries that they are found for.
       counts: bool [B, S], those that count.
     """
     row = jnp.where(counts, query.row, log_probs.shape[1])

@@ -43,14 +43,7 @@ class Sizes:
     def fit(
         cls, strategy: Stepper, batch: int, *, queries: tuple[int, ...] = (), slots: tuple[int, ...] = ()
     ) -> "Sizes":
-        """The sizes that hold every decode of that strategy.
-
-        Args:
-          strategy: says how much that can be.
-          batch: B.
-          queries: wanted values of N; those too large fall away, the largest that is needed comes in addition.
-          slots: wanted values of C, likewise; those that hold not even the narrowest step fall away as well.
-        """
+        """The sizes that hold every decode of that strategy."""
         most = batch * strategy.rows
         chosen = (*(n for n in queries if n < most), most)
         holds = strategy.slots + strategy.rows  # the last write needs room for its fillers
@@ -86,10 +79,6 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
     """Decodes with growing caches until every example is done (paper, Algorithm 1).
 
     Each cache size is a program of its own: a decode that stays short never compiles what a longer one would need.
-
-    Args:
-      decode_stretch: `decode`, compiled: takes the number of slots and the carry of the stretch before it.
-      sizes: of the caches, in turn; results do not depend on them.
     """
     carry: Carry | None = None
     for slots in sizes.slots:
@@ -103,17 +92,7 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
 def begin(
     strategy: Stepper, model: Model[Cache], state: Tree, sizes: Sizes, *, wishes: Wishes = GREEDILY, apart: bool = False
 ) -> Carry:
-    """The carry that the first step needs, with no slot yet; traced.
-
-    Args:
-      strategy: decides what is fed.
-      model: the decoder of the batch.
-      state: `strategy.init(batch)`.
-      sizes: that the decode goes through.
-      wishes: as in `decode`.
-      apart: each example takes slots on its own, so that others can take its place (`refill`). A step then writes
-        each example's keys to another place, which not every device does as fast.
-    """
+    """The carry that the first step needs, with no slot yet; traced."""
     batch = strategy.done(state).shape[0]
     none = jnp.zeros((batch, 0), jnp.int32)
     state, query = strategy.query(state)
@@ -144,15 +123,7 @@ def decode(
     """Goes on until every example is done, or the next step does not fit into a cache of that many slots; traced.
 
     Args:
-      strategy: decides what is fed.
-      model: the decoder of the batch.
-      carry: from `begin`, or what was left before.
-      sizes: that the decode goes through.
-      slots: of the cache, at least as many as before.
-      wishes: how answers are chosen. Without `scores`, log-probabilities that the carry holds stay as they are.
       pause_after: i32 scalar, steps after which it pauses; None: it does not.
-      listen: with `pause_after`, called after each step with the steps that are left; gives them back, or a number
-        below zero to pause at once.
       watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
     """
     # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
@@ -231,12 +202,8 @@ def refill(
     """Puts other examples into a batch whose examples take slots apart; gives the carry back.
 
     Args:
-      strategy: of the batch.
-      carry: between two calls of `decode`.
       begins: bool [B], places at which an example begins.
       ends: bool [B], places whose examples are given up.
-      sizes: that the decode goes through.
-      wishes: as in `decode`.
     """
     fresh = strategy.query(strategy.init(len(begins)))
 

@@ -69,10 +69,6 @@ def choose_lengths(
       count: i32 [B, R], tokens at hand.
       odds: f32 [B, R], how often one of them is right if those before it are.
       hangs: bool [B, R], rows that are asked only if a draft of another one is right.
-      needed: i32 scalar, columns of the call without any draft.
-      fixed: the cost of a call in any case, in columns.
-      most: D.
-      sizes: of calls, ascending, if each costs all columns of its size; the drafts then fill one of them.
     """
     place = jnp.arange(1, most + 1)
     chances = odds[:, :, None] ** (place + hangs[:, :, None])

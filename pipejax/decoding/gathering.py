@@ -68,7 +68,6 @@ def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
     Args:
       rejected: bool [B, S].
       live: bool [B, S], the queries that were fed.
-      filled: the coordinates with theirs.
       start: i32 [B|1], the slot of each example's first query.
     """
     slot = jnp.where(rejected, start[:, None] + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
@@ -87,12 +86,7 @@ def gather(
     """Gathers the live queries of a batch.
 
     Args:
-      query: those that the step may ask.
-      filled: the coordinates of all that was fed before.
       start: i32 [B|1], the slot of each example's first query.
-      queries: N.
-      width: Q.
-      position: of a slot, from row and time.
 
     Returns:
       the question to the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.

@@ -32,8 +32,6 @@ class Table:
         Args:
           moves: i32 [parts, states], the next state; 0 leads to itself alone.
           accepts: bool [states].
-          spelled: the parts of each token; none: it is not to be written.
-          most: entries of the table; None comes back if it would have more.
         """
         # Each token is a function from states to states. Few differ, and a prefix of a token has one of its own.
         states = moves.shape[1]

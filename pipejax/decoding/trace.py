@@ -33,14 +33,7 @@ class Asked(NamedTuple):
 
 
 def empty(batch: int, calls: int, rows: int, drafts: int) -> Trace:
-    """A trace in which nobody was asked.
-
-    Args:
-      batch: B.
-      calls: C.
-      rows: R.
-      drafts: D.
-    """
+    """A trace in which nobody was asked."""
     none = jnp.zeros((batch, calls, rows), jnp.int32)
     return Trace(jnp.zeros((batch, calls, rows, drafts), jnp.int32), none - 1, none, none)
 

@@ -31,16 +31,7 @@ class Adapter(NamedTuple):
 
 
 def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
-    """Reads an adapter, of a run its newest good step.
-
-    Args:
-      directory: of a run of ours with low-rank factors, or of PEFT's.
-      base: the checkpoint that it adapts.
-      tokenizer: of the base.
-
-    Raises:
-      UserError: there is no adapter, or one of another model or tokenizer.
-    """
+    """Reads an adapter, of a run its newest good step."""
     place = Path(directory)
     if adapters.is_adapter(place):
         return _of_peft(place, base, tokenizer)

@@ -50,18 +50,7 @@ def record_of(
     tokenizer: Tokenizer | None,
     ends: bool = True,
 ) -> Record:
-    """The record of an example that was decoded.
-
-    Args:
-      source: of the example.
-      method: that decoded it.
-      found: in NumPy, calls included.
-      place: of the example in the batch.
-      start: `Strategy.start` of what decoded it.
-      config: that it was decoded with.
-      tokenizer: for texts.
-      ends: whether `log_prob` counts what follows the last token of each row, its eos.
-    """
+    """The record of an example that was decoded."""
     rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
     exist, told = len(rows), found.log_probs is not None or found.trace is not None
     if told:
@@ -114,15 +103,7 @@ def record_of(
 
 
 def count(record: Record, method: Method, report: Report, *, config: Config, tokenizer: Tokenizer | None) -> None:
-    """Adds a record to the report.
-
-    Args:
-      record: to be counted.
-      method: that decoded it.
-      report: is changed.
-      config: that it was decoded with.
-      tokenizer: for texts.
-    """
+    """Adds a record to the report."""
     report.examples += 1
     report.steps += record["steps"]
     report.calls += record["calls"]

@@ -68,13 +68,7 @@ class Backend:
     weights: str = "auto"  # the dtype that they are held in, one of `pipejax.config.WEIGHTS`
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
-        """Merges low-rank factors, rounds the weights and lays them out. Jit-able.
-
-        Args:
-          model: the module of a backbone.
-          params: in float32 or as `quantization.hold` left them, with or without factors.
-          compute: computes a function of a tree and of static options, one layer at a time where a backend can.
-        """
+        """Merges low-rank factors, rounds the weights and lays them out. Jit-able."""
         held = compute(_laid, params, model=model, backend=self, part="_held")
         if self.weights == "int8":
             of_one = lora.choose(held, jnp.zeros(1, jnp.int32) if lora.is_stacked(held) else None)
@@ -88,8 +82,6 @@ class Backend:
         """The memory of a batch of sources, of `memory_length(L)` slots.
 
         Args:
-          model: the module of the backbone.
-          encoder: `Ready.encoding`.
           source: i32 [B, L].
           length: i32 [B], real tokens of each.
         """
@@ -173,11 +165,7 @@ class Xla(Backend):
     """XLA's products over packed queries, for the stock T5."""
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
-        """See `Backend`. A layer at a time: float32 needs no more room than that.
-
-        Raises:
-          ValueError: the module is not the stock T5, whose arithmetic this repeats.
-        """
+        """See `Backend`. A layer at a time: float32 needs no more room than that."""
         if not is_stock(model):
             raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5")
         lay = partial(compute, _laid, model=model, backend=self)
@@ -319,9 +307,6 @@ def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights
 
     Args:
       wanted: None: the fastest.
-      backbone: to be computed.
-      dtype: of the computation.
-      weights: as in `fastest`.
     """
     if wanted is None:
         return fastest(backbone, dtype, weights)

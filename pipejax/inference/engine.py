@@ -62,14 +62,7 @@ class Answer:
     """The result of a request as it comes. May be read or listened to by one thread, and cancelled by any."""
 
     def __init__(self, request: Request, generator: Generator, kind: "Kind", wake: Callable[[], None]) -> None:
-        """Nothing has come yet.
-
-        Args:
-          request: that it is for.
-          generator: that of the adapter.
-          kind: with whom it is decoded.
-          wake: called when it is cancelled.
-        """
+        """Nothing has come yet."""
         self.request, self.generator, self.kind = request, generator, kind
         self.cancelled = False
         self._wake = wake
@@ -82,9 +75,6 @@ class Answer:
 
         The tokens of a step come row by row, those of rows that the record leaves out as well (`decode.unique_rows`).
         If the request was cancelled, what was not yet written does not come.
-
-        Raises:
-          Exception: whatever kept the engine from answering.
         """
         while True:
             for found in self._found.get():
@@ -152,17 +142,7 @@ class Engine:
     """
 
     def __init__(self, generator: Generator, *, places: int, queue: int, encodings: int = 0) -> None:
-        """Starts the thread.
-
-        Args:
-          generator: with the weights.
-          places: requests side by side, of each strategy.
-          queue: requests that may wait for a place.
-          encodings: sources whose encoding is kept for another request.
-
-        Raises:
-          UserError: beams or a limit on tokens are set, which an engine does not have.
-        """
+        """Starts the thread."""
         self.generator, self.places, self._most_waiting = generator, places, queue
         self.answered = self.tokens = self.failed = 0
         self.encodings = Encodings(encodings)
@@ -187,13 +167,7 @@ class Engine:
         return sum(map(len, self._running.values()))
 
     def submit(self, request: Request) -> Answer:
-        """Takes a request; returns at once.
-
-        Raises:
-          Full: as many wait as may.
-          Closed: the engine takes no more.
-          UserError: the strategy cannot do what the request asks for.
-        """
+        """Takes a request; returns at once."""
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
         generator = self.generator.adapted(request.adapter) if request.adapter else self.generator

@@ -55,8 +55,6 @@ class Generator:
         """Nothing runs on a device yet.
 
         Args:
-          config: with `model`.
-          params: of the model.
           tokenizer: None: sources and answers are ids.
           devices: None: `programs.devices`.
           backend: computes the encoder and the decoder's steps; None: the fastest on this machine.

@@ -170,10 +170,6 @@ def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, 
     Args:
       rows: [O, I].
       x: [N, I].
-      split: into several parts along I, if O alone is too few to keep the device busy; otherwise there is one.
-      relu: negative results become 0.
-      dtype: the result's.
-      interpret: as in `GpuDecoder`.
     """
     (outputs, inputs), queries = rows.shape, x.shape[0]
     high = _holding(queries, 64)
@@ -260,12 +256,8 @@ def _attend_cache(
     """The values that queries find in a cache and among themselves, [B Q, H K]; the cache with their keys and values.
 
     Args:
-      projected: [B Q, 3 H K], query, key, value.
-      keys: [B H, K, C].
-      values: [B H, C, K].
       bias: f32 [B, H, Q, C].
       start: i32 [B|1], each example's first new slot; nothing is read from there on.
-      interpret: as in `GpuDecoder`.
     """
     _, heads, queries, slots = bias.shape
     width, high = keys.shape[1], _holding(queries, MOST_QUERIES)

@@ -163,13 +163,8 @@ def encode(
     """The memory of a batch of sources.
 
     Args:
-      config: of the T5.
-      encoder: its weights.
       source: i32 [B, L].
       length: i32 [B], real tokens of each.
-      slots: of the memory.
-      weights: one of `pipejax.config.WEIGHTS`; the dtype of the memory follows from it.
-      level: that the kernel is compiled for.
     """
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)

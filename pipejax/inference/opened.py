@@ -28,9 +28,6 @@ class Opened:
         """Opens the small T5 that drafts, if one does; nothing runs on a device yet.
 
         Args:
-          config: with `model`.
-          params: of the model; with stacked adapters (`lora.stack`), each source may have one.
-          devices: that decode.
           backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
         """
         self.size = sum(x.size for x in jax.tree.leaves(params))

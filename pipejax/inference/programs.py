@@ -63,12 +63,9 @@ def encode_batch(
     """Encodes one padded batch; `model` and `backend` are static under jit.
 
     Args:
-      model: the module of a backbone.
-      encoder: `Ready.encoding`.
       source: i32 [B, L].
       length: i32 [B], real tokens of each source.
       adapter: i32 [B], of each source; None: there are no adapters.
-      backend: that `encoder` was prepared by.
     """
     memory = backend.encode(model, lora.choose(encoder, adapter), source, length)
     return memory if adapter is None else dataclasses.replace(memory, adapter=adapter)
@@ -82,13 +79,7 @@ class Drafting:
     backend: Backend
 
     def lend(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
-        """The strategy with the decoder of a batch; traced.
-
-        Args:
-          strategy: borrows one.
-          weights: those of `Ready.decoding`.
-          source: with what the model made of it.
-        """
+        """The strategy with the decoder of a batch; traced."""
         return strategy.lend(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
 
 
@@ -109,17 +100,7 @@ def decode_batch(
     """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
 
     Args:
-      model: the module of a backbone.
-      strategy: decides what is fed.
-      weights: `Ready.decoding`; with `drafting` a pair, of both models.
-      memory: of the encoded sources.
-      carry: what the stretch before left.
-      source: for a strategy that drafts.
       wishes: how tokens are chosen.
-      sizes: that the decode goes through.
-      slots: of the cache in this stretch.
-      backend: computes the decoder's products.
-      drafting: the model that drafts, if one does.
     """
     if drafting:
         weights, small = weights
@@ -195,11 +176,6 @@ class Programs:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
         Args:
-          sources: ids of each.
-          strategy: decides what is fed.
-          batch_size: B.
-          across: E.
-          report: what it took.
           wishes: how the tokens of the sources are chosen, in NumPy.
           adapter: of all sources; None: there are no adapters.
 
@@ -247,16 +223,7 @@ class Programs:
         wishes: Wishes = GREEDILY,
         adapter: int | None = None,
     ) -> None:
-        """Compiles all that batches of a size may need.
-
-        Args:
-          strategy: that decodes them.
-          batch_size: sources of a batch.
-          length: of a source; it counts padded.
-          report: is told of the compilation.
-          wishes: such as the batches will have.
-          adapter: any, if there are adapters.
-        """
+        """Compiles all that batches of a size may need."""
         shape = 1, batch_size, bucket(length)
         ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)

@@ -110,15 +110,7 @@ class RunningBatch:
         switch: "Switch | None" = None,
         encodings: Encodings | None = None,
     ) -> None:
-        """Nothing compiles yet.
-
-        Args:
-          programs: with the weights.
-          strategy: decodes all of them.
-          places: B.
-          switch: lets `advance` pause.
-          encodings: of the same model, which other batches may share.
-        """
+        """Nothing compiles yet."""
         self.strategy = strategy
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
@@ -152,7 +144,6 @@ class RunningBatch:
 
         Args:
           forced: `Wishes.forced` of each, [R, W].
-          schema: that they follow.
         """
         assert not self._in_use.any(), "answers of other rows are under way"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
@@ -184,9 +175,7 @@ class RunningBatch:
         """Encodes a source unless that was just done, and returns its place; it begins with the next `advance`.
 
         Args:
-          ids: of the source.
           sampling: how its tokens are chosen.
-          log_probs: whether theirs are computed, which costs a little.
           row_tokens: of a row at the most, if it follows a schema; None: as many as the grid holds.
           adapter: of the source; None: there are no adapters.
         """
@@ -226,7 +215,6 @@ class RunningBatch:
         """Takes some steps: until an example is done.
 
         Args:
-          most: steps, at the most.
           often: pauses when `SLICE` seconds have passed; so it does in any case where no switch is heard.
 
         Returns:

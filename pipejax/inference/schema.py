@@ -57,11 +57,7 @@ class Schema:
         """The grammar of a batch.
 
         Args:
-          strategy: that decodes.
           bounds: tokens of a row at the most, for each example; None: as many as the grid holds.
-
-        Raises:
-          UserError: a row cannot be written within a bound.
         """
         rows, times = strategy.places
         starts, first, last = (np.zeros((len(bounds), rows), np.int32) for _ in range(3))
@@ -108,18 +104,7 @@ class Schemas:
         config: Config,
         tokenizer: Tokenizer | None,
     ) -> Schema:
-        """The compiled schema, if answers of the method can follow it.
-
-        Args:
-          given: the schema or its file.
-          method: that decodes.
-          strategy: of the method.
-          config: with its settings.
-          tokenizer: of the model.
-
-        Raises:
-          UserError: the schema is none, or asks for more than rows can do.
-        """
+        """The compiled schema, if answers of the method can follow it."""
         check(method, config)
         found, names = read(given), config.grid.row_names
         key = json.dumps(found), names, strategy
@@ -148,11 +133,7 @@ def check(method: Method, config: Config) -> None:
 
 
 def read(given: Mapping[str, object] | str | Path) -> object:
-    """The JSON of a schema: an object, or the file that holds it.
-
-    Raises:
-      UserError: the file cannot be read, or is no JSON.
-    """
+    """The JSON of a schema: an object, or the file that holds it."""
     where = given if isinstance(given, str | Path) else "schema"
     try:
         found = json.loads(Path(given).read_text(encoding="utf-8-sig")) if isinstance(given, str | Path) else given

@@ -21,18 +21,7 @@ LOADED = ("weights", "dtype", "draft_checkpoint")
 def of_call(
     config: Config, call: str, settings: Mapping[str, Any], *, drafts: bool, without: Mapping[str, str]
 ) -> Config:
-    """The config with settings of one call, which are checked as those of --set are.
-
-    Args:
-      config: of the generator.
-      call: the method's name.
-      settings: values by plain names.
-      drafts: whether a T5 is loaded that drafts.
-      without: settings that this method has no use for, and what it expects instead.
-
-    Raises:
-      UserError: there is no such setting, it needs other weights, or its value is out of range.
-    """
+    """The config with settings of one call, which are checked as those of --set are."""
     for name, value in settings.items():
         if name not in NAMES:
             hint = did_you_mean(name, NAMES) or f": {', '.join(NAMES)}"

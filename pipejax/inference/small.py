@@ -64,13 +64,7 @@ def lend(small: Small, large: Programs, weights: str) -> None:
 
 
 def check(small: Small | None, made: Strategy, method: Method) -> None:
-    """Raises a UserError if a T5 is to draft that is not there, or is known to be trained for something else.
-
-    Args:
-      small: that was opened.
-      made: the strategy.
-      method: that made it.
-    """
+    """Raises a UserError if a T5 is to draft that is not there, or is known to be trained for something else."""
     if not made.borrows:
         return
     if small is None:

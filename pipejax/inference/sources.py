@@ -30,17 +30,7 @@ class Source(NamedTuple):
 
 
 def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Config) -> Source:
-    """The source of a record, with the template that the model was trained with.
-
-    Args:
-      value: the record.
-      place: names it in errors.
-      name: the source's id, if it has none.
-      config: with the template.
-
-    Raises:
-      UserError: a field is absent or of another kind; `place` names the record.
-    """
+    """The source of a record, with the template that the model was trained with."""
     value = dict(value)
     if "source" in value and "source_ids" in value:
         raise UserError(f'{place}: found "source" and "source_ids"; expected one of them')
@@ -99,9 +89,6 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
     """The source if it can be decoded.
 
     Args:
-      source: to be checked.
-      place: names it in the UserError otherwise.
-      architecture: of the model.
       tokenizer: None: texts cannot be decoded.
     """
     vocabulary, eos = architecture.vocab_size, architecture.eos_token_id

@@ -105,9 +105,6 @@ class StepDecoder:
         """The values that queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
 
         Args:
-          projected: query, key and value, [3 I, B Q].
-          keys: [B H, K, C].
-          values: [B H, C, K].
           bias: f32 [B, H, Q, C].
           start: i32 [B|1], the slot of each example's first query.
         """
@@ -178,10 +175,6 @@ def grow(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache 
     """A cache of that many slots.
 
     Args:
-      config: of the T5.
-      batch: B.
-      dtype: of keys and values.
-      slots: at least those of `old`.
       old: is followed by zeroed slots; None: there are no others.
     """
     heads, width = batch * config.num_heads, config.d_kv
@@ -200,9 +193,6 @@ def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
 
     Args:
       query: [B, H, K, Q].
-      keys: [.., K, C].
-      values: [.., C, K].
-      bias: [B, .., C].
     """
     batch, heads, width, queries = query.shape
     rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)

@@ -36,12 +36,7 @@ def events(
     """Gives what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
 
     Args:
-      batch: with a free place.
-      ids: of the source.
       sampling: how tokens are chosen.
-      tokenizer: of the model, if it has one.
-      log_probs: whether they are computed.
-      unique: without the rows that repeat one above them.
       adapter: of the source; None: there are no adapters.
     """
     found = _all_events(batch, tokenizer, lambda: batch.add(ids, sampling, log_probs=log_probs, adapter=adapter))

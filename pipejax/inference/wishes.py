@@ -24,17 +24,7 @@ def given(source: Source, method: Method) -> Given:
 
 
 def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None) -> Given:
-    """The known part of the rows of an answer, with prefixes as ids.
-
-    Args:
-      source: whose answer they are.
-      method: that decodes.
-      tokenizer: for texts.
-
-    Raises:
-      UserError: the method cannot begin these rows; a name has no token, or one that ends its row; or nobody has a
-        tokenizer.
-    """
+    """The known part of the rows of an answer, with prefixes as ids."""
     known = given(source, method)
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
@@ -70,16 +60,7 @@ def of_batch(
     config: Config,
     tokenizer: Tokenizer | None,
 ) -> Wishes:
-    """Arrays [B, ...] in NumPy.
-
-    Args:
-      sources: of the batch.
-      ids: of each source.
-      method: that decodes.
-      strategy: of the method.
-      config: with the settings and the model.
-      tokenizer: spells what rows begin with.
-    """
+    """Arrays [B, ...] in NumPy."""
     assert config.model is not None  # `load` checks it
     sampling, decode, schema = None, config.decode, sources[0].schema  # the same for all
     if decode.temperature > 0:

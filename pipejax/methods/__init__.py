@@ -107,13 +107,7 @@ def make(name: str, config: Config) -> Method:
 
 
 def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None:
-    """Raises a UserError if the method cannot do what is asked for, or settings contradict each other.
-
-    Args:
-      method: that decodes.
-      decode: the settings.
-      drafts: whether a drafter is given that no setting names.
-    """
+    """Raises a UserError if the method cannot do what is asked for, or settings contradict each other."""
     if decode.samples > 1 and decode.temperature == 0:
         raise UserError(
             f"decode.samples: found {decode.samples} with decode.temperature = 0; expected a temperature above 0, "
@@ -149,14 +143,7 @@ def make_strategy(
     """The strategy that decodes by a method, with drafts if the settings say so.
 
     Args:
-      method: that decodes.
-      decode: the settings.
-      ids: bos and eos.
-      drafter: instead of the one that `decode.draft` names.
       drafts: False: none are verified, whatever the settings say.
-
-    Raises:
-      UserError: as `check`.
     """
     check(method, decode, drafts=drafter is not None)
     made = method.strategy(ids)
@@ -168,13 +155,7 @@ def make_strategy(
 
 
 def doubts(name: str, config: Config, learned: Config) -> list[str]:
-    """Lines that say why what a method writes means little, if it does: the weights learned another, or other settings.
-
-    Args:
-      name: of the method that decodes.
-      config: its settings.
-      learned: the config that the weights were trained with.
-    """
+    """Lines that say why the output of a method means little, if it does: the weights learned another, or other settings."""
     method, saved, lines = make(name, config), learned.method, list[str]()
     then = {"class": default(learned)} if saved is None else described(saved)
     if then["class"] != (name if name in STRATEGIES else described(method)["class"]):

@@ -33,12 +33,9 @@ def in_parts(
     """The loss of `head(hidden)`, with no more than LOGITS logits in memory at once where N can be parted so.
 
     Args:
-      loss: as `Method.loss`.
       head: logits f32 [G, n, V] from [G, n, D].
       hidden: [G, N, D].
       targets: i32 [G, N, ...].
-      weights: f32 of the same shape.
-      vocabulary: V.
     """
     groups, slots = targets.shape[:2]
     wanted = -(-groups * slots * vocabulary // LOGITS)

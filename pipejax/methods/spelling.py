@@ -40,17 +40,7 @@ def spell(targets: Sequence[str], tokenizer: Spells, eos: int | None) -> list[li
 
 
 def prefix_ids(tokenizer: Spells, text: str, where: str, eos: int | None = None) -> tuple[int, ...]:
-    """The ids of a text with which rows begin.
-
-    Args:
-      tokenizer: gives them.
-      text: to begin with.
-      where: begins the message of an error.
-      eos: the model's, which not every tokenizer names.
-
-    Raises:
-      UserError: it has no id, or one that would end the row; the message begins with `where`.
-    """
+    """The ids of a text with which rows begin."""
     ids = _prefix_ids(tokenizer, text)
     if not ids or tokenizer.eos in ids or eos in ids:
         found = "ends the row" if ids else "has no token"

@@ -17,11 +17,7 @@ SAMPLES, CONFIDENCE = 2000, 0.95  # of a bootstrap
 
 
 def require(name: str) -> None:
-    """Imports the libraries of a metric: to be called before the work that is to be scored.
-
-    Raises:
-      UserError: one of them is not installed.
-    """
+    """Imports the libraries of a metric: to be called before the work that is to be scored."""
     if name != "spans":
         from pipejax.metrics import keyphrases, rouge  # noqa: F401  # one extra brings the libraries of both
 
@@ -121,15 +117,8 @@ def bootstrap(
 
     Samples are of as many documents, drawn with replacement; both systems have the same ones (Koehn 2004).
 
-    Args:
-      first, second: what each document adds to the sums, in the same order.
-      combine: makes scores of sums and the number of documents.
-
     Returns:
       of each score (difference, low, high), the latter two percentiles.
-
-    Raises:
-      ValueError: no documents, or not the same number.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"expected the same documents twice; got {len(first)} and {len(second)}")

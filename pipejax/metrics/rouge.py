@@ -30,14 +30,7 @@ def per_document(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """F1 of ROUGE-1, -2, -L and -Lsum of each document, from 0 to 1.
-
-    Args:
-      gold: the sentences of each document's target. ROUGE-L takes them as one text; ROUGE-Lsum compares each with all
-        those of the prediction.
-      predicted: the generated sentences of each, in the same order.
-      tick: called with 1 for each document.
-    """
+    """F1 of ROUGE-1, -2, -L and -Lsum of each document, from 0 to 1."""
     scorer = rouge_scorer.RougeScorer(TYPES, tokenizer=_Words())
     documents = []
     for sentences, guesses in zip(gold, predicted, strict=True):

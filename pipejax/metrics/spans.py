@@ -10,12 +10,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def per_document(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[dict[str, float]]:
-    """The counts that each document adds to those that `combine` takes.
-
-    Args:
-      gold: the answers of each document; an empty sequence means that there is none.
-      predicted: the predicted answers of each, in the same order.
-    """
+    """The counts that each document adds to those that `combine` takes."""
     documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
         golds, guesses = _distinct(gold_spans), _distinct(predicted_spans)

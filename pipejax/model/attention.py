@@ -28,7 +28,6 @@ def attend(queries: Array, keys: Array, values: Array, bias: Array, seed: Array 
       values: [B, H, C, K].
       bias: f32 [B|1, H|1, Q|1, C].
       seed: u32 [2], of dropout on the weights; None: without.
-      rate: of dropout.
     """
     return _forward(queries, keys, values, bias, seed, rate)[0]
 

@@ -27,9 +27,6 @@ def look_up(table: Array, tokens: Tokens, dtype: DTypeLike, shards: int) -> tupl
 
     The gradient is summed in float32, whatever `dtype` is: a sum of ones in bfloat16 stays at 256, and a batch holds
     the same word more often than that. Of several arrays it is one sum: it is as large as the table.
-
-    Args:
-      shards: on how many devices a batch lies, split by its first axis; each adds up what it holds.
     """
     return tuple(jnp.take(table, each, axis=0).astype(dtype) for each in tokens)
 

@@ -212,7 +212,6 @@ class Attention(nn.Module):
         Args:
           x, normed: [B, Q, D].
           keys, values: [B, H, C, K].
-          bias: [B|1, H|1, Q|1, C].
         """
         queries = self.heads(self.query(normed))
         seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))

@@ -31,10 +31,7 @@ def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], boo
     """The parameters with fresh factors beside each adapted kernel.
 
     Args:
-      params: a nested dict.
       rank: of the factors; 0: none.
-      key: of the random factors.
-      is_trained: whether the parameter of a path is trained; the others get none.
     """
     if not rank:
         return params
@@ -66,12 +63,7 @@ def merge_factors(params: Tree) -> Tree:
 
 
 def stack(params: Tree, adapters: Sequence[Mapping[str, jax.Array]]) -> Tree:
-    """The parameters with the factors of several adapters beside their kernels.
-
-    Args:
-      params: of the base, a nested dict.
-      adapters: the factors of each, by path; one may lack those of some kernels.
-    """
+    """The parameters with the factors of several adapters beside their kernels."""
     flat = dict(flatten_dict(params, sep="/"))
     for stem in sorted({path.removesuffix(f"/{A}") for own in adapters for path in own if path.endswith(f"/{A}")}):
         owners = [number for number, own in enumerate(adapters, 1) if f"{stem}/{A}" in own]

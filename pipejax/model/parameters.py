@@ -15,12 +15,7 @@ from pipejax.system.errors import UserError
 
 
 def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone) -> None:
-    """Low-rank factors may lie beside their kernels, and scales beside int8 matrices.
-
-    Raises:
-      UserError: a parameter is missing, one is too many, or one has another shape than the config implies; `where` says
-        whose, and the line which.
-    """
+    """Low-rank factors may lie beside their kernels, and scales beside int8 matrices."""
     table = model.tensors()
     factors = {path for path in shapes if lora.is_factor(path)}
     # One of each output: of a table's rows, of a kernel's columns.
@@ -51,14 +46,7 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
 
 
 def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) -> None:
-    """Raises a UserError that begins with `where` if the config implies another shape.
-
-    Args:
-      where: begins the message.
-      shape: that was found.
-      axes: a letter of each axis that the config implies, such as "VD".
-      model: the config.
-    """
+    """Raises a UserError that begins with `where` if the config implies another shape."""
     sizes = dict(model.sizes()[axis] for axis in axes)
     expected = list(sizes.values())
     if list(shape) != expected:
@@ -70,11 +58,6 @@ def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
     """Fresh parameters, as `backbone.init_params` under jit gives them, laid out over a mesh.
 
     They are drawn one after the other, by a program for each shape and scale: one for all takes XLA a minute.
-
-    Args:
-      backbone: has the parameters.
-      key: that they are drawn with.
-      mesh: where they are to lie.
     """
     whole, shapes = jax.make_jaxpr(backbone.init_params, return_shape=True)(key)
     places, structure = jax.tree.flatten(param_shardings(backbone, shapes, mesh))
@@ -88,17 +71,7 @@ def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
 
 
 def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, ...]) -> None:
-    """Flax ignores what a module does not ask for: scales and factors that nobody reads would change nothing.
-
-    Args:
-      where: begins the message.
-      model: the module.
-      params: its parameters, or their shapes and dtypes.
-      kind: how the paths end that must be read.
-
-    Raises:
-      UserError: a teacher-forced pass does not read one.
-    """
+    """Flax ignores what a module does not ask for: scales and factors that nobody reads would change nothing."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
 
     def run(arrays: Sequence[jax.Array]) -> Tree:

@@ -44,13 +44,7 @@ def scale_path(path: str) -> str | None:
 
 
 def hold(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
-    """Parameters as a T5 of that dtype computes with them, its weights held in fewer bytes.
-
-    Args:
-      params: of a T5 or a part of it.
-      dtype: of the computation.
-      weights: one of `pipejax.config.WEIGHTS`; "auto" and "float32": in the dtype of the computation.
-    """
+    """Parameters as a T5 of that dtype computes with them, its weights held in fewer bytes."""
     if weights == "bfloat16":
         return cast_params(params, jnp.bfloat16)
     if weights != "int8":

@@ -24,12 +24,6 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
 
     Args:
       data: devices along this axis; -1: all that the other two leave.
-      fsdp: likewise.
-      tensor: likewise.
-      devices: others than this machine's own, to compile for.
-
-    Raises:
-      UserError: the mesh is larger than the devices, or data = -1 does not come out even.
     """
     devices, rest = devices or jax.devices(), fsdp * tensor
     if data == -1:
@@ -60,17 +54,7 @@ def path_of(keys: tuple[Any, ...]) -> str:
 
 
 def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The spec by the first rule that matches, without the axes that the dimension does not divide by.
-
-    Args:
-      backbone: has the rules.
-      path: of the parameter.
-      shape: of the parameter.
-      mesh: where it is to lie.
-
-    Raises:
-      UserError: no rule matches.
-    """
+    """The spec by the first rule that matches, without the axes that the dimension does not divide by."""
     for pattern, spec in backbone.sharding:
         if re.fullmatch(pattern, path):
             return P(

@@ -29,13 +29,7 @@ def apply_layers(
     weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
 
     Args:
-      layers: bound modules that differ in nothing but their parameters.
       x: [B, L, D].
-      seen: what all layers are given alike.
-      deterministic: False applies dropout.
-      remat: one of `pipejax.config.REMATS`.
-      keys: makes the rng from which each layer's dropout key is folded; called only if dropout applies.
-      pin: says where x lies between layers of a scan, inside of which XLA would lay it out as the weights are.
     """
     if remat == "none":
         for layer in layers:

@@ -106,10 +106,7 @@ class DecoderLayer(nn.Module):
         Args:
           x: [B, Q, D].
           cache: the slots that the queries are written to before they look at them all; None: they are all there is.
-          bias: of self-attention, [B|1, H, Q, C], as `Decoder.bias` gives it.
           source: encoded [B, L, D], or the keys and values [B, H, L, K] that `memorize` made of it.
-          source_bias: of cross-attention, [B, 1, 1|Q, L].
-          deterministic: False applies dropout.
         """
         normed = self.self_attention.norm(x)
         keys, values = self.self_attention.keys_values(normed)
@@ -257,7 +254,6 @@ class T5(nn.Module):
         Args:
           tokens: i32 [B, L].
           mask: bool [B, L], True at real tokens (never judged by id: 0 is a legal token).
-          deterministic: False applies dropout (needs the rng "dropout").
         """
         (embedded,) = self.embed(tokens)
         encoded = self.encoder(embedded, mask, deterministic)
@@ -295,7 +291,6 @@ class T5(nn.Module):
           mask: bool [G|1, N, N].
           position: i32 [G|1, N]; less that of a slot that it sees, it is how far that lies back.
           memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
-          deterministic: False applies dropout.
         """
         embedded, inputs = self.embed(source, tokens)
         encoded = self.encoder(embedded, source_mask, deterministic)
@@ -326,8 +321,6 @@ class T5(nn.Module):
           mask: bool [B, Q, C], which slots each query sees, its own included.
           position: i32 [B, Q]; less that of a slot that it sees, it is how far that lies back.
           key_position: i32 [B, C].
-          memory: of the encoded sources.
-          cache: of C slots, from `empty_cache` or the step before.
           start: i32 [B|1], the slot of each example's first query.
         """
         (embedded,) = self.embed(tokens)

@@ -226,11 +226,7 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> T5Config:
-    """The T5 of that size; Flan-T5 is "v1_1-...".
-
-    Raises:
-      UserError: there is none of that name.
-    """
+    """The T5 of that size; Flan-T5 is "v1_1-..."."""
     if name not in ARCHITECTURES:
         known, hint = ", ".join(ARCHITECTURES), did_you_mean(name, ARCHITECTURES)
         raise UserError(f"model: found {name!r}; expected one of {known} (Flan-T5 has the sizes of v1_1){hint}")

@@ -52,14 +52,7 @@ class Parser(argparse.ArgumentParser):
     def add_number(
         self, flag: str, text: str, *, least: int = 1, most: int = WHOLE, default: int | None = None
     ) -> None:
-        """Adds a flag whose value is a whole number.
-
-        Args:
-          flag: such as "--limit".
-          text: its help.
-          least, most: the bounds of the number.
-          default: the value without the flag.
-        """
+        """Adds a flag whose value is a whole number."""
         self.add_argument(flag, type=whole(least, most), default=default, metavar="N", help=text)
 
     def add_overrides(self, text: str) -> None:
@@ -180,11 +173,7 @@ def check_output(flag: str, target: str | None) -> None:
 
 
 def write_output(flag: str, target: str, text: str) -> None:
-    """Writes a file completely or not at all. On failure prints the text, which may be hours of work.
-
-    Raises:
-      UserError: the file cannot be written; an existing one is unchanged.
-    """
+    """Writes a file completely or not at all. On failure prints the text, which may be hours of work."""
     path = Path(os.path.realpath(target))  # a link stays, its target is written
     try:
         if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):  # such as a device or a pipe

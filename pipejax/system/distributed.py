@@ -61,19 +61,13 @@ def join(
     """Joins the processes of this run, if it has several. Must be called before anything uses a device.
 
     Args:
-      coordinator: HOST:PORT of process 0, or None to have JAX find it (Slurm, Open MPI 4, JobSet, Cloud TPU).
       processes: the number of processes; None: as the environment says.
       process_id: the rank of this process, from 0; None: as the environment says.
       heartbeat: seconds of silence after which a process counts as dead; the others then end themselves.
       patience: seconds to wait for process 0 to listen.
-      alone: run as a single process, whatever the environment says.
-      environment: the environment variables, among them the launcher's.
 
     Returns:
       Whether the run has several processes.
-
-    Raises:
-      UserError: coordinator, processes or process_id is missing or invalid, or the coordinator does not answer.
     """
     if alone:
         return False
@@ -206,11 +200,7 @@ def gather(text: str) -> list[str]:
 
 
 def check_same(text: str, what: str) -> None:
-    """Checks that all processes have the same text; `what` names it in the error. Every process must call this.
-
-    Raises:
-      UserError: a process has another text than process 0. All processes raise it.
-    """
+    """Checks that all processes have the same text; `what` names it in the error. Every process must call this."""
     words = gather(hashlib.sha256(text.encode()).hexdigest())
     for index, word in enumerate(words):
         if word != words[0]:
@@ -284,11 +274,7 @@ class Exchange:
         self._lock, self._closed = threading.Lock(), False
 
     def __call__(self, mine: bytes) -> list[bytes]:
-        """Sends `mine`, which must not be empty; returns the messages of all processes in this call, by index.
-
-        Raises:
-          RuntimeError: this or another process closed the exchange, or another process is gone (see `lost`).
-        """
+        """Sends `mine`, which must not be empty; returns the messages of all processes in this call, by index."""
         if not several():
             return [mine]
         own, call = jax.process_index(), self._calls

@@ -82,12 +82,7 @@ def allow_files() -> None:
 
 
 def check() -> None:
-    """Checks the settings that `pin` could not reset; called before JAX computes anything.
-
-    Raises:
-      UserError: the user's program changed a pinned setting, XLA does not know a flag in XLA_FLAGS, or this machine has
-        no device of the platform in JAX_PLATFORMS.
-    """
+    """Checks the settings that `pin` could not reset; called before JAX computes anything."""
     for name, value in settings().items():
         if name in PINNED and value != PINNED[name]:
             raise UserError(

@@ -16,11 +16,7 @@ CLONE = Path(__file__).parents[2]  # or where packages are installed
 
 @contextlib.contextmanager
 def extra(name: str, place: object) -> Iterator[None]:
-    """A block that imports libraries of the extra `name`; the error begins with `place`, the user of the libraries.
-
-    Raises:
-      UserError: a library is not installed.
-    """
+    """A block that imports libraries of the extra `name`; the error begins with `place`, the user of the libraries."""
     try:
         yield
     except ImportError as error:

@@ -31,27 +31,13 @@ def setting(
     choices: tuple[str, ...] = (),
     untold: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with its legal values; an error is better than an allocation that ends the process.
-
-    Args:
-      default: the default value; without one the field is required.
-      least: the smallest legal number.
-      most: the largest legal number; for a whole number at most WHOLE.
-      above: legal numbers are larger than this.
-      below: legal numbers are smaller than this.
-      choices: the legal texts; empty: all.
-      untold: those of them that nobody is advised to choose.
-    """
+    """A dataclass field with its legal values; an error is better than an allocation that ends the process."""
     bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices, "untold": untold}
     return dataclasses.field(default=default, metadata=bounds)
 
 
 def check_fields(node: Any, prefix: str, where: str) -> None:
-    """Checks the types and ranges of a dataclass's fields, also in nested dataclasses.
-
-    Raises:
-      UserError: a value is wrong; the message begins with `where` and the key, which begins with `prefix`.
-    """
+    """Checks the types and ranges of a dataclass's fields, also in nested dataclasses."""
     kinds = types_of(type(node))
     for field in dataclasses.fields(node):
         key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]

@@ -25,9 +25,6 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
 
     `Path.exists` and the like are not used: on some errors one version of Python raises an OSError, another returns
     False.
-
-    Raises:
-      UserError: access is forbidden, or the path is too long or invalid; the message begins with `where`.
     """
     try:
         mode = os.stat(path).st_mode
@@ -110,11 +107,7 @@ def sync_output(path: Path) -> None:
 
 
 def _sync_name(path: Path) -> None:
-    """Syncs the name that a file or directory has just got by a rename.
-
-    Raises:
-      UserError: that failed; the file is there, but a loss of power may undo the rename.
-    """
+    """Syncs the name that a file or directory has just got by a rename."""
     try:
         sync(path.parent)
     except OSError as error:
@@ -122,12 +115,7 @@ def _sync_name(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes or replaces a file completely; on an error the old file stays.
-
-    Raises:
-      OSError: the file cannot be written.
-      UserError: the file is written, but its name cannot be synced.
-    """
+    """Writes or replaces a file completely; on an error the old file stays."""
     with new_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -156,9 +144,6 @@ def new_directory(target: Path) -> Iterator[Path]:
     """Gives a new directory to fill; at the end of the block it is synced and renamed to `target`.
 
     `target` must be absent or empty. An exception in the block removes the new directory and the parents made for it.
-
-    Raises:
-      UserError: `target` is complete, but its name cannot be synced.
     """
     made = make_directories(target.parent)
     partial: Path | None = None

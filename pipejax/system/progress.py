@@ -27,10 +27,7 @@ class Progress:
         """Shows a bar if standard error is a terminal.
 
         Args:
-          what: the name of the work.
           total: the number of units; None: unknown.
-          unit: the name of a unit, in the singular.
-          start: the number of units already done.
           every: seconds between lines, without a terminal.
           shown: False: count, but show nothing.
         """
@@ -77,12 +74,7 @@ class Progress:
 
     @contextlib.contextmanager
     def aside(self, what: str, of: str) -> Iterator[None]:
-        """A block during which the work pauses; rates and the time left ignore it.
-
-        Args:
-          what: the name of the block, which is shown, with the time that the last block of this name took.
-          of: its particulars, shown behind it.
-        """
+        """A block during which the work pauses; rates and the time left ignore it."""
         begun, took = time.monotonic(), self._took.get(what)
         text = f"{what} {of}" + ("" if took is None else f", {took:.0f} s the last time")
         if self.bar is not None:

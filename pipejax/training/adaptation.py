@@ -40,16 +40,7 @@ SAVED = 50  # updates; no more than these are lost
 def adapt(
     config: Config, params: Tree, targets: Sequence[Target], conditions: Sequence[Condition], updates: int, place: Path
 ) -> Tree:
-    """The parameters after so many updates with the mean likelihood of all tokens under all conditions.
-
-    Args:
-      config: of the checkpoint, whose optimizer and rate are taken.
-      params: its parameters, float32.
-      targets: to learn from, drawn at random.
-      conditions: to learn under; where a target is long, an update takes some of them, drawn at random.
-      updates: their number.
-      place: a directory that keeps what is learned; one that the same call left goes on.
-    """
+    """The parameters after so many updates with the mean likelihood of all tokens under all conditions."""
     assert config.model is not None
     train = dataclasses.replace(
         config.train, steps=updates, warmup_steps=max(updates // WARMUP, 1), schedule="linear", lora_rank=0

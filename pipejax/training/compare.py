@@ -17,11 +17,7 @@ COLUMNS = ("run", "step", "epoch", "loss", "best at", "dev loss", "metric", "bes
 
 
 def read(run: str) -> list[Line]:
-    """The lines of a run's log that can be read.
-
-    Raises:
-      UserError: there is no log, or no line in it.
-    """
+    """The lines of a run's log that can be read."""
     path = Path(run) / "metrics.jsonl"
     try:
         lines = [values for _, values in run_log.read(path)]

@@ -70,14 +70,7 @@ class Examiner:
         """Encodes the dev examples once.
 
         Args:
-          config: the run's.
-          loss: gives the summed loss and the token count of a batch.
-          shapes: that its batches are padded to.
-          dev: the dev split.
-          tokenizer: the run's.
-          directory: whose log tells the scores of earlier parts of the run.
           best: keeps the best parameters; None: nobody does.
-          write: writes a line of the log.
         """
         self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
         most = config.train.evaluate_examples
@@ -104,12 +97,6 @@ class Examiner:
 
         `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
         behind. The line in the log comes last: who is killed before it evaluates again, so no best step is missed.
-
-        Args:
-          step: that the parameters are of.
-          params: of the model.
-          progress: the bar of the training.
-          stopped: is asked before and after each batch.
 
         Returns:
           whether the evaluation came to its end.

@@ -67,16 +67,7 @@ def fit(
 
 
 def examples_of(source: object, split: str, data: DataConfig) -> list[Example]:
-    """The examples of records in memory; one without an id has its number, from 1 on, as lines of files have.
-
-    Args:
-      source: the records, or examples.
-      split: in errors, and the name of their places.
-      data: the fields and the template.
-
-    Raises:
-      UserError: a record is no example, there is none, or the settings are of another kind of data.
-    """
+    """The examples of records in memory; one without an id has its number, from 1 on, as lines of files have."""
     if data.task not in OWN_FILES:
         raise UserError(f"{split}: found records in memory with data.task = {data.task}; expected jsonl")
     if data.split:

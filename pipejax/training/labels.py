@@ -56,11 +56,7 @@ class Labels:
 
 
 def read(generator: Generator, path: str) -> list[Source]:
-    """The sources of a file, in the form that `pipejax decode` reads.
-
-    Raises:
-      UserError: a line is no source, or has token ids in the place of text; there is none.
-    """
+    """The sources of a file, in the form that `pipejax decode` reads."""
     sources = []
     for place, value in read_records(path, delimiter=generator.config.data.csv_delimiter):
         if "source_ids" in value:
@@ -75,12 +71,7 @@ def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> 
     """The indices of the sources that are held out; equal texts share their lot, so none is learned and measured.
 
     Args:
-      sources: texts.
       count: so many different texts; None: a tenth of them, 512 at the most.
-      seed: another one holds out others.
-
-    Raises:
-      UserError: nothing would be left to learn from.
     """
     lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in {str(s.content) for s in sources}}
     count = count or max(min(len(lot) // 10, 512), 1)
@@ -91,17 +82,7 @@ def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> 
 
 
 def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, held_out: int) -> None:
-    """Notes what the answers will depend on, or compares it with the note of a run that is continued.
-
-    Args:
-      directory: of the labels; made if it is absent.
-      generator: the checkpoint that answers.
-      sources: what is to be answered.
-      held_out: how many different sources are held out.
-
-    Raises:
-      UserError: the labels that are there were made of something else.
-    """
+    """Notes what the answers will depend on, or compares it with the note of a run that is continued."""
     known = settings_of(generator, STRATEGY, sources) | {"held_out": held_out}
     settings = flattened({key: value for key, value in known.items() if key not in LATER})
     path = directory / SETTINGS
@@ -125,17 +106,7 @@ def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, h
 
 
 def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Answer]:
-    """The checkpoint's greedy answers to all sources of the file at `path`; those that are there are kept.
-
-    Args:
-      directory: of the answers.
-      generator: of the checkpoint.
-      path: of the file with the sources.
-      sources: those of the file, checked.
-
-    Raises:
-      UserError: what is there are not answers to these sources.
-    """
+    """The checkpoint's greedy answers to all sources of the file at `path`; those that are there are kept."""
     target = directory / ANSWERS
     if not target.is_file() or Unfinished(str(target), {}).path.exists():
         decode_file(
@@ -164,15 +135,6 @@ def part(sources: Sequence[Source], records: Sequence[Answer], held_out: frozens
 
     A truncated answer is left out, as its last row has no end. Of equal rows the first is kept: a decoder that repeats
     itself would teach that, too. An answer without rows is kept: that there is nothing to say is an answer.
-
-    Args:
-      sources: all of them.
-      records: the answer to each.
-      held_out: indices of the sources that are not learned from.
-      config: for the separator.
-
-    Raises:
-      UserError: every answer is truncated, or none has two rows.
     """
     separator, most = config.data.separator, config.decode.max_length
     labels = Labels([], [], [], {"sources": len(sources), "truncated": 0, "repeated": 0, "empty": 0, "single": 0})

@@ -113,11 +113,7 @@ class Examples:
 
     @classmethod
     def of(cls, config: Config, given: Mapping[str, Sequence[Example]] | None = None) -> "Examples":
-        """Those that are given, else those of the config's task; the same in all processes.
-
-        Raises:
-          UserError: there are none to train on; they cannot be read; another process has others.
-        """
+        """Those that are given, else those of the config's task; the same in all processes."""
         with distributed.together(UserError):
             task = make_task(config.data)
 
@@ -216,11 +212,7 @@ class Run:
             jax.block_until_ready(metrics)  # so that the step's time is not booked as that of an evaluation or a save
 
     def log_if_due(self) -> None:
-        """A line of metrics.jsonl for the steps since the last one.
-
-        Raises:
-          UserError: too many steps in a row were not finite.
-        """
+        """A line of metrics.jsonl for the steps since the last one."""
         self.note = ""
         if self.step == self.config.train.steps or self.step % self.config.train.log_every == 0:
             with distributed.together(UserError):

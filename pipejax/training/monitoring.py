@@ -116,11 +116,7 @@ class Window:
         self.steps.append((step, batch._replace(arrays={}), metrics))
 
     def flush(self) -> Line:
-        """Writes a line of metrics.jsonl over all steps since the last, and one for each step that was left out.
-
-        Raises:
-          UserError: `train.max_bad_steps` in a row were.
-        """
+        """Writes a line of metrics.jsonl over all steps since the last, and one for each step that was left out."""
         fetched = jax.device_get([metrics for _, _, metrics in self.steps])
         seconds = self.clock.lap()
         batches = [batch for _, batch, _ in self.steps]

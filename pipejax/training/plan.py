@@ -40,11 +40,9 @@ def estimate(
     """Bytes on each device by term; `shapes` are one device's share of one part of a batch.
 
     Args:
-      config: resolved.
       shapes: of the arrays of a batch, [B, L] of "source" and [G, N] of "inputs" are looked at.
       state: bytes of parameters and moments on a device.
       gradients: bytes of the gradient on a device, float32.
-      layers: parameters on a device that belong to layers, counted.
     """
     model, train = config.model, config.train
     assert isinstance(model, T5Config), "`_resolve` checks it"

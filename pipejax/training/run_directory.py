@@ -68,11 +68,7 @@ class RunDirectory:
     """WORKDIR, held by one trainer at a time. Use it as a context manager."""
 
     def __init__(self, path: str | Path) -> None:
-        """Nothing is created or touched yet.
-
-        Raises:
-          UserError: the path is taken by a file, cannot be used, or holds something that is no run.
-        """
+        """Nothing is created or touched yet."""
         self.path, self.writes = Path(path).absolute(), distributed.first()
         self._waiting: list[str] = []  # lines of the log that the disk did not take
         self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
@@ -133,15 +129,6 @@ class RunDirectory:
         """Brings config.json, the tokenizer and the log to where training goes on from `step`, with this data.
 
         From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
-
-        Args:
-          config: of the run.
-          tokenizer: of its data.
-          step: that training goes on from.
-          data: fingerprints, by name.
-
-        Raises:
-          UserError: they cannot be written.
         """
         with distributed.together(UserError):
             if self.writes:
@@ -268,14 +255,7 @@ def check_resume(old: Config, new: Config, where: Path) -> None:
 
 
 def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: Path) -> None:
-    """Raises a UserError for the first of PLACES with other content than the run began with.
-
-    Args:
-      saved: a step of the run.
-      new: the config to go on with.
-      data: fingerprints of its examples.
-      where: the run.
-    """
+    """Raises a UserError for the first of PLACES with other content than the run began with."""
     before, after = config_lib.flat(saved.config), config_lib.flat(new)
     for key in PLACES:
         was, now = before.get(key), after[key]
@@ -309,11 +289,7 @@ def _params_fp(directory: str, *, best: bool) -> str:
 
 
 def resolve_model(config: Config, other: Config) -> Config:
-    """The config with the architecture of the checkpoint it starts from.
-
-    Raises:
-      UserError: the config sets another one itself, or something else that does not go with it.
-    """
+    """The config with the architecture of the checkpoint it starts from."""
     if config.model is not None and config.model != other.model:
         a, b = (config_lib.flat(Config(model=model)) for model in (config.model, other.model))
         key = next(key for key in a if key.startswith("model") and a[key] != b.get(key))

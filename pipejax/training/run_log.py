@@ -10,11 +10,7 @@ Line = dict[str, Any]  # an object of the log; its "event" says which other keys
 
 
 def read(path: Path) -> list[tuple[str, Line]]:
-    """The lines of a log and what they hold; what is no line of a log, such as one torn by a crash, is left out.
-
-    Raises:
-      OSError: it cannot be read.
-    """
+    """The lines of a log and what they hold; what is no line of a log, such as one torn by a crash, is left out."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:

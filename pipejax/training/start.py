@@ -33,17 +33,7 @@ class Start:
 
 
 def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
-    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which.
-
-    Args:
-      config: of the run to come.
-      directory: the run's.
-      store: of its checkpoints.
-      data: fingerprints of the training examples ("data", "data_whole"), which may not change, and of "dev".
-
-    Raises:
-      UserError: something else than before is asked for, or there is nothing to begin with.
-    """
+    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
     trainer: Trainer | None = None
 
     def expect(saved: Config) -> dict[str, Tree]:

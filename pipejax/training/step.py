@@ -60,12 +60,7 @@ def batch_loss(
     """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
 
     Args:
-      model: the module of a backbone.
-      params: its parameters.
-      batch: arrays by name, padded.
       dropout: a key; None: no dropout.
-      loss: of logits, targets and weights.
-      position: of a slot, from row and time.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -136,21 +131,6 @@ def train_step(
     The program decides on the update by a branch or, with `branch` False, by a choice between old and new in each
     array. On a CPU, XLA works in the donated buffers inside a branch only. On a GPU a branch waits for the host; a
     choice is computed together with the update.
-
-    Args:
-      model: the module of a backbone.
-      optimizer: for the parameters that are trained.
-      state: is donated by callers that compile this.
-      batch: arrays by name, padded.
-      key: of dropout.
-      loss: of logits, targets and weights.
-      position: of a slot, from row and time.
-      accumulate: the parts of the batch.
-      clip_norm: the largest norm of the mean gradient.
-      is_trained: whether the parameter of a path is trained.
-      place: moves parameters to where they lie when they are used.
-      rate: only told in the metrics.
-      branch: whether the update is a branch.
     """
     trained, fixed = split(state.params, is_trained)
 
@@ -194,11 +174,7 @@ class Trainer:
     """The compiled step, the shardings, and the state's birth, for one resolved config on one mesh."""
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
-        """Compiles nothing yet; checks that the batch divides over the mesh. `devices`: see `sharding.make_mesh`.
-
-        Raises:
-          UserError: the batch does not come out even.
-        """
+        """Compiles nothing yet; checks that the batch divides over the mesh. `devices`: see `sharding.make_mesh`."""
         assert config.model is not None
         self.config, self.mesh = config, sharding.make_mesh(**vars(config.mesh), devices=devices)
         train = config.train

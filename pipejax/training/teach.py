@@ -55,18 +55,10 @@ def teach(
     """Labels, trains and measures, from wherever the run in `workdir` stands.
 
     Args:
-      checkpoint: a sequential run, or a converted checkpoint.
-      source: a file of sources.
-      workdir: the new run's directory.
-      best: the best evaluated step of the checkpoint instead of the newest.
       held_out: how many sources are only measured on; None: as `labels.choose_held_out` says.
-      overrides: `key=value` settings.
 
     Returns:
       what `loop.fit` returns.
-
-    Raises:
-      UserError: something given cannot be used, or is not what the run was begun with.
     """
     with RunDirectory(workdir) as directory:
         place = directory.path / "labels"
@@ -110,15 +102,6 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
 
     Each has four times the examples, computed in as many parts, each as large and packed as before. The rate of AdamW
     is doubled: it grows with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287).
-
-    Args:
-      saved: the checkpoint's config.
-      checkpoint: its path.
-      overrides: settings of the run, "key=value" each.
-      best: whether the best step is taken.
-
-    Raises:
-      UserError: the checkpoint is pipelined already, or an override does not fit.
     """
     full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
     if not methods.trained(saved).parts_text:

@@ -22,11 +22,7 @@ class Trackers:
     """The trackers of the config, in the first process alone. A board that fails is dropped; training goes on."""
 
     def __init__(self, config: TrainConfig, directory: Path, step: int) -> None:
-        """Opens them; curves go on after `step`.
-
-        Raises:
-          UserError: a library is not installed, or refuses to begin.
-        """
+        """Opens them; curves go on after `step`."""
         self._writers, self._ends = dict[str, Write](), dict[str, Callable[[], None]]()
         if not distributed.first():
             return

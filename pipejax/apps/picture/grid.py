@@ -56,18 +56,7 @@ def fill(
     steps: int | None = None,
     empty_row: bool = True,
 ) -> Grid:
-    """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3).
-
-    Args:
-      rows: token texts of each row, without bos and eos.
-      delay: time-steps between the starts of two rows; with 0 there is no empty row.
-      truncated: as in a record: None, "sub_max" (no empty row) or "time_max" (a row may lack its eos).
-      steps: the time-steps that were run; default: as many as the rows need.
-      empty_row: whether an empty row began, if there was time for it and `truncated` does not say that there is none.
-
-    Raises:
-      ValueError: the delay or `truncated` is none of these.
-    """
+    """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3)."""
     if delay < 0:
         raise ValueError(f"delay: expected at least 0; got {delay}")
     if truncated not in TRUNCATIONS:

@@ -29,11 +29,7 @@ def html(
     """One page that loads nothing from elsewhere and fills the grid step by step.
 
     Args:
-      grid: what is drawn.
-      source: the document, shown above the grid.
       texts: the text of each row, shown beside it; default: its tokens with spaces between them.
-      calls: of each decoder call the rows that were asked, if it is to be shown what became of drafts.
-      title: the page's.
     """
     texts = [" ".join(row) for row in grid.rows] if texts is None else texts
     ends = {cell.row: cell.time for cell in grid.cells if cell.kind == "eos"}

@@ -60,14 +60,7 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
 
 
 def steps(record: Object, rows: list[list[str]], delay: int, place: str) -> int:
-    """The record's steps, once they agree with its rows: with another delay the picture would be wrong.
-
-    Args:
-      record: that says them.
-      rows: its token texts.
-      delay: Δt.
-      place: of the record, for the error.
-    """
+    """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
     found, truncated = end_of(record, place)
     if not _agree(rows, delay, found, truncated):
         needed = fill(rows, delay=delay, truncated=truncated).steps

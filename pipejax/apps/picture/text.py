@@ -51,16 +51,7 @@ def shorten(text: str, room: float) -> str:
 def label(
     x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle", weight: int = 400
 ) -> str:
-    """A line of text in an SVG.
-
-    Args:
-      x, y: of the anchor, in the SVG's units.
-      text: is escaped here.
-      size: of the font.
-      ink: a colour.
-      anchor: the side at x, as SVG calls it.
-      weight: of the font.
-    """
+    """A line of text in an SVG."""
     extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'

@@ -59,7 +59,6 @@ def visible(row: Array, place: Array, delay: Array, without: Array) -> Array:
     Args:
       row: i32 [..., N].
       place: i32 [..., N], within the row.
-      delay, without: of the condition.
     """
     query_row, query_place, key_row, key_place = (
         row[..., None],
@@ -77,8 +76,6 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
     The copies of a target lie end to end as slots of one pass, so that one encoder pass serves all of them.
 
     Args:
-      model: the module of a backbone.
-      params: its parameters.
       batch: source [B, L], source_length [B], slots [B], and of each slot inputs, targets, row, time, part, place
         [B, N], of which row and time are those of training.
       delay: i32 [P], of the conditions.
@@ -114,15 +111,7 @@ class Meter:
     """Measures targets batch by batch, with a few compiled programs."""
 
     def __init__(self, model: Module, params: Tree, conditions: Sequence[Condition], shapes: Shapes, size: int) -> None:
-        """Compiles nothing yet.
-
-        Args:
-          model: the module of a backbone.
-          params: its parameters.
-          conditions: C of them.
-          shapes: to which batches are padded.
-          size: B, to which the last batch is filled up.
-        """
+        """Compiles nothing yet."""
         self.model, self.params, self.conditions = model, params, conditions
         self.shapes, self.size = shapes, size
         self._program = jax.jit(partial(likelihoods, model))

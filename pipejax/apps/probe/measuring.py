@@ -81,16 +81,8 @@ def prepare(
     """Opens the checkpoint, and reads and encodes the examples; nothing is written or compiled.
 
     Args:
-      checkpoint: a run directory.
-      source: the file of labelled examples to measure.
       learned: that of examples to learn from; None: there are none, and weights may be other than float32.
-      best: its best evaluated step instead of its newest.
       limit: examples to measure, the first so many; None: all.
-      lessons: examples to learn from, at the most; of more, so many are drawn at random.
-      overrides: settings, "key=value" each.
-
-    Raises:
-      UserError: something of these cannot be used.
     """
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
@@ -161,14 +153,7 @@ def conditions(targets: Sequence[Target]) -> list[Condition]:
 
 
 def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) -> Summary:
-    """Measures all examples, writes their lines, and gives their summary.
-
-    Args:
-      work: of `prepare`.
-      unfinished: names the file of lines, and notes that it is not complete.
-      kept: the lines that are there.
-      batch_size: examples of a pass.
-    """
+    """Measures all examples, writes their lines, and gives their summary."""
     size, output = min(batch_size, len(work.targets)), Path(unfinished.target)
     if not kept.records:
         unfinished.note({})  # while it lies beside lines of other work

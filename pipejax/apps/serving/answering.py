@@ -41,13 +41,7 @@ class Completion:
         """Asks the engine for all of them, or for none.
 
         Args:
-          asked: what is asked for.
-          generator: the engine's, of the adapter that is asked for.
-          engine: answers.
           counters: get its tokens and reasons.
-
-        Raises:
-          Refused: the queue is full, or the engine cannot do what is asked.
         """
         self.asked, self._counters = asked, counters
         self._scored = asked.logprobs is not None or generator.config.decode.scores
@@ -84,11 +78,7 @@ class Completion:
         counters.prompt_tokens.inc(asked.prompt_tokens)
 
     async def run(self, silence: float) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
-        """Yields what was added to which choices, until all are complete; nothing after so many seconds of silence.
-
-        Raises:
-          Refused: an answer failed.
-        """
+        """Yields what was added to which choices, until all are complete; nothing after so many seconds of silence."""
         each = self.asked.stream or bool(self.asked.stop) or self.asked.logprobs is not None
         inbox = _Inbox()
         for i, answer in enumerate(self._answers):

@@ -77,16 +77,7 @@ class Service:
         keys: Sequence[str] = (),
         origins: Sequence[str] = (),
     ) -> None:
-        """Ready to answer.
-
-        Args:
-          generator: the engine's.
-          engine: answers.
-          name: of the model, beside those of its adapters.
-          limits: of a request.
-          keys: one of which a client must know; none: nobody is asked.
-          origins: of other sites, whose pages may ask and read the answers; "*": of all.
-        """
+        """Ready to answer."""
         self.models = {name: generator} | generator.adapters
         self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins = [key.encode() for key in keys], origins

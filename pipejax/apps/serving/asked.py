@@ -76,11 +76,7 @@ class Asked:
 
 
 def parse(body: bytes) -> dict[str, object]:
-    """The JSON object of a body.
-
-    Raises:
-      Refused: it is none.
-    """
+    """The JSON object of a body."""
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
@@ -101,17 +97,7 @@ def _no_number(name: str) -> None:
 
 
 def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int) -> Asked:
-    """The request in a body.
-
-    Args:
-      body: the JSON object.
-      form: of the route that it was sent to.
-      models: that would answer, by name; the first unless another one is asked for.
-      most: answers that may be asked for at once.
-
-    Raises:
-      Refused: a field is unknown or unsuitable.
-    """
+    """The request in a body."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in [*given.items()]:
         if (neutral := form.neutral.get(name)) is not None:

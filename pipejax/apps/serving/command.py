@@ -140,11 +140,7 @@ def origin(text: str) -> str:
 
 
 def read_keys(path: str | None) -> list[str]:
-    """The keys that clients may use; none: nobody is asked for one.
-
-    Raises:
-      UserError: the file cannot be read, or it or the variable has no key.
-    """
+    """The keys that clients may use; none: nobody is asked for one."""
     place, text = f"${KEY}", os.environ.get(KEY)
     if path is not None:
         place = f"--api-key-file {path}"
@@ -162,11 +158,7 @@ def read_keys(path: str | None) -> list[str]:
 
 
 def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
-    """The directories of adapters by name, from NAME=DIR.
-
-    Raises:
-      UserError: one has another form, or a name is taken, such as that of the base.
-    """
+    """The directories of adapters by name, from NAME=DIR."""
     found = dict[str, str]()
     for one in given:
         name, _, directory = one.partition("=")
@@ -179,11 +171,7 @@ def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at that address, which refuses connections until the server starts.
-
-    Raises:
-      UserError: the address is unknown, not here, or in use.
-    """
+    """A socket at that address, which refuses connections until the server starts."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -10,20 +10,12 @@ TEXTS = ("text", "input_text")  # types of the parts that are read
 
 
 def of_chat(given: Object, config: Config) -> tuple[list[object], bool]:
-    """The source in `messages`, and whether there are messages that are not read.
-
-    Raises:
-      Refused: there is none.
-    """
+    """The source in `messages`, and whether there are messages that are not read."""
     return _last(given.get("messages"), "messages", config)
 
 
 def of_response(given: Object, config: Config) -> tuple[list[object], bool]:
-    """The source in `input`, a text or messages, and whether there are messages or instructions that are not read.
-
-    Raises:
-      Refused: there is none.
-    """
+    """The source in `input`, a text or messages, and whether there are messages or instructions that are not read."""
     found = given.get("input")
     if isinstance(found, str):
         found = [{"role": "user", "content": found}]

@@ -18,15 +18,7 @@ class Refused(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Nothing of the machine may be in `message`: it goes to whoever asked.
-
-        Args:
-          status: of HTTP.
-          message: what was found and what was expected.
-          field: of the body, if one is wrong.
-          code: a word for programs.
-          headers: of the answer.
-        """
+        """Nothing of the machine may be in `message`: it goes to whoever asked."""
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
         self.headers = dict(headers or {})
@@ -38,15 +30,7 @@ class Refused(Exception):
 
 
 def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
-    """The refusal of a field of the body that holds something else than it must.
-
-    Args:
-      place: begins with the name of the field.
-      found: its value, or words in the place of it (`Shown`).
-      expected: words.
-      status: of HTTP.
-      code: OpenAI's, if there is one.
-    """
+    """The refusal of a field of the body that holds something else than it must."""
     shown = found if isinstance(found, Shown) else _short.repr(found)
     return Refused(status, f"{place}: found {shown}; expected {expected}", field=place.partition(" ")[0], code=code)
 

@@ -12,16 +12,7 @@ FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, "schema
 
 
 def read(given: Object, generator: Generator, strategy: str) -> Generator:
-    """The generator under the schema of a request, or as it is if the request has none.
-
-    Args:
-      given: the request's fields, of any route.
-      generator: that would answer.
-      strategy: the name of the method.
-
-    Raises:
-      Refused: the format is unknown, or rows cannot follow the schema; or another field cannot go with it.
-    """
+    """The generator under the schema of a request, or as it is if the request has none."""
     field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or kind not in TYPES:
@@ -65,13 +56,8 @@ def row_tokens(generator: Generator, strategy: str, field: str, most: int | None
     """The tokens that each row of an answer may have, so that all have at most so many.
 
     Args:
-      generator: under the schema, if there is one.
-      strategy: the name of the method.
       field: that bounds the tokens of the answer.
       most: the bound; None: there is none.
-
-    Raises:
-      Refused: they are too few for some row.
     """
     schema = generator.schema
     if schema is None or most is None:

@@ -37,16 +37,7 @@ class Writing:
         as_written: bool = False,
         unique: bool = False,
     ) -> None:
-        """An answer of no rows yet.
-
-        Args:
-          tokenizer: of the model, if it has one.
-          start: the time of a row's first token (`Strategy.start`).
-          separator: what is put between two rows.
-          stop: texts, at the first of which the answer is cut off.
-          as_written: for clients that put rows together themselves. Without separators, and not for `stop`.
-          unique: whether the record leaves out rows that repeat one above them.
-        """
+        """An answer of no rows yet."""
         self._start, self._separator, self._as_written = start, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
         self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # of later rows

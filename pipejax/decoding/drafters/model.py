@@ -163,15 +163,7 @@ class FromModel:
     def over(
         self, decoder: Model[Tree], grid: Pipelined, most: int, *, queries: tuple[int, ...], batch: int
     ) -> "FromModel":
-        """The drafter for one batch.
-
-        Args:
-          decoder: the small T5's, over the sources of the batch.
-          grid: of the large one.
-          most: D.
-          queries: sizes of its steps, ascending, but for the largest.
-          batch: B.
-        """
+        """The drafter for one batch."""
         looking = Looking(grid, most, self.least)
         sizes = Sizes.fit(looking, batch, queries=queries)
         return dataclasses.replace(self, looking=looking, sizes=sizes, decoder=decoder)

@@ -68,11 +68,7 @@ VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or t
 
 
 def use() -> Level | None:
-    """Loads the kernel, compiling it before if need be; None if this machine cannot have it.
-
-    Raises:
-      UserError: PIPEJAX_NATIVE names no level.
-    """
+    """Loads the kernel, compiling it before if need be; None if this machine cannot have it."""
     wanted, names = os.environ.get(VARIABLE, ""), [level.name for level in LEVELS]
     if wanted not in ("", "off", *names):
         hint = did_you_mean(wanted, ["off", *names])
@@ -179,12 +175,7 @@ def _digest(*facts: object) -> str:
 
 
 def _load(library: Path, level: Level) -> bool:
-    """Registers it; False: the system does not let this process use what it needs.
-
-    Raises:
-      OSError: this is no library, or not of these sources.
-      JaxRuntimeError: it was compiled for a JAX whose interface this one does not know.
-    """
+    """Registers it; False: the system does not let this process use what it needs."""
     if level.name in _registered:
         return True
     loaded = ctypes.CDLL(str(library))

@@ -23,11 +23,7 @@ TABLES = {table: _names(table) for table in _BODIES}
 
 
 def arrays(table: str, given: Mapping[str, Any]) -> list[jax.Array]:
-    """The arguments of a table, from what is given by name: arrays, and each `weights.Matrix` as two.
-
-    Raises:
-      TypeError: something is missing, or the table does not have it.
-    """
+    """The arguments of a table, from what is given by name: arrays, and each `weights.Matrix` as two."""
     leaves: list[jax.Array] = jax.tree.leaves(_order(table, given))
     return leaves
 
