@@ -176,7 +176,7 @@ def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
 
 
 def find_class(name: str, key: str = "method") -> Any:
-    """The class that "MODULE:CLASS" names; to import it, and what it imports later, the current directory is searched."""
+    """The class of "MODULE:CLASS"; to import it, and what it imports later, the current directory is searched."""
     module, _, attribute = name.partition(":")
     if module not in sys.modules and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)

@@ -155,7 +155,7 @@ def make_strategy(
 
 
 def doubts(name: str, config: Config, learned: Config) -> list[str]:
-    """Lines that say why the output of a method means little, if it does: the weights learned another, or other settings."""
+    """Lines that say why its output means little, if it does: the weights learned another, or other settings."""
     method, saved, lines = make(name, config), learned.method, list[str]()
     then = {"class": default(learned)} if saved is None else described(saved)
     if then["class"] != (name if name in STRATEGIES else described(method)["class"]):
