@@ -20,7 +20,7 @@ config = Config(
         max_source=192,
         max_target=512,
         separator=" ",
-        metric="rouge",  # said here for data.task=jsonl, whose own is another
+        metric="rouge_score",  # said here for data.task=jsonl, whose own is another
     ),
     train=TrainConfig(
         steps=1200,

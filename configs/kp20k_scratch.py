@@ -19,7 +19,7 @@ config = Config(
         max_source=192,
         max_target=256,
         separator="; ",
-        metric="keyphrases",  # said here for data.task=jsonl, whose own is another
+        metric="keyphrases_kp20k",  # said here for data.task=jsonl, whose own is another
     ),
     train=TrainConfig(
         steps=1600,

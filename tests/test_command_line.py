@@ -46,7 +46,10 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
         ("bulk --checkpoint x --strategy Pipelined", "--strategy: found 'Pipelined'; .*did you mean pipelined"),
         ("export x y --strategy grid", "--strategy: found 'grid'; expected one of pipelined, sequential$"),
         ("export x y --platforms cpu,cudda", "found 'cudda'; expected some of cpu,cuda,tpu .did you mean cuda"),
-        ("metrics rogue in.jsonl", "metric: found 'rogue'; expected one of spans, keyphrases, rouge .did you mean rou"),
+        (
+            "metrics rogue in.jsonl",
+            "metric: found 'rogue'; expected one of exact, exact_caseless, spans, .*, rouge, .*did you mean rou",
+        ),
         ("decode --checkpiont x", "--checkpiont: no such option .did you mean --checkpoint"),
         ("decode --batch_size 3", "--batch_size: no such option .did you mean --batch-size"),
         ("decode -checkpoint x", "-checkpoint: no such option .did you mean --checkpoint"),

@@ -12,11 +12,12 @@ import pytest
 
 from pipejax import methods, metrics
 from pipejax.apps import evaluation
-from pipejax.config import Config, DataConfig
-from pipejax.data import demo
+from pipejax.config import Config, DataConfig, GridConfig
+from pipejax.data import demo, make_task
 from pipejax.data.examples import Example
 from pipejax.inference.loading import load
 from pipejax.inference.programs import CPU_BATCH
+from pipejax.metrics import __main__ as command
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support.tiny import RUN_ON_ONE as CONFIG
@@ -51,7 +52,7 @@ def test_the_scores_are_those_of_the_kept_predictions(run, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     result, lines = json.loads(out.read_text()), [json.loads(line) for line in kept.read_text().splitlines()]
     assert [line["id"] for line in lines] == [e.id for e in demo.examples("test")[:12]]
-    command = [sys.executable, "-m", "pipejax.metrics", "spans", str(kept)]
+    command = [sys.executable, "-m", "pipejax.metrics", "exact", str(kept)]
     scores = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert {key: result[key] for key in scores} == scores
     assert result["steps"] == sum(line["steps"] for line in lines) / 12
@@ -81,6 +82,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
             stream=stream,
             default_strategy=strategy,
             method=method,
+            schema=None,
         )
         return evaluation.evaluate(generator, examples, batch_size=2)[0]
 
@@ -169,3 +171,92 @@ def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
 def test_refusals(run, flags, message):
     with pytest.raises(UserError, match=message):
         evaluation.main(["--checkpoint", str(run), *flags])
+
+
+class Canned:
+    """A generator that knows its answers."""
+
+    default_strategy = "pipelined"
+
+    def __init__(self, config, *answers, schema=None, tokenizer=None):
+        self.config, self.answers, self.schema, self.tokenizer = config, answers, schema, tokenizer
+
+    def method(self, name):
+        return methods.make(name, self.config)
+
+    def stream(self, sources, *, report, **rest):
+        report.examples += len(self.answers)
+        for rows in self.answers:
+            yield {"rows": rows, "text": "", "row_ids": [], "steps": 1, "calls": 1, "truncated": None}
+
+
+def evaluated(generator: Any, *examples: Example) -> dict[str, Any]:
+    """The scores, which also are those of the kept predictions and of the one group by rows."""
+    result, records = evaluation.evaluate(generator, examples)
+    name = result["metric"]
+    headline = metrics.HEADLINES[name]
+    (group,) = evaluation.by_rows(generator, examples, records, name)
+    assert group[headline] == result[headline]
+    return result
+
+
+def kept_scores(generator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], *examples: Example) -> Any:
+    """Those of `pipejax metrics` on the kept predictions."""
+    result, records = evaluation.evaluate(generator, examples)
+    (tmp_path / "kept.jsonl").write_text(evaluation._predictions(generator, examples, records))
+    assert command.main([result["metric"], str(tmp_path / "kept.jsonl")]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("task", ["kp20k", "kptimes"])
+def test_presence_is_judged_in_title_and_abstract_alone(task, tmp_path, capsys):
+    """As the published rule says: not in the words of the template."""
+    published: Any = make_task(DataConfig(task=task))
+    raw = {
+        "id": b"1",
+        "title": b"on deep",
+        "abstract": b"nets of graphs",
+        "keyphrases": [b"title", b"context", b"deep nets"],
+    }
+    example = published._example("test", 0, raw)
+    assert example.source == "Title: on deep Context: nets of graphs"
+    rows = ["title:", "deep nets", "title", "deep context: nets"]
+    generator = Canned(Config(data=DataConfig(task=task)), rows)
+    expected = metrics.score("keyphrases_kp20k", ["on deep nets of graphs"], [example.targets], [rows])
+    assert expected["present_f1@M"] == 100 and expected["absent_f1@M"] > 0
+    for found in (evaluated(generator, example), kept_scores(generator, tmp_path, capsys, example)):
+        assert {key: found[key] for key in expected} == expected
+
+
+def test_presence_in_the_fields_of_own_records(tmp_path, capsys):
+    data = DataConfig(task="jsonl", metric="keyphrases", source_template="Summary of {b}, please: {a}")
+    task: Any = make_task(data)
+    (example,) = task.examples_of([("x:1", {"a": "deep", "b": "graphs", "targets": ["summary", "deep"]})])
+    assert (example.source, example.document) == ("Summary of graphs, please: deep", "graphs deep")
+    generator = Canned(Config(data=data), ["deep", "graphs deep"])
+    found = evaluated(generator, example)
+    assert (found["present_f1@M"], found["absent_f1@M"]) == (pytest.approx(200 / 3), 0)
+    assert kept_scores(generator, tmp_path, capsys, example)["present_f1@M"] == found["present_f1@M"]
+    plain: Any = make_task(DataConfig(task="jsonl", source_template=data.source_template))
+    assert plain.examples_of([("x:1", {"a": "d", "b": "g", "targets": ["s"]})])[0].document == ""  # none is needed
+
+
+def test_values_of_named_rows_are_compared_by_type(tmp_path, capsys):
+    config = Config(grid=GridConfig(row_names=("price:", "maker:")), data=DataConfig(task="jsonl"))
+    example = Example("a", "x", ("price: 1.50", "maker: 1.0 Ltd"))
+    generator = Canned(config, ["price: 1.5", "maker: 1 Ltd"])
+    assert evaluated(generator, example)["em_f1"] == 50  # of the two the price
+    assert kept_scores(generator, tmp_path, capsys, example)["em_f1"] == 50
+    assert evaluated(Canned(Config(data=config.data), *generator.answers), example)["em_f1"] == 0
+
+
+def test_values_under_a_schema_are_compared_by_its_types():
+    """A version is a text there, though it reads as a number."""
+    names = {1: "version:", 2: "pages:"}
+    kinds = ((1, str), (2, json.loads))
+    schema = SimpleNamespace(rows=[SimpleNamespace(beginning=(i,), value=kind) for i, kind in kinds])
+    tokenizer = SimpleNamespace(decode=lambda ids: names[ids[0]])
+    config = Config(grid=GridConfig(row_names=("version:",)), data=DataConfig(task="jsonl"))
+    generator = Canned(config, ["version: 1.1", "pages: 3.0"], schema=schema, tokenizer=tokenizer)
+    assert evaluated(generator, Example("a", "x", ("version: 1.10", "pages: 3")))["em_f1"] == 50
+    assert evaluated(generator, Example("a", "x", ("version: 1.1", "pages: three")))["em_f1"] == 50

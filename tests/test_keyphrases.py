@@ -10,7 +10,7 @@ from nltk.stem.porter import PorterStemmer
 
 from pipejax import metrics
 
-score = functools.partial(metrics.score, "keyphrases")
+score = functools.partial(metrics.score, "keyphrases_kp20k")
 
 BASE = ("present_f1@5", "present_f1@M", "absent_f1@5", "absent_f1@M")
 KEYS = {*BASE, *(f"{key}_mean_doc" for key in BASE)}
@@ -51,9 +51,9 @@ KEYS = {*BASE, *(f"{key}_mean_doc" for key in BASE)}
         ("a b c d e f", ["f"], ["a", "b", "c", "d", "e", "f"], (0, 200 / 7), (0, 0)),
         # kinds are cut apart: five absent predictions before it leave the present one in its first five
         ("f", ["f"], ["a", "b", "c", "d", "e", "f"], (100 / 3, 100), (0, 0)),
-        # the first 200 predictions count, dropped ones and repetitions included
-        ("f", ["f"], [*["x", "."] * 100, "f"], (0, 0), (0, 0)),
-        ("f", ["f"], [*["x", "."] * 99, "x", "f"], (100 / 3, 100), (0, 0)),
+        # however many predictions there are, all count
+        ("f", ["f"], [*["x", "."] * 100, "f"], (100 / 3, 100), (0, 0)),
+        ("f", ["f", "z"], [*(f"x{i}" for i in range(300)), "z", "f"], (100 / 3, 100), (0, 200 / 302)),
     ],
 )
 def test_one_document(
@@ -153,7 +153,7 @@ def naive_score(
             for source, golds, guesses in zip(sources, gold, predicted, strict=True):
                 document = stemmed(source)
                 wanted = [g for g in tidy(golds, check=False) if follows(document, g) == (kind == "present")]
-                offered = [g for g in tidy(guesses[:200], check=True) if follows(document, g) == (kind == "present")]
+                offered = [g for g in tidy(guesses, check=True) if follows(document, g) == (kind == "present")]
                 right = sum(guess in wanted for guess in offered[:cut])
                 out_of = cut or len(offered)
                 ps.append(Fraction(right, out_of) if out_of else Fraction(0))
@@ -164,3 +164,42 @@ def naive_score(
             result[name] = float(100 * harmonic(sum(ps, Fraction(0)) / count, sum(rs, Fraction(0)) / count))
             result[f"{name}_mean_doc"] = float(100 * sum(fs, Fraction(0)) / count)
     return result
+
+
+# The rule for any data.
+
+
+@pytest.mark.parametrize(
+    "source, phrase, present",
+    [
+        *[("deep graphs, deep nets.", "graphs", True), ("deep graphs, deep nets.", "deep net", True)],
+        *[("(graphs)", "graph", True), ("“graphs”", "graph", True), ("a graph.", "a. graph", False)],
+        *[
+            ("我们研究深度学习。", "深度学习", True),
+            ("我们研究深度学习。", "学深", False),
+            ("การเรียนรู้เชิงลึก", "เชิงลึก", True),
+        ],
+        *[
+            ("深層学習を使う", "深層学習", True),
+            ("uses GPT模型", "模型", True),
+            ("हिन्दी, भाषा।", "भाषा", True),
+            ("किताब", "कित", False),
+        ],
+        *[("C++, and C.", "C++", True), ("C++ alone", "C#", False), ("C++ alone", "C", False), ("in C#.", "C#", True)],
+        *[("at 1.5 V.", "1.5", True), ("at 1.5 V.", "5", False), ("at 1.5 V.", "15", False), ("1/12", "12", False)],
+        *[("pear", "ear", False), ("state-of-the-art nets", "art", True), ("Ελλάδα.", "ΕΛΛΆΔΑ", True)],
+    ],
+)
+def test_presence_in_any_text(source: str, phrase: str, present: bool) -> None:
+    found = metrics.score("keyphrases", [source], [[phrase]], [[phrase]])
+    assert (found["present_f1@M"], found["absent_f1@M"]) == ((100, 0) if present else (0, 100))
+
+
+def test_phrases_are_told_apart_by_their_signs() -> None:
+    for left, right in (("C++", "C#"), ("1.5", "15"), ("-5", "5"), ("x, y", "x y"), ("<unk>", "unk"), ("café", "cafe")):
+        found = metrics.score("keyphrases", ["nothing"], [[left]], [[right]])
+        assert found["absent_f1@M"] == 0
+        assert metrics.score("keyphrases", ["nothing"], [[left]], [[left]])["absent_f1@M"] == 100
+        both = metrics.score("keyphrases", ["nothing"], [[left, right]], [[left, right]])
+        assert both["absent_f1@5"] == pytest.approx(100 * 2 * 0.4 / 1.4)  # two of five, not one
+    assert metrics.score("keyphrases", ["nothing"], [["Graphs"]], [["graph", "GRAPH "]])["absent_f1@M"] == 100

@@ -12,7 +12,7 @@ import pytest
 from pipejax import checkpoint, config, methods, metrics
 from pipejax.apps.evaluation import evaluate
 from pipejax.config import Config, DataConfig
-from pipejax.data import make_task
+from pipejax.data import TASKS, make_task
 from pipejax.data.examples import Example
 from pipejax.inference.report import Report
 from pipejax.metrics import __main__ as command
@@ -44,7 +44,12 @@ def write(path: Path, lines: Sequence[Any]) -> Path:
     [
         ("spans", spans.combine(total(spans.per_document(GOLD, PREDICTED)), 3)),
         ("keyphrases", keyphrases.combine(total(keyphrases.per_document(SOURCES, GOLD, PREDICTED)), 3)),
+        (
+            "keyphrases_kp20k",
+            keyphrases.combine(total(keyphrases.per_document(SOURCES, GOLD, PREDICTED, by_spaces=True)), 3),
+        ),
         ("rouge", rouge.combine(total(rouge.per_document(GOLD, PREDICTED)), 3)),
+        ("rouge_score", rouge.combine(total(rouge.per_document(GOLD, PREDICTED, ascii_only=True)), 3)),
     ],
 )
 def test_prints_one_object_and_nothing_else(tmp_path, capfd, name, expected) -> None:
@@ -76,10 +81,11 @@ def test_as_a_process(tmp_path) -> None:
 
 def test_only_keyphrases_read_the_source(tmp_path) -> None:
     path = str(write(tmp_path / "f.jsonl", [{"gold": ["x"], "pred": ["x"]}, {"source": 3, "gold": [], "pred": []}]))
-    for name in ("spans", "rouge"):
+    for name in ("exact", "spans", "rouge", "rouge_score"):
         assert command.main([name, path]) == 0
-    with pytest.raises(UserError, match=r':1: found no "source"; expected one \(keys: gold, pred\)$'):
-        command.main(["keyphrases", path])
+    for name in ("keyphrases", "keyphrases_kp20k"):
+        with pytest.raises(UserError, match=r':1: found no "source"; expected one \(keys: gold, pred\)$'):
+            command.main([name, path])
 
 
 GOOD = {"id": "x", "source": "", "gold": [], "pred": []}
@@ -120,9 +126,11 @@ def test_bad_bytes(tmp_path) -> None:
 
 
 def test_unknown_metric(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"^metric: found 'bleu'; expected one of spans, keyphrases, rouge"):
+    with pytest.raises(
+        UserError, match=r"^metric: found 'bleu'; expected one of exact, exact_caseless, spans, keyphrases, "
+    ):
         command.main(["bleu", str(tmp_path)])
-    with pytest.raises(ValueError, match="expected one of spans, keyphrases, rouge; got 'bleu'"):
+    with pytest.raises(ValueError, match=r"expected one of exact, .*, rouge, rouge_score; got 'bleu'"):
         metrics.score("bleu", [], [], [])
 
 
@@ -134,13 +142,18 @@ def test_every_metric_of_the_config_has_a_headline_among_its_scores() -> None:
     done: list[int] = []
     for name, headline in metrics.HEADLINES.items():
         assert headline in metrics.score(name, SOURCES, GOLD, PREDICTED, tick=done.append)
-    assert sum(done) == 3 * len(DOCUMENTS)
+    assert sum(done) == len(metrics.HEADLINES) * len(DOCUMENTS)
 
 
 def test_a_task_names_its_metric() -> None:
-    assert make_task(DataConfig(task="demo")).metric == "spans"
+    assert {task: make_task(DataConfig(task=task, rows="sentences")).metric for task in TASKS} == {
+        **dict.fromkeys(("demo", "demo_long", "jsonl", "csv"), "exact"),
+        "msqa": "spans",
+        **dict.fromkeys(("kp20k", "kptimes"), "keyphrases_kp20k"),
+        **dict.fromkeys(("wikihowqa", "cnn_dailymail", "pubmed", "sumpubmed", "wikihow"), "rouge_score"),
+    }
     assert make_task(DataConfig(task="jsonl", metric="rouge")).metric == "rouge"
-    with pytest.raises(UserError, match=r"data\.metric: found 'rogue'; expected one of spans, keyphrases, rouge \(did"):
+    with pytest.raises(UserError, match=r"data\.metric: found 'rogue'; expected one of .* \(did you mean rouge\?"):
         config.override(Config(), ["data.metric=rogue"])
 
 
@@ -150,7 +163,7 @@ class Canned:
     default_strategy = "pipelined"
 
     def __init__(self, data: DataConfig, rows: list[list[str]]) -> None:
-        self.config, self.rows = Config(data=data), rows
+        self.config, self.rows, self.schema = Config(data=data), rows, None
 
     def method(self, name: str) -> methods.Method:
         return methods.make(name, self.config)

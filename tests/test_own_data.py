@@ -438,10 +438,10 @@ def test_a_delimiter_is_needed_only_where_it_is_used():
 
 def test_the_metric_is_the_tasks_own_or_the_configs():
     assert [make_task(DataConfig(task=task)).metric for task in ("demo", "jsonl", "kp20k", "pubmed")] == [
-        "spans",
-        "spans",
-        "keyphrases",
-        "rouge",
+        "exact",
+        "exact",
+        "keyphrases_kp20k",
+        "rouge_score",
     ]
     tasks = [make_task(DataConfig(task=task, metric="rouge", rows="sentences")) for task in ("csv", "jsonl", "msqa")]
     assert {task.metric for task in tasks} == {"rouge"}

@@ -124,7 +124,7 @@ def test_an_unknown_command_is_one_line() -> None:
     [
         ("pipejax co", {"convert", "compare"}),
         ("pipejax decode --b", {"--best", "--batch-size"}),
-        ("pipejax metrics rou", {"rouge"}),
+        ("pipejax metrics rou", {"rouge", "rouge_score"}),
         ("pipejax decodes --b", set()),
     ],
 )

@@ -50,7 +50,7 @@ def test_what_the_paper_sets(task, size, objective):
     assert train.init_from == f"checkpoints/t5-{size}" and config.model is None
     epochs = train.steps * train.batch_size / (1000 * TRAIN_THOUSANDS[task])
     assert 9.9 < epochs < 10.1 and train.steps // 10 == train.evaluate_every
-    if published.metric != "rouge":
+    if published.metric != "rouge_score":
         assert (config.grid.time_max, config.grid.sub_max) == (50, 20)
     # Where the data's statistics are counted under the bounds of the published set, they are those of training.
     bounds = config.grid, config.data.max_target, config.data.separator, config.decode.max_length

@@ -14,7 +14,7 @@ from pipejax.metrics.rouge import TYPES
 
 
 def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
-    return metrics.score("rouge", [""] * len(gold), gold, predicted)
+    return metrics.score("rouge_score", [""] * len(gold), gold, predicted)
 
 
 @pytest.mark.parametrize(
@@ -145,3 +145,54 @@ def common(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[int, ...]:
 
 def f1(hits: int, predicted: int, gold: int) -> float:
     return 2 * hits / (predicted + gold) if hits else 0.0
+
+
+# Other scripts.
+
+SCRIPTS = {
+    "Chinese": ("我喜欢猫。", "狗在睡觉。"),
+    "Hindi": ("मुझे बिल्ली पसंद है", "कुत्ता सोता हूँ"),
+    "Arabic": ("أنا أحب القطط", "الكلب نائم"),
+    "Greek": ("Μου αρέσουν οι γάτες", "Ο σκύλος κοιμάται"),
+    "Thai": ("ฉันชอบแมว", "หมู่บ้านนี้"),
+    "Japanese": ("猫が好きです", "いぬはねむる"),
+    "Korean": ("고양이를 좋아해요", "개가 잔다"),
+    "Hebrew": ("אני אוהב חתולים", "הכלב ישן"),
+    "Tamil": ("எனக்கு பூனை பிடிக்கும்", "நாய் தூங்குகிறது"),
+    "Russian": ("Я люблю кошек", "Собака спит"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_equal_texts_of_any_script_score_100(script: str) -> None:
+    text, other = SCRIPTS[script]
+    for name, value in metrics.score("rouge", [""], [[text, other]], [[text, other]]).items():
+        assert value == pytest.approx(100), name
+    assert all(value < 50 for value in metrics.score("rouge", [""], [[text]], [[other]]).values())
+    assert set(score([[text]], [[text]]).values()) == {0}  # rouge_score's own words know none of them
+
+
+@pytest.mark.parametrize(
+    "gold, predicted, one, two",
+    [
+        ("我喜欢猫", "我喜欢狗", 75, 200 / 3),  # three signs of four, two pairs of three
+        ("GPT模型", "gpt 模型！", 100, 100),
+        ("naïve", "na ve", 0, 0),  # one word, not two
+        ("naïve", "nai\u0308ve", 100, 0),
+        ("हिन्दी है", "हिन्दी हूँ", 50, 0),  # vowel signs are of their letters
+        ("ΣΑΣ", "σας", 100, 0),
+        ("ﬁrst １２", "first 12", 100, 100),
+        ("กำ", "ก", 0, 0),
+    ],
+)
+def test_words_of_other_scripts(gold: str, predicted: str, one: float, two: float) -> None:
+    found = metrics.score("rouge", [""], [[gold]], [[predicted]])
+    assert (found["rouge1"], found["rouge2"]) == pytest.approx((one, two))
+
+
+def test_english_scores_the_same_by_either() -> None:
+    rng, signs = random.Random(1), "abcXYZ019 _-.,'\"$+#(/\n"
+    texts = [["".join(rng.choices([*signs, "running ", "cats "], k=30)) for _ in range(3)] for _ in range(200)]
+    gold, predicted = texts[:100], texts[100:]
+    assert metrics.score("rouge", [""] * 100, gold, predicted) == score(gold, predicted)
+    assert score(gold, predicted)["rouge1"] > 5

@@ -28,6 +28,7 @@ from pipejax.inference.opened import dtype_of
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.methods import tells_rows_apart
+from pipejax.metrics import exact
 from pipejax.system import cli, distributed
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -56,18 +57,17 @@ def evaluate(
       metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's are the
       ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation left
       out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch size
-      is 1. With the metric "rouge" and a blank separator "rows" are the sentences of the text, of either strategy.
+      is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
     """
     name = strategy or generator.default_strategy
     records, report = _decode(generator, examples, name, batch_size, tick)
     data = generator.config.data
     metric = metric or data.metric or make_task(data).metric
-    if metric == "rouge" and not tells_rows_apart(data.separator):
+    if metrics.HEADLINES[metric] == "rougeLsum" and not tells_rows_apart(data.separator):
         # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
         for record in records:
             record["rows"] = sentences(record["text"] or "")
-    gold, predicted = [e.targets for e in examples], [texts(record) for record in records]
-    scores = metrics.score(metric, [e.source for e in examples], gold, predicted)
+    scores = _scores(generator, examples, records, metric)
     result = {
         "strategy": name,
         "examples": len(examples),
@@ -110,7 +110,21 @@ def _decode(
     return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 
 
-def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str) -> list[dict[str, float]]:
+def _scores(
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
+) -> dict[str, float]:
+    """The values of rows with known names are compared by type, those under a schema by its types."""
+    readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
+    if generator.schema is not None and generator.tokenizer is not None:
+        readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}
+    read = partial(exact.named, readers=readers) if metric.startswith("exact") else list[Any]
+    gold, predicted = [read(e.targets) for e in examples], [read(texts(record)) for record in records]
+    return metrics.score(metric, [e.document or e.source for e in examples], gold, predicted)
+
+
+def by_rows(
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
+) -> list[dict[str, float]]:
     """The chief score, steps and, if known, seconds of the documents with 0, 1, ... rows (paper, Figures 4 and 5)."""
     groups: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
@@ -118,9 +132,7 @@ def by_rows(examples: Sequence[Example], records: Sequence[Record], metric: str)
     table = []
     for rows, members in sorted(groups.items()):
         part = [examples[i] for i in members]
-        scores = metrics.score(
-            metric, [e.source for e in part], [e.targets for e in part], [texts(records[i]) for i in members]
-        )
+        scores = _scores(generator, part, [records[i] for i in members], metric)
         headline = metrics.HEADLINES[metric]
         line: dict[str, float] = {"rows": rows, "documents": len(members), headline: scores[headline]}
         line["steps"] = sum(records[i]["steps"] for i in members) / len(members)
@@ -207,11 +219,11 @@ def main(argv: Sequence[str]) -> int:
         "length_penalty": generator.config.decode.length_penalty,
         **result,
         **peak_memory(),
-        "by_rows": by_rows(examples, records, result["metric"]),
+        "by_rows": by_rows(generator, examples, records, result["metric"]),
     }
     try:
         if flags.predictions:
-            cli.write_output("--predictions", flags.predictions, _predictions(examples, records))
+            cli.write_output("--predictions", flags.predictions, _predictions(generator, examples, records))
     finally:  # one that cannot be written does not cost the other
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
         if flags.json:
@@ -223,11 +235,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _predictions(examples: Sequence[Example], records: Sequence[Record]) -> str:
-    """JSON lines."""
+def _predictions(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> str:
+    """JSON lines, with all that scores depend on."""
     lines = []
     for example, record in zip(examples, records, strict=True):
         line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": texts(record)}
+        about = {"document": example.document, "row_names": generator.config.grid.row_names}
         more = {key: record[key] for key in ("text", "row_ids", "steps", "calls", "truncated")}
-        lines.append(json.dumps({**line, **more}, ensure_ascii=False) + "\n")
+        lines.append(json.dumps({**line, **{k: v for k, v in about.items() if v}, **more}, ensure_ascii=False) + "\n")
     return "".join(lines)

@@ -21,7 +21,7 @@ WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 LIMITS = ("none", "source")  # on the tokens that may be written
 ROWS = ("list", "delimiter", "sentences")
 EMPTY_TARGETS = ("keep", "skip", "refuse")
-METRICS = ("spans", "keyphrases", "rouge")
+METRICS = ("exact", "exact_caseless", "spans", "keyphrases", "keyphrases_kp20k", "rouge", "rouge_score")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 PLACES = 2**24  # of a grid at the most: beyond that no device holds what decoding keeps of each
 
@@ -55,7 +55,7 @@ class DataConfig:
     targets: str = setting("targets")  # `jsonl`, `csv`: the field that holds the rows
     rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
     delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
-    metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "spans"
+    metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "exact"
     data_dir: str = setting("")  # where `pipejax data prepare` wrote; "" = TFDS's own directory
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
     new_tokenizer: bool = setting(False)  # whether its ids may mean other pieces than those of `train.init_from`

@@ -17,12 +17,14 @@ class Example:
     source: str
     targets: tuple[str, ...]
     place: str = dataclasses.field(default="", repr=False, compare=False)  # "FILE:LINE", for errors; "": unknown
+    # The text that keyphrases are present in or absent from; "": the source.
+    document: str = dataclasses.field(default="", repr=False, compare=False)
 
 
 class Task(Protocol):
     """A source of examples, with the metric that judges outputs and perhaps a tokenizer."""
 
-    metric: str  # "spans", "keyphrases" or "rouge"
+    metric: str  # one of `metrics.HEADLINES`
     template: str  # the text that `source` makes of a record, with the record's fields in braces
 
     def examples(self, split: str) -> Sequence[Example]:

@@ -98,7 +98,7 @@ TASK = Published(
     fields={"id": str, "title": str, "abstract": str, "keyphrases": list},
     source=source,
     targets=targets,
-    metric="keyphrases",
+    metric="keyphrases_kp20k",
     separator="; ",
     grid=GridConfig(delay=1, time_max=50, sub_max=20),
     max_target=256,

@@ -59,7 +59,7 @@ TASK = Published(
     fields=kp20k.TASK.fields,
     source=kp20k.source,
     targets=kp20k.targets,
-    metric="keyphrases",
+    metric="keyphrases_kp20k",
     separator="; ",
     grid=GridConfig(delay=1, time_max=50, sub_max=20),
     max_target=256,

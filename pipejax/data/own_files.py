@@ -20,6 +20,7 @@ from pipejax.data.remote import files_of
 from pipejax.data.streams import Stream
 from pipejax.data.text import Template, sentences, split
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,12 @@ class FilesTask:
 
     def __init__(self, config: DataConfig) -> None:
         """Checks the settings; a file is opened when its split is asked for."""
-        self.config, self.metric = config, config.metric or "spans"
+        self.config, self.metric = config, config.metric or "exact"
         self.template = config.source_template or "{source}"
         self._template = Template(self.template, key="data.source_template")
+        fields = " ".join(f"{{{field}}}" for field in self.fields)
+        judges_presence = HEADLINES[self.metric] == "present_f1@M" and fields != self.template
+        self._document = Template(fields, key="data.source_template") if judges_presence else None
         self._rows = _rows_reader(config)
         self._shares = _shares(config) if config.split else ()
         self._parted: dict[str, list[Example]] | None = None
@@ -73,7 +77,7 @@ class FilesTask:
             return text_of(value, "source", place)
         return self._filled(value, place)
 
-    def _filled(self, value: Object, place: str) -> str:
+    def _filled(self, value: Object, place: str, template: Template | None = None) -> str:
         if not any(field in value for field in self.fields):
             value_of(value, self.fields[0], place)  # says which keys there are
         cells = {field: _cell(value, field, place, {*self.fields, self.config.targets}) for field in self.fields}
@@ -81,7 +85,7 @@ class FilesTask:
         if not any(texts.values()):
             names = ", ".join(f'"{field}"' for field in self.fields)
             raise UserError(f"{place}: {names}: found an empty text; expected text that is not blank")
-        return self._template.fill(texts)
+        return (template or self._template).fill(texts)
 
     def tokenizer(self) -> Tokenizer | None:
         """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
@@ -147,7 +151,8 @@ class FilesTask:
                 bad(error)
                 continue
             seen[name] = place
-            examples.append(Example(name, source, rows, place))
+            document = self._filled(value, place, self._document) if self._document else ""
+            examples.append(Example(name, source, rows, place, document))
         if examples and whole:
             check_fields((*self.fields, self.config.targets), [fields], where)
         between = self.config.delimiter

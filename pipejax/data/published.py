@@ -10,8 +10,9 @@ from pipejax.config import DataConfig, GridConfig
 from pipejax.data.examples import Example
 from pipejax.data.lines import Object, text_of
 from pipejax.data.manual import Manual
-from pipejax.data.text import plain
+from pipejax.data.text import Template, plain
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.system.files import look
@@ -33,7 +34,7 @@ class Published:
     grid: GridConfig  # the paper's bounds if they cut few examples, else wider ones
     max_target: int  # tokens of a training target
     max_length: int  # tokens that the sequential decoder generates at most
-    metric: str = "rouge"
+    metric: str = "rouge_score"
     separator: str = " "
     # The type of each field: str, or list for a list of str. TFDS's own builders need none.
     fields: Mapping[str, type] = dataclasses.field(default_factory=dict)
@@ -57,6 +58,8 @@ class PublishedTask:
         """Opens no file: `examples` does."""
         self.published, self.metric = published, config.metric or published.metric
         self.template = published.source(_Braces())
+        judges_presence = HEADLINES[self.metric] == "present_f1@M"
+        self._document = Template(self.template, key="template").fields if judges_presence else ()
         self._data_dir = config.data_dir
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -100,7 +103,8 @@ class PublishedTask:
         spell = functools.partial(plain, placeholders=self.published.placeholders)
         rows = (spell(row) for row in self.published.targets(record))
         name = record.get("id") or f"{split}-{index}"
-        return Example(name, spell(self.published.source(record)), tuple(row for row in rows if row))
+        document = spell(" ".join(record[field] for field in self._document))
+        return Example(name, spell(self.published.source(record)), tuple(row for row in rows if row), document=document)
 
 
 class _Fields(Record):

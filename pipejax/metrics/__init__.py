@@ -5,28 +5,35 @@ Those of a collection are functions of sums over its documents; so they can be t
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from pipejax.metrics import spans
+from pipejax.metrics import exact, spans
 
 Document = Mapping[str, float]  # what one adds to the sums
-# Of each metric the score that stands for it, and that picks the best checkpoint of a run.
-HEADLINES = {"spans": "em_f1", "keyphrases": "present_f1@M", "rouge": "rougeLsum"}
+Rows = Sequence[Any] | Mapping[str, Any]  # texts; for "exact", names with values as well, or an object of them
+# Of each metric the score that stands for it, and that picks the best checkpoint of a run. The last of each line is the
+# rule of published data: MultiSpanQA, KP20k and KPTimes, English summaries.
+HEADLINES = {
+    **dict.fromkeys(("exact", "exact_caseless", "spans"), "em_f1"),
+    **dict.fromkeys(("keyphrases", "keyphrases_kp20k"), "present_f1@M"),
+    **dict.fromkeys(("rouge", "rouge_score"), "rougeLsum"),
+}
 SAMPLES, CONFIDENCE = 2000, 0.95  # of a bootstrap
 
 
 def require(name: str) -> None:
     """Imports the libraries of a metric: to be called before the work that is to be scored."""
-    if name != "spans":
+    if HEADLINES[name] != "em_f1":
         from pipejax.metrics import keyphrases, rouge  # noqa: F401  # one extra brings the libraries of both
 
 
 def score(
     name: str,
     sources: Sequence[str],
-    gold: Sequence[Sequence[str]],
-    predicted: Sequence[Sequence[str]],
+    gold: Sequence[Rows],
+    predicted: Sequence[Rows],
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> dict[str, float]:
@@ -34,8 +41,9 @@ def score(
 
     Args:
       name: one of `HEADLINES`.
-      sources: the document texts; read by "keyphrases" alone.
-      gold: the rows of each document in the data.
+      sources: the document texts; read by "keyphrases" and "keyphrases_kp20k" alone.
+      gold: the rows of each document in the data, as texts; for "exact" a row may also be a (name, value), and all of
+        a document's an object of JSON: values are compared by type.
       predicted: the generated rows of each, in the same order.
       tick: called with the number of documents done since the last call.
 
@@ -49,8 +57,8 @@ def score(
 def per_document(
     name: str,
     sources: Sequence[str],
-    gold: Sequence[Sequence[str]],
-    predicted: Sequence[Sequence[str]],
+    gold: Sequence[Rows],
+    predicted: Sequence[Rows],
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
@@ -60,36 +68,38 @@ def per_document(
             f"expected a source, gold and predicted rows for each document; "
             f"got {len(sources)}, {len(gold)} and {len(predicted)}"
         )
-    if name == "spans":
-        documents = spans.per_document(gold, predicted)
+    headline, texts = HEADLINES.get(name), tuple[Any, Any]((gold, predicted))
+    if headline == "em_f1":
+        spell = spans.distinct if name == "spans" else functools.partial(exact.spell, fold_case=name != "exact")
+        documents = spans.per_document(*texts, spell)
         tick(len(gold))
         return documents
-    if name == "keyphrases":
+    if headline == "present_f1@M":
         from pipejax.metrics import keyphrases  # nltk takes a second to import
 
-        return keyphrases.per_document(sources, gold, predicted, tick=tick)
-    if name == "rouge":
+        return keyphrases.per_document(sources, *texts, by_spaces=name == "keyphrases_kp20k", tick=tick)
+    if headline == "rougeLsum":
         from pipejax.metrics import rouge
 
-        return rouge.per_document(gold, predicted, tick=tick)
+        return rouge.per_document(*texts, ascii_only=name == "rouge_score", tick=tick)
     raise ValueError(f"metric: expected one of {', '.join(HEADLINES)}; got {name!r}")
 
 
 def combine(name: str, sums: Mapping[str, float], count: int) -> dict[str, float]:
     """The scores of `count` documents from the sums over them."""
-    if name == "spans":
+    if HEADLINES[name] == "em_f1":
         return spans.combine(sums, count)
     from pipejax.metrics import keyphrases, rouge
 
-    return {"keyphrases": keyphrases.combine, "rouge": rouge.combine}[name](sums, count)
+    return {"present_f1@M": keyphrases.combine, "rougeLsum": rouge.combine}[HEADLINES[name]](sums, count)
 
 
 def gap(
     name: str,
     sources: Sequence[str],
-    gold: Sequence[Sequence[str]],
-    first: Sequence[Sequence[str]],
-    second: Sequence[Sequence[str]],
+    gold: Sequence[Rows],
+    first: Sequence[Rows],
+    second: Sequence[Rows],
 ) -> dict[str, tuple[float, float, float]]:
     """The gain in score of the second predictions over the first: (difference, low, high) of a paired bootstrap.
 

@@ -1,17 +1,19 @@
 """Scores a file of predictions.
 
-    pipejax metrics spans|keyphrases|rouge FILE.jsonl
+    pipejax metrics exact|spans|keyphrases|rouge|... FILE.jsonl
 
-Lines are `{"id", "source", "gold": [row, ...], "pred": [row, ...]}`; `source` is read by keyphrases alone, and `id` may
-be left out. Prints one JSON object of scores in percent, not rounded, and nothing else on standard output.
+Lines are `{"id", "source", "gold": [row, ...], "pred": [row, ...]}`; `document`, or else `source`, is read by
+keyphrases alone, and `id` may be left out. For exact, gold and pred may be objects, and `row_names` the beginnings of
+rows with values. Prints one JSON object of scores in percent, not rounded, and nothing else on standard output.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipejax import metrics
 from pipejax.data.lines import Object, id_of, kind, read_file, value_of
+from pipejax.metrics import HEADLINES, Rows, exact
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -21,17 +23,17 @@ class Documents(NamedTuple):
     """The columns of a file, a document each."""
 
     sources: list[str]
-    gold: list[list[str]]
-    predicted: list[list[str]]
+    gold: list[Rows]
+    predicted: list[Rows]
 
 
 def main(argv: Sequence[str]) -> int:
     """Reads, checks, scores, prints."""
     parser = cli.Parser(prog="pipejax metrics", description=__doc__)
-    parser.add_argument("metric", choices=list(metrics.HEADLINES), help="the family of scores")
+    parser.add_argument("metric", choices=list(HEADLINES), help="the family of scores")
     parser.add_argument("file", metavar="FILE.jsonl", help="documents with their gold and predicted rows")
     flags = parser.parse_args(argv)
-    documents = read_documents(flags.file, with_sources=flags.metric == "keyphrases")
+    documents = read_documents(flags.file, flags.metric)
     progress = Progress("scoring", len(documents.gold), unit="document")
     scores = metrics.score(flags.metric, *documents, tick=progress.add)
     progress.close()
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_documents(path: str, *, with_sources: bool) -> Documents:
+def read_documents(path: str, metric: str) -> Documents:
     """Raises a UserError naming file and line for anything that cannot be scored, a repeated id or an empty file."""
     documents, seen = Documents([], [], []), dict[str, str]()
     for place, value in read_file(path):
@@ -47,9 +49,11 @@ def read_documents(path: str, *, with_sources: bool) -> Documents:
         if name in seen:
             raise UserError(f'{place}: "id": found {name!r} again; it was used in line {seen[name].rpartition(":")[2]}')
         seen[name] = place
-        documents.gold.append(_rows(value, "gold", place))
-        documents.predicted.append(_rows(value, "pred", place))
-        documents.sources.append(_text(value, "source", place) if with_sources else "")
+        rows: Callable[[Object, str, str], Rows] = _typed if metric.startswith("exact") else _rows
+        documents.gold.append(rows(value, "gold", place))
+        documents.predicted.append(rows(value, "pred", place))
+        text = "document" if "document" in value else "source"
+        documents.sources.append(_text(value, text, place) if metric.startswith("keyphrases") else "")
     if not documents.gold:
         raise UserError(f"{path}: found no lines; expected at least one document")
     return documents
@@ -64,6 +68,14 @@ def _rows(value: Object, key: str, place: str) -> list[str]:
         if not isinstance(row, str):
             raise UserError(f'{place}: "{key}[{i}]": found {kind(row)}; expected text')
     return rows
+
+
+def _typed(value: Object, key: str, place: str) -> Rows:
+    """The rows of a list, or of an object as they are."""
+    if isinstance(found := value.get(key), dict):
+        return found
+    names = _rows(value, "row_names", place) if "row_names" in value else []
+    return exact.named(_rows(value, key, place), dict.fromkeys(names, exact.number_or_text))
 
 
 def _text(value: Object, key: str, place: str) -> str:

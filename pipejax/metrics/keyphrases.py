@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from pipejax.metrics.words import terms
 from pipejax.system.extras import extra
 
 with extra("metrics", "metrics"):
     from nltk.stem.porter import PorterStemmer
 
-MOST_PREDICTIONS = 200  # of one document; those after them do not count
 CUTS = {"@5": 5, "@M": None}  # the first five predictions of a kind, however few there are; or all of them
 KINDS = ("present", "absent")
 
@@ -17,7 +17,7 @@ _SEPARATOR = "<peos>"  # stands between present and absent phrases in some data;
 _INVALID = {"<unk>", ",", "."}  # a prediction with such a word does not count
 
 Phrase = tuple[str, ...]  # stems
-_stem: Callable[[str], str] = functools.lru_cache(maxsize=1 << 20)(PorterStemmer().stem)
+stem: Callable[[str], str] = functools.lru_cache(maxsize=1 << 20)(PorterStemmer().stem)
 
 
 class _Scores(NamedTuple):
@@ -33,16 +33,20 @@ def per_document(
     gold: Sequence[Sequence[str]],
     predicted: Sequence[Sequence[str]],
     *,
+    by_spaces: bool = False,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
     """Precision, recall and F1 of each document, of each kind at each cut, 0 to 1; arguments as of `metrics.score`.
 
-    Words of a source are what stands between spaces. An empty gold phrase is absent, an empty prediction is none.
+    An empty gold phrase is absent, an empty prediction is none. `by_spaces`: the rule of Meng et al. for KP20k and
+    KPTimes, whose words are all that stands between spaces, and which knows marks of that data.
     """
-    documents = []
+    documents, split = [], stems_of if by_spaces else _stemmed_terms
+    separator, invalid = (_SEPARATOR, _INVALID) if by_spaces else ("", set[str]())
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
-        text = " ".join(stems_of(source))
-        wanted, offered = _part(_distinct(golds), text), _part(_valid(guesses), text)
+        text = " ".join(split(source))
+        wished, guessed = (_distinct(map(split, phrases), separator) for phrases in (golds, guesses))
+        wanted, offered = _part(wished, text), _part(_valid(guessed, invalid), text)
         found: dict[str, float] = {}
         for kind in KINDS:
             for cut, most in CUTS.items():
@@ -70,22 +74,27 @@ def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
 
 def stems_of(text: str) -> Phrase:
     """A text's words in lower case, stemmed (Porter); punctuation stays attached to its word."""
-    return tuple(_stem(word) for word in text.lower().split())
+    return tuple(map(stem, text.lower().split()))
 
 
-def _distinct(phrases: Iterable[str]) -> list[Phrase]:
-    """Each once by its stems, in order; '' is a phrase of no words, the separator is none at all."""
+def _stemmed_terms(text: str) -> Phrase:
+    """Words and signs of any script, apart from what they are attached to; those of ASCII are stemmed."""
+    return tuple(stem(term) if term.isascii() else term for term in terms(text))
+
+
+def _distinct(phrases: Iterable[Phrase], separator: str) -> list[Phrase]:
+    """Each once, in order; that of no words is a phrase, the separator is none at all."""
     every: dict[Phrase, None] = {}
-    for phrase in map(stems_of, phrases):
-        kept = tuple(stem for stem in phrase if stem != _SEPARATOR)
+    for phrase in phrases:
+        kept = tuple(word for word in phrase if word != separator)
         if kept or not phrase:
             every[kept] = None
     return list(every)
 
 
-def _valid(phrases: Sequence[str]) -> list[Phrase]:
+def _valid(phrases: Iterable[Phrase], invalid: set[str]) -> list[Phrase]:
     """Those that count. A phrase of no words says nothing: it is not a wrong one, though a gold one is a phrase."""
-    return [phrase for phrase in _distinct(phrases[:MOST_PREDICTIONS]) if phrase and not _INVALID & {*phrase}]
+    return [phrase for phrase in phrases if phrase and not invalid & {*phrase}]
 
 
 def _part(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:

@@ -1,37 +1,32 @@
-"""ROUGE F1 of generated texts (Lin 2004), by the rouge_score library with its Porter stemmer."""
+"""ROUGE F1 of generated texts (Lin 2004), by the rouge_score library, of its own words or of those of any script."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 
+from pipejax.metrics.keyphrases import stem
+from pipejax.metrics.words import words
 from pipejax.system.extras import extra
 
 with extra("metrics", "metrics"):
-    from nltk.stem.porter import PorterStemmer
     from rouge_score import rouge_scorer, tokenize
 
 TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-
-
-class _Words:
-    """The library's own words and stems, each stem computed once: most of the time would go there."""
-
-    def __init__(self) -> None:
-        self.stem = functools.lru_cache(maxsize=1 << 20)(PorterStemmer().stem)
-
-    def tokenize(self, text: str) -> list[str]:
-        """Lower-case letters and digits of ASCII; words of more than three characters are stemmed."""
-        words: list[str] = tokenize.tokenize(text, self)
-        return words
 
 
 def per_document(
     gold: Sequence[Sequence[str]],
     predicted: Sequence[Sequence[str]],
     *,
+    ascii_only: bool = False,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """F1 of ROUGE-1, -2, -L and -Lsum of each document, from 0 to 1."""
-    scorer = rouge_scorer.RougeScorer(TYPES, tokenizer=_Words())
+    """F1 of ROUGE-1, -2, -L and -Lsum of each document, from 0 to 1; `ascii_only`: of the library's own words."""
+
+    def stems_of(text: str) -> list[str]:
+        found = tokenize.tokenize(text, None) if ascii_only else words(text)
+        return [stem(word) if len(word) > 3 and word.isascii() else word for word in found]
+
+    scorer = rouge_scorer.RougeScorer(TYPES, tokenizer=SimpleNamespace(tokenize=stems_of))
     documents = []
     for sentences, guesses in zip(gold, predicted, strict=True):
         found = scorer.score("\n".join(sentences), "\n".join(guesses))

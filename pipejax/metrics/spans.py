@@ -3,23 +3,34 @@
 import difflib
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only: curly quotes and long dashes stay
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def per_document(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[dict[str, float]]:
-    """The counts that each document adds to those that `combine` takes."""
+def distinct(spans: Iterable[str]) -> list[str]:
+    """The set of normalised spans, '' a member like any other; a list, lest sums vary with hashes."""
+    return list(dict.fromkeys(normalise(span) for span in spans))
+
+
+def per_document(
+    gold: Sequence[Iterable[Any]],
+    predicted: Sequence[Iterable[Any]],
+    spell: Callable[[Iterable[Any]], list[str]] = distinct,
+) -> list[dict[str, float]]:
+    """The counts that each document adds to those that `combine` takes; `spell`: the texts that are compared."""
     documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
-        golds, guesses = _distinct(gold_spans), _distinct(predicted_spans)
+        golds, guesses = spell(gold_spans), spell(predicted_spans)
         precision, recall = _overlap(golds, guesses)
         documents.append(
             {
                 "gold": max(len(golds), 1),
                 "predicted": max(len(guesses), 1),
-                "exact": len(set(golds) & set(guesses)) if golds or guesses else 1,
+                "exact": (Counter(golds) & Counter(guesses)).total() if golds or guesses else 1,
                 "partial_precision": precision,
                 "partial_recall": recall,
             }
@@ -42,11 +53,6 @@ def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
 def normalise(text: str) -> str:
     """Lower case, punctuation deleted (leaving no space), then articles deleted, then single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-
-
-def _distinct(spans: Iterable[str]) -> list[str]:
-    """The set of normalised spans, '' a member like any other; a list, lest sums vary with hashes."""
-    return list(dict.fromkeys(normalise(span) for span in spans))
 
 
 def _overlap(golds: list[str], guesses: list[str]) -> tuple[float, float]:

@@ -38,8 +38,8 @@ def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
         found["epoch"] = f"{last['epoch']:.1f}" if "epoch" in last else "-"
         found["loss"] = f"{last['loss']:.4f}" if last["loss"] is not None else "none"
         found["minutes"] = f"{sum(sum(line['seconds'].values()) for line in trained) / 60:.1f}"
-    if evaluations:
-        best = max(evaluations, key=score_of)
+    if evaluations:  # those by another metric, of a former version, are on another scale
+        best = max((x for x in evaluations if x["metric"] == evaluations[-1]["metric"]), key=score_of)
         found |= {"best at": str(best["step"]), "dev loss": f"{best['dev_loss']:.4f}", "steps": f"{best['steps']:.1f}"}
         found |= {"metric": HEADLINES[best["metric"]], "best": f"{score_of(best)[0]:.2f}"}
         found["last"] = f"{score_of(evaluations[-1])[0]:.2f}"

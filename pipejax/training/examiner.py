@@ -1,6 +1,7 @@
 """The dev split of a run: its loss, its scores as decoded, the best parameters, and when patience ends."""
 
 import dataclasses
+import logging
 import textwrap
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from pipejax.apps.evaluation import evaluate
 from pipejax.checkpoint import Best
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
+from pipejax.data import make_task
 from pipejax.data.batches import fixed_batches, pack_size
 from pipejax.data.encoding import Encoded, encode
 from pipejax.data.examples import Example
@@ -26,6 +28,7 @@ from pipejax.training.run_directory import RunDirectory
 from pipejax.training.run_log import Line, score_of
 
 Array = jax.Array
+logger = logging.getLogger(__name__)
 SAMPLES = 3  # documents whose predictions each evaluation shows
 
 
@@ -80,8 +83,14 @@ class Examiner:
         self.generator: Generator | None = None
         self.best = best
         self.highest, self.without_better = [-np.inf, -np.inf], 0
+        metric, before = config.data.metric or make_task(config.data).metric, ""
         for line in directory.logged("evaluation"):
-            self._count(score_of(line))
+            before = line["metric"]
+            if before == metric:
+                self._count(score_of(line))
+        if distributed.same(before) not in ("", metric) and best is not None:  # the default of a former version
+            logger.warning(f"scores by {before} so far, by {metric} from here on: best/ is chosen anew")
+            best.score = ()
         self.highest, self.without_better = distributed.same((self.highest, self.without_better))
         # No more at once than a training step has: what fits there fits here.
         part = config.train.batch_size // config.train.accumulate

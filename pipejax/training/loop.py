@@ -157,7 +157,7 @@ class Run:
         self.examined = True  # whether the last evaluation came to its end
         self.clock = Clock()
         directory.begin(config, start.tokenizer, start.step, examples.fingerprints)
-        self.trackers = Trackers(config.train, directory.path, start.step)
+        self.trackers = Trackers(config.train, directory.path, start.step, start.run)
         assert config.model is not None
         with self.clock("data"):
             if start.step == 0:
@@ -183,7 +183,7 @@ class Run:
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, count, self.write, self.progress, devices, self.clock)
         self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
-        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init}
+        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init, "run": start.run}
         self.note = ""
 
     def is_over(self) -> bool:

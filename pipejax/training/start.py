@@ -1,7 +1,9 @@
 """Where a run begins: at its own newest good checkpoint, at another's weights, or at random ones."""
 
 import dataclasses
+import hashlib
 import logging
+import uuid
 from collections.abc import Mapping
 
 from pipejax import checkpoint, methods
@@ -30,6 +32,7 @@ class Start:
     before: Config | None = None  # of the run so far; its steps and intervals may have been others
     shapes: Shapes | None = None  # that its batches had so far
     init: str = ""  # fingerprint of the weights that the run began with; "": random ones, or a former version's run
+    run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))  # its id on boards
 
 
 def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
@@ -70,7 +73,9 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
         with distributed.together(UserError):
             tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
         shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
-        return Start(trainer, state, own.step, tokenizer, own.config, shapes, own.metadata.get("init", ""))
+        by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
+        init, run = (own.metadata.get(*pair) for pair in (("init", ""), ("run", by_place)))
+        return Start(trainer, state, own.step, tokenizer, own.config, shapes, str(init), str(run))
     with distributed.together(UserError):
         trainer, tokenizer, origin = _prepare(config)
     state = trainer.fresh(origin.items["params"] if origin else None)

@@ -145,17 +145,17 @@ def measure(run: Path, made: Labels) -> dict[str, object]:
     """The agreement of the run's newest step with the checkpoint on the sources that were held out.
 
     Returns:
-      what is also written to agreement.json: scores of spans, with the checkpoint's rows as gold; "equal_answers", the
+      what is also written to agreement.json: exact scores, with the checkpoint's rows as gold; "equal_answers", the
       percentage that has the same rows, in whatever order, as the scores ignore it, too; the mean "steps", and
       "checkpoint_steps" of the checkpoint; "steps_saved" in percent; "labels", the counts.
     """
     generator, examples = load(run), made.held_out
     progress = Progress("comparing with the checkpoint", len(examples), unit="example")
     size = generator.batch_size_for(min(generator.config.decode.batch_size, len(examples)))
-    scores, records = evaluate(generator, examples, metric="spans", batch_size=size, tick=progress.add)
+    scores, records = evaluate(generator, examples, metric="exact", batch_size=size, tick=progress.add)
     progress.close()
     pairs = zip(examples, records, strict=True)
-    equal = sum({*e.targets} == {row.strip() for row in texts(r)} for e, r in pairs)
+    equal = sum(sorted(e.targets) == sorted(row.strip() for row in texts(r)) for e, r in pairs)
     before, after = sum(made.steps) / len(made.steps), scores["steps"]
     found = {
         **generator.origin,

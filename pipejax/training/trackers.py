@@ -1,7 +1,7 @@
 """Copies of the log's numbers where people look at curves; metrics.jsonl stays the truth."""
 
-import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,45 +19,67 @@ Write = Callable[[int, dict[str, float]], None]
 
 
 class Trackers:
-    """The trackers of the config, in the first process alone. A board that fails is dropped; training goes on."""
+    """The trackers of the config, in the first process alone. A board that fails is dropped; training goes on.
 
-    def __init__(self, config: TrainConfig, directory: Path, step: int) -> None:
-        """Opens them; curves go on after `step`."""
+    Where it fails with all values of a line, but not with the first two alone, it only goes without some of them.
+    """
+
+    def __init__(self, config: TrainConfig, directory: Path, step: int, run: str) -> None:
+        """Opens them; curves go on after `step`, where boards have a run of that id."""
         self._writers, self._ends = dict[str, Write](), dict[str, Callable[[], None]]()
+        self._told = set[str]()  # names of values that a board did not take
         if not distributed.first():
             return
         if config.tensorboard:
             name = "TensorBoard"
             self._writers[name], self._ends[name] = _tensorboard(directory / "tensorboard", step)
         if config.wandb:
-            self._writers["W&B"], self._ends["W&B"] = _wandb(config.wandb, directory)
+            self._writers["W&B"], self._ends["W&B"] = _wandb(config.wandb, directory, run)
         if config.mlflow:
-            self._writers["MLflow"], self._ends["MLflow"] = _mlflow(config.mlflow, directory)
+            self._writers["MLflow"], self._ends["MLflow"] = _mlflow(config.mlflow, directory, run)
 
     def write(self, values: Line) -> None:
         """The numbers of one line of the log."""
         numbers = {
-            f"{values['event']}/{name}": float(value)
+            name_of(values["event"], name): float(value)
             for name, value in values.items()
             if isinstance(value, int | float) and name != "step"
         }
-        for name, write in list(self._writers.items()) if numbers else ():
-            try:
-                write(values["step"], numbers)
-            except Exception as error:  # whatever a library may raise: it is only a copy
-                del self._writers[name]
-                logger.warning(
-                    f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; goes on without it"
-                )
+        for board, write in [*self._writers.items()] if numbers else ():
+            lost, taken, failure = list[str](), 0, _failure(write, values["step"], numbers)
+            for name, value in numbers.items() if failure else ():
+                if _failure(write, values["step"], {name: value}):
+                    lost.append(name)
+                else:
+                    taken += 1
+                if is_down := len(lost) > 1 and not taken:
+                    del self._writers[board]
+                    break
+            if lost and not self._told.issuperset(lost):
+                self._told |= {*lost}
+                rest = "goes on without it" if is_down else f"left out: {', '.join(lost)}"
+                logger.warning(f"{board}: {failure}; {rest}")
 
     def close(self) -> None:
         """Ends them; once is enough."""
         for name, end in self._ends.items():
-            try:
-                end()
-            except Exception as error:  # as above
-                logger.warning(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+            if failure := _failure(end):
+                logger.warning(f"{name}: {failure}")
         self._ends.clear()
+
+
+def name_of(event: str, name: str) -> str:
+    """The name of a value on all boards: MLflow refuses an @, W&B and TensorBoard other signs."""
+    return re.sub(r"[^A-Za-z0-9_/]", "_", f"{event}/{name}".replace("@", "_at_"))
+
+
+def _failure(act: Callable[..., None], *arguments: object) -> str:
+    """The error in one line, whatever a library may raise: it is only a copy. "" if there is none."""
+    try:
+        act(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return ""
 
 
 def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]:
@@ -79,9 +101,8 @@ def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]
     return write, writer.close
 
 
-def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
+def _wandb(project: str, directory: Path, name: str) -> tuple[Write, Callable[[], None]]:
     wandb = module("wandb", "wandb", "train.wandb")
-    name = _name_of(directory)
     try:
         run = wandb.init(project=project, name=directory.name, dir=str(directory), id=name, resume="allow")
         # Not by W&B's own count of steps: behind that nothing can be logged, and a resumed run goes on behind it.
@@ -92,9 +113,8 @@ def _wandb(project: str, directory: Path) -> tuple[Write, Callable[[], None]]:
     return lambda step, values: run.log({"step": step} | values), run.finish
 
 
-def _mlflow(experiment: str, directory: Path) -> tuple[Write, Callable[[], None]]:
+def _mlflow(experiment: str, directory: Path, name: str) -> tuple[Write, Callable[[], None]]:
     mlflow = module("mlflow", "mlflow", "train.mlflow")
-    name = _name_of(directory)
     try:
         mlflow.set_experiment(experiment)
         found = mlflow.search_runs(filter_string=f"tags.pipejax = '{name}'", output_format="list", max_results=1)
@@ -103,8 +123,3 @@ def _mlflow(experiment: str, directory: Path) -> tuple[Write, Callable[[], None]
     except Exception as error:  # no server, no rights, ...
         raise UserError(f"train.mlflow: {first_line(error)[:200]}; expected MLflow to be ready") from error
     return lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run
-
-
-def _name_of(directory: Path) -> str:
-    """The same for the same directory, so that a resumed run goes on in its own curve."""
-    return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]

@@ -172,7 +172,7 @@ def gap(
     first, second = (list[Any](line for _, line in read_file(str(path))) for path in files)
     if [line["id"] for line in first] != [line["id"] for line in second]:
         raise UserError(f"{files[1]}: found other documents than in {files[0]}; evaluate both again")
-    sources, gold = [line["source"] for line in first], [line["gold"] for line in first]
+    sources, gold = [line.get("document") or line["source"] for line in first], [line["gold"] for line in first]
     return metrics.gap(metric, sources, gold, [line["pred"] for line in first], [line["pred"] for line in second])
 
 

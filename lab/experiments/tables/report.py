@@ -5,6 +5,8 @@ from typing import Any
 
 from lab.experiments.tables import paper
 from lab.experiments.tables.cells import Cell, Scores, Way
+from pipejax.data import PUBLISHED
+from pipejax.metrics import HEADLINES
 
 NONE = "–"  # not measured, or not in the paper
 Gap = dict[str, tuple[float, float, float]]
@@ -55,7 +57,7 @@ def table_of_scores(
     gaps: dict[tuple[str, str, str], Gap],
 ) -> str:
     """Tables 2 to 4: quality, speed and memory of both decoders, a line each way, and the gap of the first two."""
-    scores = paper.SCORES[_metric(tasks[0])]
+    scores = paper.SCORES[_headline(tasks[0])]
     head = ["data set", "model", "decoder", "dtype"]
     head += [title for split in splits for score in scores for title in (f"{split} {LABELS[score]}", "paper")]
     head += ["documents", "steps", "examples/s", "paper", "peak memory", "paper"]
@@ -80,7 +82,7 @@ def table_of_scores(
 def table_5(tasks: Sequence[str], size: str, dtype: str, results: Results) -> str:
     """The pipelined decoder under several Δt, on the test split."""
     way = Way("pipelined", dtype=dtype)
-    scores = paper.SCORES["rouge"]
+    scores = paper.SCORES["rougeLsum"]
     head = [
         "data set",
         "Δt",
@@ -111,10 +113,8 @@ def crossed(cells: Sequence[Cell], ways: Sequence[Way], split: str, results: Res
         for way in ways:
             if (found := results.get((cell, split, way))) is None:
                 continue
-            values = [_number(found[score]) for score in paper.SCORES[found["metric"]]]
-            named = ", ".join(
-                f"{LABELS[score]} {value}" for score, value in zip(paper.SCORES[found["metric"]], values, strict=True)
-            )
+            scores = paper.SCORES[HEADLINES[found["metric"]]]
+            named = ", ".join(f"{LABELS[score]} {_number(found[score])}" for score in scores)
             cut = f"{100 * sum(found['truncated'].values()) / found['examples']:.1f} %"
             speed = _number(found["examples_per_second"], 2)
             model = [paper.TITLES[cell.task], cell.size, cell.objective, way.label, way.dtype]
@@ -150,8 +150,8 @@ def _of(found: Scores | None, key: str) -> float | None:
     return None if found is None else found[key]
 
 
-def _metric(task: str) -> str:
-    return "spans" if task == "msqa" else "keyphrases" if task in paper.TABLES[3] else "rouge"
+def _headline(task: str) -> str:
+    return HEADLINES[PUBLISHED[task].metric]
 
 
 def _beside(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:

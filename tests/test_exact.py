@@ -1,0 +1,127 @@
+"""The exact rule for one's own data: cases that must and must not be told apart, and values by type."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pipejax import metrics
+from pipejax.metrics import __main__ as command
+from pipejax.metrics.exact import named, number_or_text
+from pipejax.metrics.words import fold
+
+
+def f1(gold: Any, predicted: Any, name: str = "exact") -> float:
+    return metrics.score(name, [""], [gold], [predicted])["em_f1"]
+
+
+@pytest.mark.parametrize(
+    "left, right",
+    [
+        # all of which MultiSpanQA's rule calls equal, but for those of the last three lines
+        *[("1.5", "15"), ("-5", "5"), ("C++", "C#"), ("+", "-"), ("1/12", "11/2"), ("A", "the"), ("3 %", "3")],
+        *[("$5", "5"), ("x_1", "x1"), ("a[i]", "ai"), ("f(x)", "fx"), ("<= 3", "3"), ("12:30", "1230"), ("a.m.", "am")],
+        *[("The Who", "Who"), ("mW", "MW"), ("!x", "x"), (".NET", "NET"), ("1,5", "15"), ("re-sign", "resign")],
+        *[("10²", "102"), ("1½", "11⁄2"), ("10⁻²", "10−2"), ("2₂", "22"), ("1①", "11")],
+        *[("5 °C", "5 K"), ("α", "β"), ("猫", "狗"), ("5 µg", "5 mg"), ("é", "e")],
+        *[("1", "1.0"), ("true", "True"), ("01", "1")],
+    ],
+)
+def test_rows_that_differ(left: str, right: str) -> None:
+    assert f1([left], [right]) == f1([right], [left]) == 0
+    assert f1([left], [left]) == f1([right], [right]) == 100
+    assert 0 < metrics.score("exact", [""], [[f"same {left}"]], [[f"same {right}"]])["pm_f1"] < 100
+
+
+@pytest.mark.parametrize(
+    "left, right",
+    [
+        *[("a  b", "a b"), (" a\tb\n", "a b"), ("a\u00a0b", "a b"), ("a\u3000b", "a b")],
+        *[
+            ("ﬁx", "fix"),
+            ("１２", "12"),
+            ("5－3", "5-3"),
+            ("e\u0301", "é"),
+            ("5 ㎏", "5 kg"),
+            ("m²", "m2"),
+            ("ＡＢ", "AB"),
+        ],
+        *[("5 µg", "5 μg"), ("…", "..."), ("ｶﾞ", "ガ")],
+    ],
+)
+def test_rows_that_are_the_same_text(left: str, right: str) -> None:
+    assert f1([left], [right]) == f1([right], [left]) == 100
+
+
+def test_case_counts_unless_it_is_not_to() -> None:
+    for left, right in (("MW", "mW"), ("Straße", "STRASSE"), ("ΣΑΣ", "σας"), ("Ａ", "a")):
+        assert f1([left], [right]) == 0
+        assert f1([left], [right], "exact_caseless") == 100
+    assert f1(["1.5 mW"], ["15 MW"], "exact_caseless") == 0
+
+
+def test_rows_are_counted_as_often_as_they_are_there() -> None:
+    scores = metrics.score("exact", [""], [["a", "a", "b"]], [["a", "b", "b", "c"]])
+    right = (Counter("aab") & Counter("abbc")).total()
+    assert right == 2
+    assert scores["em_precision"] == pytest.approx(100 * right / 4)
+    assert scores["em_recall"] == pytest.approx(100 * right / 3)
+    assert f1(["a", "b"], ["b", "a"]) == 100  # in any order
+    assert f1(["a", "a"], ["a"]) == pytest.approx(200 / 3)
+    assert f1([], [""]) == f1([" "], []) == 100 and f1([], ["a"]) == 0  # a blank row is none
+
+
+@pytest.mark.parametrize(
+    "left, right, equal",
+    [
+        *[(1, 1.0, True), (0, -0.0, True), (1e20, 10**20, True), (2**53, 2**53 + 1, False), (0.1, 0.10000001, False)],
+        *[(1, True, False), (0, False, False), (1, "1", False), (None, "null", False), (None, False, False)],
+        *[("1", "1.0", False), ("a  b", "a b", True), ("a", "A", False), ([1, "x"], [1.0, "x"], True)],
+        *[([1, 2], [2, 1], False), ([1], 1, False), ("2024-05-03", "2024-05-3", False), (1e300, 1e299, False)],
+    ],
+)
+def test_values_of_objects_by_type(tmp_path, capsys, left: object, right: object, equal: bool) -> None:
+    assert f1({"x": left, "y": 2}, {"y": 2.0, "x": right}) == (100 if equal else 50)
+    assert f1({"x": left}, {"z": left}) == 0
+    path = tmp_path / "f.jsonl"
+    path.write_text(json.dumps({"gold": {"x": left}, "pred": {"x": right}}) + "\n")
+    assert command.main(["exact", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["em_f1"] == (100 if equal else 0)
+
+
+@pytest.mark.parametrize(
+    "left, right, equal",
+    [
+        *[("price: 1", "price: 1.0", True), ("price: 1e3", "price:1000", True), ("price: １", "price: 1", True)],
+        *[("price: 1", "price: 2", False), ("price: -1", "price: 1", False), ("price: 1", "price net: 1", False)],
+        *[
+            ("price: 01", "price: 1", False),
+            ("price: 1 kg", "price: 1.0 kg", False),
+            ("price: 1,0", "price: 10", False),
+        ],
+        *[("price: 0.1000000000000000000001", "price: 0.1", False), ("other: 1", "other: 1.0", False)],
+        *[("price: NaN", "price: nan", False), ("price: Infinity", "price: inf", False), ("price: ", "price:", True)],
+        ("price: 1e999999999", "price: 10e999999998", True),
+    ],
+)
+def test_values_of_named_rows_by_type(tmp_path, capsys, left: str, right: str, equal: bool) -> None:
+    path = tmp_path / "f.jsonl"
+    line = {"gold": ["date: 3", left], "pred": ["date: 3", right], "row_names": ["price:", "price net:", "date:"]}
+    path.write_text(json.dumps(line) + "\n")
+    assert command.main(["exact", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["em_f1"] == (100 if equal else 50)
+
+
+def test_a_longer_name_comes_first() -> None:
+    readers = dict.fromkeys(("price", "price net"), number_or_text)
+    assert named(["price net 2", "price 3", "cost 4"], readers) == [("price net", 2), ("price", 3), "cost 4"]
+
+
+def test_a_value_that_breaks_its_schema_is_text() -> None:
+    assert named(["a: x", "b: y"], {"a:": json.loads, "b:": {"z": 1}.__getitem__}) == [("a:", "x"), ("b:", "y")]
+
+
+def test_folding_twice_is_folding_once() -> None:
+    for text in ("10²³", " ①２½ ", "ﬁ\u00a0x"):
+        assert fold(fold(text)) == fold(text)
