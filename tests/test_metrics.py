@@ -5,8 +5,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipejax import checkpoint, config, methods, metrics
@@ -18,6 +20,8 @@ from pipejax.inference.report import Report
 from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans, total
 from pipejax.system.errors import UserError
+from pipejax.training import compare
+from pipejax.training.examiner import Examiner
 from pipejax.training.loop import fit
 from support.tiny import RUN_ON_ONE, change
 
@@ -206,3 +210,42 @@ def test_the_headline_picks_the_best(tmp_path, monkeypatch, said) -> None:
     assert (best.step, best.metadata["score"][0]) == (2, 30.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["rougeLsum"] for line in lines if line["event"] == "evaluation"] == [10.0, 30.0, 20.0]
+
+
+def evaluations(*metric_and_score: tuple[str, float]) -> list[dict[str, Any]]:
+    return [
+        {
+            "event": "evaluation",
+            "step": i + 1,
+            "metric": name,
+            metrics.HEADLINES[name]: value,
+            "dev_loss": 1.0,
+            "steps": 2,
+        }
+        for i, (name, value) in enumerate(metric_and_score)
+    ]
+
+
+@pytest.mark.parametrize(
+    "lines, kept, highest, without_better",
+    [
+        (evaluations(("spans", 90.0), ("spans", 95.0)), False, -np.inf, 0),
+        (evaluations(("spans", 90.0), ("exact", 50.0), ("exact", 40.0)), True, 50.0, 1),
+        (evaluations(("exact", 50.0), ("exact", 60.0)), True, 60.0, 0),
+        ([], True, -np.inf, 0),
+    ],
+)
+def test_scores_by_a_former_default_are_not_compared(said, lines, kept, highest, without_better) -> None:
+    """A run that goes on from a version whose rule was another: best/ was chosen by numbers of another scale."""
+    directory: Any = SimpleNamespace(logged=lambda event: lines)
+    best: Any = SimpleNamespace(score=(95.0, -1.0))
+    unused: Any = None
+    found = Examiner(RUN_ON_ONE, unused, unused, [], unused, directory, best, unused)
+    assert (bool(best.score), found.highest[0], found.without_better) == (kept, highest, without_better)
+    expected = "warning: scores by spans so far, by exact from here on: best/ is chosen anew"
+    assert said == ([] if kept else [expected])
+
+
+def test_runs_are_compared_by_their_last_metric() -> None:
+    found = compare.summary("run", evaluations(("spans", 90.0), ("exact", 50.0), ("exact", 40.0)))
+    assert (found["best"], found["best at"], found["last"]) == ("50.00", "2", "40.00")

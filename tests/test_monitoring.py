@@ -1,26 +1,34 @@
 """What is seen of a training run: clocks, log lines, steps that are left out, curves elsewhere."""
 
+import hashlib
 import json
+import re
 import shutil
 import struct
 import sys
 import time
 import types
+import uuid
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from pipejax import checkpoint
+from pipejax import config as config_lib
+from pipejax.config import TrainConfig
 from pipejax.data import batches, demo
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
+from pipejax.metrics import score as scores_of
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-from pipejax.training import costs, loop
+from pipejax.training import costs, loop, start
 from pipejax.training.loop import fit
 from pipejax.training.monitoring import Clock, warn_of_examples
+from pipejax.training.run_directory import RunDirectory
+from pipejax.training.trackers import Trackers, name_of
 from support.tiny import RUN_ON_ONE as CONFIG
 from support.tiny import change, metrics
 
@@ -292,7 +300,7 @@ def test_mlflow_gets_the_numbers_of_the_log_and_goes_on_in_one_run(tmp_path, mon
         return [types.SimpleNamespace(info=types.SimpleNamespace(run_id=name)) for name in found]
 
     def start_run(*, run_id, run_name, tags):
-        under_way.append(run_id or f"id of {run_name}")
+        under_way.append(run_id or f"id {len(runs)} of {run_name}")
         runs.setdefault(under_way[-1], {}).update(tags)
 
     fake = types.SimpleNamespace(
@@ -305,9 +313,163 @@ def test_mlflow_gets_the_numbers_of_the_log_and_goes_on_in_one_run(tmp_path, mon
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     for steps in (1, 2):
         fit(change(CONFIG, train={"steps": steps, "mlflow": "ours"}), tmp_path / "run")
-    assert under_way == ["id of run", ""] * 2
+    assert under_way == ["id 0 of run", ""] * 2
     assert [step for _, step, names in logged if "train/loss" in names] == [1, 2]
-    assert {name for name, _, _ in logged} == {"id of run"}
+    assert {name for name, _, _ in logged} == {"id 0 of run"}
+    shutil.move(tmp_path / "run", tmp_path / "moved")  # it goes on, and a new one in its place is another
+    fit(change(CONFIG, train={"steps": 3, "mlflow": "ours"}), tmp_path / "moved")
+    fit(change(CONFIG, train={"steps": 1, "mlflow": "ours"}), tmp_path / "run")
+    assert under_way[4:] == ["id 0 of run", "", "id 1 of run", ""]
+
+
+@pytest.fixture
+def boards(tmp_path, monkeypatch):
+    """Opens trackers with a W&B that `take` stands for, and tells with which ids."""
+
+    def opening(take, run="a1", step=0):
+        run_of = types.SimpleNamespace(define_metric=lambda name, step_metric: None, log=take, finish=lambda: None)
+        fake = types.SimpleNamespace(init=lambda **options: opened.append(options["id"]) or run_of)
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        return Trackers(TrainConfig(wandb="ours"), tmp_path, step, run)
+
+    opened: list[str] = []
+    return opening, opened
+
+
+def begin_from(monkeypatch, place, metadata):
+    """The start of a run in a place whose newest checkpoint has this metadata; None: it has none."""
+    items = {"params": {}, "state": {}}
+    own = types.SimpleNamespace(metadata=metadata, config=CONFIG, step=3, path=place, items=items)
+    store = types.SimpleNamespace(
+        steps=lambda: [] if metadata is None else [3],
+        newest=lambda expect, set_aside: None if metadata is None else (expect(CONFIG), own)[1],
+        directory=place,
+    )
+    trainer = types.SimpleNamespace(config=CONFIG, templates=dict, fresh=lambda params: None)
+    monkeypatch.setattr(start, "Trainer", lambda config: trainer)
+    monkeypatch.setattr(start, "_prepare", lambda config: (trainer, None, None))
+    monkeypatch.setattr(start, "check_places", lambda *arguments: None)
+    monkeypatch.setattr(checkpoint, "tokenizer_of", lambda found: types.SimpleNamespace())
+    return start.begin(CONFIG, RunDirectory(place), store, {"dev": ""})
+
+
+def test_a_run_keeps_its_id_and_a_new_one_has_another(tmp_path, monkeypatch):
+    """Wherever it stands: a run that was moved goes on, and in its old place another one begins."""
+    first, other = (begin_from(monkeypatch, tmp_path / "run", None) for _ in range(2))
+    assert first.run != other.run and re.fullmatch(r"[0-9a-f]{16}", first.run)
+    assert begin_from(monkeypatch, tmp_path / "run", first.kept).run == first.run
+    assert begin_from(monkeypatch, tmp_path / "moved", {**first.kept, "init": "b"}).kept == {
+        "init": "b",
+        "run": first.run,
+    }
+    place = (tmp_path / "run").absolute()
+    former = hashlib.sha256(str(place).encode()).hexdigest()[:16]  # as a former version called it
+    assert begin_from(monkeypatch, place, {}).run == former
+
+
+def test_boards_are_opened_with_the_id_of_the_run(boards, tmp_path, monkeypatch):
+    opening, opened = boards
+    for run in ("a1", "b2"):
+        opening(lambda values: None, run)
+    found = {"asked": [], "tags": []}
+    fake = types.SimpleNamespace(
+        set_experiment=lambda name: None,
+        search_runs=lambda filter_string, **rest: found["asked"].append(filter_string),
+        start_run=lambda tags, **rest: found["tags"].append(tags),
+        log_metrics=None,
+        end_run=None,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    Trackers(TrainConfig(mlflow="ours"), tmp_path, 0, "c3")
+    assert opened == ["a1", "b2"]
+    assert found == {"asked": ["tags.pipejax = 'c3'"], "tags": [{"pipejax": "c3"}]}
+
+
+def test_the_trainer_gives_boards_the_id(tmp_path, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def trackers(config, directory, step, run):
+        raise Seen(run)
+
+    monkeypatch.setattr(loop, "Trackers", trackers)
+    monkeypatch.setattr(uuid, "uuid4", lambda: types.SimpleNamespace(hex="0123456789abcdef0"))
+    with pytest.raises(Seen, match=r"^0123456789abcdef$"):
+        fit(CONFIG, tmp_path / "run")
+
+
+LINE = {"event": "evaluation", "step": 3, "dev_loss": 2.0, "present_f1@5": 1.0, "metric": "keyphrases", "steps": 4}
+
+
+@pytest.mark.parametrize("name", list(config_lib.METRICS))
+def test_every_score_has_a_name_that_all_boards_take(boards, name):
+    """MLflow: letters, digits and _-./: and spaces; TensorBoard: no space or colon; W&B: no dot or dash."""
+    opening, _ = boards
+    scores = scores_of(name, ["x"], [["x"]], [["x"]])
+    taken: list[dict[str, float]] = []
+    opening(taken.append).write({"event": "evaluation", "step": 3, **scores})
+    assert len(taken[0]) == len(scores) + 1  # none falls together with another
+    assert all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(/[A-Za-z0-9_]+)*", key) for key in taken[0])
+
+
+def test_names_on_boards():
+    assert name_of("evaluation", "present_f1@5") == "evaluation/present_f1_at_5"
+    assert name_of("train", "loss") == "train/loss"
+    assert name_of("train", "a b:c-d.e%é") == "train/a_b_c_d_e__"
+
+
+@pytest.mark.parametrize("bad", ["dev_loss", "steps", "present_f1_at_5"])
+def test_a_value_that_a_board_does_not_take_costs_no_other(boards, said, bad):
+    opening, _ = boards
+    taken: list[dict[str, float]] = []
+
+    def take(values):
+        if f"evaluation/{bad}" in values:
+            raise ValueError("Invalid\nvalue")
+        taken.append(values)
+
+    trackers = opening(take)
+    for step in (3, 4):
+        trackers.write(LINE | {"step": step})
+    trackers.write({"event": "train", "step": 5, "loss": 1.0})
+    names = {"evaluation/dev_loss", "evaluation/present_f1_at_5", "evaluation/steps"} - {f"evaluation/{bad}"}
+    for step in (3, 4):
+        assert {key for values in taken if values["step"] == step for key in values} == names | {"step"}
+    assert taken[-1] == {"step": 5, "train/loss": 1.0}
+    assert said == [f"warning: W&B: ValueError: Invalid value; left out: evaluation/{bad}"]  # once
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_one_failure_is_not_the_end_of_a_board(boards, said, failing):
+    """The connection is lost once, in a line of several values and in one of a single value."""
+    opening, _ = boards
+    taken, failures = list[dict[str, float]](), [OSError("lost")] * failing
+
+    def take(values):
+        if failures:
+            raise failures.pop()
+        taken.append(values)
+
+    trackers = opening(take)
+    trackers.write(LINE if failing == 1 else {"event": "train", "step": 3, "loss": 1.0})
+    trackers.write({"event": "train", "step": 5, "loss": 1.0})
+    assert taken[-1] == {"step": 5, "train/loss": 1.0}
+    assert len(said) == failing - 1
+
+
+def test_a_board_that_takes_nothing_is_dropped_after_three_tries(boards, said):
+    opening, _ = boards
+    tries = []
+
+    def take(values):
+        tries.append(values)
+        raise OSError("no route")
+
+    trackers = opening(take)
+    trackers.write(LINE)
+    trackers.write(LINE)
+    assert len(tries) == 3
+    assert said == ["warning: W&B: OSError: no route; goes on without it"]
 
 
 @pytest.mark.slow

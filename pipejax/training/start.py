@@ -34,6 +34,11 @@ class Start:
     init: str = ""  # fingerprint of the weights that the run began with; "": random ones, or a former version's run
     run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))  # its id on boards
 
+    @property
+    def kept(self) -> dict[str, str]:
+        """The part that checkpoints keep, beside the shapes."""
+        return {"init": self.init, "run": self.run}
+
 
 def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
@@ -74,8 +79,8 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
             tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
         shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
         by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
-        init, run = (own.metadata.get(*pair) for pair in (("init", ""), ("run", by_place)))
-        return Start(trainer, state, own.step, tokenizer, own.config, shapes, str(init), str(run))
+        init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
+        return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
     with distributed.together(UserError):
         trainer, tokenizer, origin = _prepare(config)
     state = trainer.fresh(origin.items["params"] if origin else None)
