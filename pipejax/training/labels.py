@@ -68,7 +68,7 @@ def read(generator: Generator, path: str) -> list[Source]:
 
 
 def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> frozenset[int]:
-    """The indices of the sources that are held out; equal texts share their lot, so none is learned and measured.
+    """The indices of the sources that are held out; equal texts share their lot.
 
     Args:
       count: so many different texts; None: a tenth of them, 512 at the most.

@@ -5,8 +5,8 @@
 // et al., arXiv 2205.14135.)
 //
 // Each query, each key and each output of a block's values has a scale of its own. The powers of a query in a block are
-// whole numbers, 255 the largest. All that rounding takes from them weighs the mean of the block's values: many small
-// powers count for as much as they are.
+// whole numbers, 255 the largest. All that rounding takes from them weighs the mean of the block's values, so the
+// mass of many small powers is kept, though not which values they weigh.
 #pragma once
 
 #include "attention.h"
