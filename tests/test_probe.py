@@ -17,7 +17,7 @@ import pytest
 
 from pipejax import checkpoint, grid, methods
 from pipejax.apps.picture.text import escape
-from pipejax.apps.probe import likelihoods, measuring, summary
+from pipejax.apps.probe import likelihoods, measuring, page, summary
 from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Target, of_rows
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo
@@ -286,6 +286,29 @@ def test_from_lines_to_a_page(run: Path, tmp_path: Path, said: list[str]) -> Non
     assert not re.findall(r"(?:src|href)=|url\(|https?://(?!www\.w3\.org/2000/svg)", shown)
     assert not [path.name for path in (tmp_path / "out").iterdir() if "unfinished" in path.name]
     assert probe(run, tmp_path / "seven", "--limit", "7")["examples"] == 7
+
+
+@pytest.mark.parametrize("rows", [2, 8, 20])
+def test_pictures_fit_a_narrow_page(rows: int) -> None:
+    """A page of 500 pixels has 468 for them; all that is drawn is within a picture."""
+    chance = random.Random(0)
+
+    def line(number: int) -> summary.Measured:
+        base = [[chance.random() for _ in range(4)] for _ in range(rows)]
+        nll = {name: [[x + i * r for x in row] for r, row in enumerate(base)] for i, name in enumerate(summary.NAMES)}
+        return {
+            "id": str(number),
+            "nll": nll,
+            "without": [[0.5 + chance.random() for _ in range(r)] for r in range(min(rows, summary.ROWS))],
+        }
+
+    found: Any = summary.summary([line(i) for i in range(9)])
+    for svg in (page.bars(found["conditions"]), page.arcs(found["graph"])):
+        width = int(re.findall(r'<svg [^>]*?width="(\d+)"', svg)[0])
+        drawn = [float(x) for x in re.findall(r'(?:\b(?:x|cx)="|M|H|[01] )(-?[\d.]+)[" A]?', svg.partition(">")[2])]
+        assert width <= 468 and drawn and min(drawn) >= 0 and max(drawn) <= width
+    texts = re.findall(r"<text [^>]*>([\d.]+)</text>", page.arcs(found["graph"]))
+    assert sum("." in text for text in texts) == min(page.LABELLED, math.comb(len(found["graph"]), 2))
 
 
 def test_an_interrupted_probe_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

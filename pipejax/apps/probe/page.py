@@ -12,7 +12,8 @@ from pipejax.apps.probe.measuring import Found
 from pipejax.apps.probe.summary import Cost, is_told
 
 TITLE = "How much rows depend on one another"
-PITCH, RADIUS, BAR, LABEL, ROOM = 92, 19, 26, 120, 560  # pixels: between rows of the graph; of a node; of bars
+# Pixels: between rows of the graph; of a node; of bars and what stands beside them. All fit a page of 500.
+PITCH, RADIUS, BAR, LABEL, ROOM, VALUE = 58, 15, 26, 64, 226, 178
 LABELLED = 8  # arcs, at the most, that have their cost beside them; each has it as a tip
 
 
@@ -61,7 +62,7 @@ def number(cost: float) -> str:
 def bars(conditions: Mapping[str, Cost]) -> str:
     """A bar for each condition, with twice its error to each side, as SVG."""
     most = max(max(part["cost"] + 2 * part["error"] for part in conditions.values()), 1e-9)
-    width, height = LABEL + ROOM + 130, BAR * len(conditions) + 6
+    width, height = LABEL + ROOM + VALUE, BAR * len(conditions) + 6
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" font-size="13">']
     for i, (name, part) in enumerate(conditions.items()):
         top, end = i * BAR + 4, LABEL + ROOM * max(part["cost"], 0) / most
@@ -85,9 +86,10 @@ def arcs(graph: Sequence[Sequence[Cost]]) -> str:
     base, width = reach * PITCH // 2 + 40, PITCH * len(graph)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{base + RADIUS + 6}" role="img" '
-        f'font-size="12" text-anchor="middle"><title>{escape(said)}</title>'
+        f'font-size="11" text-anchor="middle"><title>{escape(said)}</title>'
     ]
-    for place, (cost, k, i) in enumerate(told):
+    labels = []  # above all arcs
+    for cost, k, i in told:
         left, right = PITCH * k + PITCH // 2 + 6, PITCH * i + PITCH // 2 - 6
         radius, top = (right - left) / 2, base - RADIUS
         parts.append(
@@ -95,8 +97,8 @@ def arcs(graph: Sequence[Sequence[Cost]]) -> str:
             f'stroke-width="{1 + 7 * cost / most:.1f}" stroke-opacity="{0.3 + 0.6 * cost / most:.2f}">'
             f"<title>row {i + 1} without row {k + 1}: {cost:.3f}</title></path>"
         )
-        if place < LABELLED:
-            parts.append(f'<text x="{(left + right) / 2}" y="{top - radius - 8:.1f}">{cost:.2f}</text>')
+        labels.append(f'<text x="{(left + right) / 2}" y="{top - radius - 5:.1f}">{cost:.2f}</text>')
+    parts += labels[:LABELLED]
     for i in range(len(graph)):
         middle = PITCH * i + PITCH // 2
         parts.append(f'<circle class="node" cx="{middle}" cy="{base}" r="{RADIUS}"/>')
