@@ -8,8 +8,7 @@ import pytest
 
 from pipejax import metrics
 from pipejax.metrics import __main__ as command
-from pipejax.metrics.exact import named, number_or_text
-from pipejax.metrics.words import fold
+from pipejax.metrics.exact import fold, named, number_or_text
 
 
 def f1(gold: Any, predicted: Any, name: str = "exact") -> float:

@@ -8,7 +8,6 @@ import struct
 import sys
 import time
 import types
-import uuid
 from collections import Counter
 
 import numpy as np
@@ -357,11 +356,8 @@ def test_a_run_keeps_its_id_and_a_new_one_has_another(tmp_path, monkeypatch):
     """Wherever it stands: a run that was moved goes on, and in its old place another one begins."""
     first, other = (begin_from(monkeypatch, tmp_path / "run", None) for _ in range(2))
     assert first.run != other.run and re.fullmatch(r"[0-9a-f]{16}", first.run)
-    assert begin_from(monkeypatch, tmp_path / "run", first.kept).run == first.run
-    assert begin_from(monkeypatch, tmp_path / "moved", {**first.kept, "init": "b"}).kept == {
-        "init": "b",
-        "run": first.run,
-    }
+    for name in ("run", "moved"):
+        assert begin_from(monkeypatch, tmp_path / name, {"run": first.run}).run == first.run
     place = (tmp_path / "run").absolute()
     former = hashlib.sha256(str(place).encode()).hexdigest()[:16]  # as a former version called it
     assert begin_from(monkeypatch, place, {}).run == former
@@ -385,17 +381,21 @@ def test_boards_are_opened_with_the_id_of_the_run(boards, tmp_path, monkeypatch)
     assert found == {"asked": ["tags.pipejax = 'c3'"], "tags": [{"pipejax": "c3"}]}
 
 
-def test_the_trainer_gives_boards_the_id(tmp_path, monkeypatch):
+def test_the_trainer_gives_boards_and_checkpoints_the_id(tmp_path, monkeypatch):
     class Seen(Exception):
         pass
 
-    def trackers(config, directory, step, run):
-        raise Seen(run)
+    def seen(self):
+        raise Seen(self.metadata["run"])
 
-    monkeypatch.setattr(loop, "Trackers", trackers)
-    monkeypatch.setattr(uuid, "uuid4", lambda: types.SimpleNamespace(hex="0123456789abcdef0"))
+    given = []
+    monkeypatch.setattr(loop, "Trackers", lambda *arguments: given.append(arguments) or Trackers(*arguments))
+    monkeypatch.setattr(loop.Run, "is_over", seen)
+    hexadecimal = types.SimpleNamespace(hex="0123456789abcdef0")
+    monkeypatch.setattr(start, "uuid", types.SimpleNamespace(uuid4=lambda: hexadecimal))
     with pytest.raises(Seen, match=r"^0123456789abcdef$"):
         fit(CONFIG, tmp_path / "run")
+    assert [arguments[2:] for arguments in given] == [(0, "0123456789abcdef")]
 
 
 LINE = {"event": "evaluation", "step": 3, "dev_loss": 2.0, "present_f1@5": 1.0, "metric": "keyphrases", "steps": 4}

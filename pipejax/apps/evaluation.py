@@ -67,7 +67,7 @@ def evaluate(
         # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
         for record in records:
             record["rows"] = sentences(record["text"] or "")
-    scores = _scores(generator, examples, records, metric)
+    scores = _score(generator, examples, records, metric)
     result = {
         "strategy": name,
         "examples": len(examples),
@@ -110,7 +110,7 @@ def _decode(
     return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 
 
-def _scores(
+def _score(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
 ) -> dict[str, float]:
     """The values of rows with known names are compared by type, those under a schema by its types."""
@@ -132,7 +132,7 @@ def by_rows(
     table = []
     for rows, members in sorted(groups.items()):
         part = [examples[i] for i in members]
-        scores = _scores(generator, part, [records[i] for i in members], metric)
+        scores = _score(generator, part, [records[i] for i in members], metric)
         headline = metrics.HEADLINES[metric]
         line: dict[str, float] = {"rows": rows, "documents": len(members), headline: scores[headline]}
         line["steps"] = sum(records[i]["steps"] for i in members) / len(members)

@@ -17,8 +17,7 @@ class Example:
     source: str
     targets: tuple[str, ...]
     place: str = dataclasses.field(default="", repr=False, compare=False)  # "FILE:LINE", for errors; "": unknown
-    # The text that keyphrases are present in or absent from; "": the source.
-    document: str = dataclasses.field(default="", repr=False, compare=False)
+    document: str = dataclasses.field(default="", repr=False, compare=False)  # has present keyphrases; "": source
 
 
 class Task(Protocol):

@@ -58,8 +58,8 @@ class PublishedTask:
         """Opens no file: `examples` does."""
         self.published, self.metric = published, config.metric or published.metric
         self.template = published.source(_Braces())
-        judges_presence = HEADLINES[self.metric] == "present_f1@M"
-        self._document = Template(self.template, key="template").fields if judges_presence else ()
+        fields = Template(self.template, key="template").fields
+        self._document = fields if HEADLINES[self.metric] == "present_f1@M" else ()
         self._data_dir = config.data_dir
 
     def examples(self, split: str) -> Sequence[Example]:

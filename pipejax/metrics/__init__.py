@@ -13,8 +13,7 @@ from pipejax.metrics import exact, spans
 
 Document = Mapping[str, float]  # what one adds to the sums
 Rows = Sequence[Any] | Mapping[str, Any]  # texts; for "exact", names with values as well, or an object of them
-# Of each metric the score that stands for it, and that picks the best checkpoint of a run. The last of each line is the
-# rule of published data: MultiSpanQA, KP20k and KPTimes, English summaries.
+# Of each metric the score that stands for it, and that picks the best step of a run. The last of a line is the papers'.
 HEADLINES = {
     **dict.fromkeys(("exact", "exact_caseless", "spans"), "em_f1"),
     **dict.fromkeys(("keyphrases", "keyphrases_kp20k"), "present_f1@M"),
@@ -71,9 +70,8 @@ def per_document(
     headline, texts = HEADLINES.get(name), tuple[Any, Any]((gold, predicted))
     if headline == "em_f1":
         spell = spans.distinct if name == "spans" else functools.partial(exact.spell, fold_case=name != "exact")
-        documents = spans.per_document(*texts, spell)
         tick(len(gold))
-        return documents
+        return spans.per_document(*texts, spell)
     if headline == "present_f1@M":
         from pipejax.metrics import keyphrases  # nltk takes a second to import
 
@@ -95,11 +93,7 @@ def combine(name: str, sums: Mapping[str, float], count: int) -> dict[str, float
 
 
 def gap(
-    name: str,
-    sources: Sequence[str],
-    gold: Sequence[Rows],
-    first: Sequence[Rows],
-    second: Sequence[Rows],
+    name: str, sources: Sequence[str], gold: Sequence[Rows], first: Sequence[Rows], second: Sequence[Rows]
 ) -> dict[str, tuple[float, float, float]]:
     """The gain in score of the second predictions over the first: (difference, low, high) of a paired bootstrap.
 

@@ -6,13 +6,21 @@ Unicode's NFKC and white space do not. Values of named rows are compared by type
 import decimal
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
-
-from pipejax.metrics.words import fold
 
 Row = str | tuple[str, object]  # a text, or a name and its value
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 _ALL_DIGITS = decimal.Context(decimal.MAX_PREC, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
+# Signs of which NFKC makes a digit or a sign, other widths aside: after a digit they would lengthen the number.
+_DIGITS = re.compile(r"<(?!wide|small)\w+> (003\d|002B|2212)")
+_MORE = "".join(c for c in map(chr, range(0x80, 0x3400)) if _DIGITS.match(unicodedata.decomposition(c)))
+_LENGTHENED = re.compile(rf"(?<=\d)(?=[{_MORE}])")
+
+
+def fold(text: str) -> str:
+    """NFKC, and single spaces; but 10² does not become 102, nor 1½ 11⁄2."""
+    return " ".join(unicodedata.normalize("NFKC", _LENGTHENED.sub("^", text)).split())
 
 
 def spell(rows: Iterable[Row] | Mapping[str, object], *, fold_case: bool) -> list[str]:

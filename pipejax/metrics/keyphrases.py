@@ -38,15 +38,16 @@ def per_document(
 ) -> list[dict[str, float]]:
     """Precision, recall and F1 of each document, of each kind at each cut, 0 to 1; arguments as of `metrics.score`.
 
-    An empty gold phrase is absent, an empty prediction is none. `by_spaces`: the rule of Meng et al. for KP20k and
-    KPTimes, whose words are all that stands between spaces, and which knows marks of that data.
+    An empty gold phrase is absent, an empty prediction is none. `by_spaces`: by the rule of KP20k and KPTimes.
     """
     documents, split = [], stems_of if by_spaces else _stemmed_terms
     separator, invalid = (_SEPARATOR, _INVALID) if by_spaces else ("", set[str]())
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
         text = " ".join(split(source))
         wished, guessed = (_distinct(map(split, phrases), separator) for phrases in (golds, guesses))
-        wanted, offered = _part(wished, text), _part(_valid(guessed, invalid), text)
+        # A prediction of no words says nothing: it is no wrong one.
+        valid = [phrase for phrase in guessed if phrase and not invalid & {*phrase}]
+        wanted, offered = _part(wished, text), _part(valid, text)
         found: dict[str, float] = {}
         for kind in KINDS:
             for cut, most in CUTS.items():
@@ -90,11 +91,6 @@ def _distinct(phrases: Iterable[Phrase], separator: str) -> list[Phrase]:
         if kept or not phrase:
             every[kept] = None
     return list(every)
-
-
-def _valid(phrases: Iterable[Phrase], invalid: set[str]) -> list[Phrase]:
-    """Those that count. A phrase of no words says nothing: it is not a wrong one, though a gold one is a phrase."""
-    return [phrase for phrase in phrases if phrase and not invalid & {*phrase}]
 
 
 def _part(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:

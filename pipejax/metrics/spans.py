@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+Spell = Callable[[Any], list[str]]  # the texts of rows that are compared
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only: curly quotes and long dashes stay
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -16,12 +17,8 @@ def distinct(spans: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(normalise(span) for span in spans))
 
 
-def per_document(
-    gold: Sequence[Iterable[Any]],
-    predicted: Sequence[Iterable[Any]],
-    spell: Callable[[Iterable[Any]], list[str]] = distinct,
-) -> list[dict[str, float]]:
-    """The counts that each document adds to those that `combine` takes; `spell`: the texts that are compared."""
+def per_document(gold: Sequence[Any], predicted: Sequence[Any], spell: Spell = distinct) -> list[dict[str, float]]:
+    """The counts that each document adds to those that `combine` takes."""
     documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
         golds, guesses = spell(gold_spans), spell(predicted_spans)

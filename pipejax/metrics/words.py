@@ -1,7 +1,9 @@
-"""Texts in one spelling, and their words in any script. Standard library only."""
+"""The words of texts in any script."""
 
 import re
 import unicodedata
+
+from pipejax.metrics.exact import fold
 
 _MARKS = "".join(c for c in map(chr, range(0x300, 0x1F000)) if unicodedata.category(c).startswith("M"))
 # Scripts without spaces, of which each letter is a word: Thai, Lao, Burmese, Khmer, Han, kana.
@@ -12,13 +14,6 @@ _ALONE = rf"(?![\W_])[{_UNSPACED}][{_MARKS}]*"
 _WORD = re.compile(rf"{_ALONE}|{_LETTER}+")
 # A number keeps its points, as 1.5 and 1/12 do, and a name its signs, as C++ and C# do; another sign is a term.
 _TERM = re.compile(rf"{_ALONE}|(?:{_LETTER}|(?<=\d)[.,:/](?=\d))+(?:[+#]+(?!\w))?|\S")
-_AFTER_DIGIT = re.compile(r"(?<=\d)[^\d\x00-\x7f]")
-
-
-def fold(text: str) -> str:
-    """NFKC, and single spaces; but 10² does not become 102, nor 1½ 11⁄2."""
-    text = _AFTER_DIGIT.sub(lambda m: f"^{m[0]}" if _joins(m[0]) else m[0], text)
-    return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 def words(text: str) -> list[str]:
@@ -29,10 +24,3 @@ def words(text: str) -> list[str]:
 def terms(text: str) -> list[str]:
     """All that is not white space, without regard to case: words, numbers, and each other sign alone."""
     return _TERM.findall(fold(text).casefold())
-
-
-def _joins(sign: str) -> bool:
-    """Whether NFKC makes a digit or a sign of it that would lengthen the number before it."""
-    first, kind = unicodedata.normalize("NFKC", sign)[0], unicodedata.decomposition(sign)
-    lengthens = first.isdecimal() or first in "+\u2212"
-    return lengthens and kind.startswith("<") and not kind.startswith(("<wide>", "<small>"))

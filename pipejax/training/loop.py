@@ -183,7 +183,7 @@ class Run:
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, count, self.write, self.progress, devices, self.clock)
         self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
-        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), **start.kept}
+        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init, "run": start.run}
         self.note = ""
 
     def is_over(self) -> bool:

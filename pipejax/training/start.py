@@ -34,11 +34,6 @@ class Start:
     init: str = ""  # fingerprint of the weights that the run began with; "": random ones, or a former version's run
     run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))  # its id on boards
 
-    @property
-    def kept(self) -> dict[str, str]:
-        """The part that checkpoints keep, beside the shapes."""
-        return {"init": self.init, "run": self.run}
-
 
 def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""

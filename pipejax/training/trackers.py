@@ -19,10 +19,7 @@ Write = Callable[[int, dict[str, float]], None]
 
 
 class Trackers:
-    """The trackers of the config, in the first process alone. A board that fails is dropped; training goes on.
-
-    Where it fails with all values of a line, but not with the first two alone, it only goes without some of them.
-    """
+    """The trackers of the config, in the first process alone. Training goes on without a board or value that fails."""
 
     def __init__(self, config: TrainConfig, directory: Path, step: int, run: str) -> None:
         """Opens them; curves go on after `step`, where boards have a run of that id."""
@@ -46,19 +43,16 @@ class Trackers:
             if isinstance(value, int | float) and name != "step"
         }
         for board, write in [*self._writers.items()] if numbers else ():
-            lost, taken, failure = list[str](), 0, _failure(write, values["step"], numbers)
-            for name, value in numbers.items() if failure else ():
-                if _failure(write, values["step"], {name: value}):
-                    lost.append(name)
-                else:
-                    taken += 1
-                if is_down := len(lost) > 1 and not taken:
+            lost, failure = list[str](), _failure(write, values["step"], numbers)
+            for place, (name, value) in enumerate(numbers.items() if failure else ()):
+                lost += [name] if _failure(write, values["step"], {name: value}) else []
+                if is_down := len(lost) == place + 1 == 2:  # the first two: no value is at fault
                     del self._writers[board]
                     break
             if lost and not self._told.issuperset(lost):
                 self._told |= {*lost}
-                rest = "goes on without it" if is_down else f"left out: {', '.join(lost)}"
-                logger.warning(f"{board}: {failure}; {rest}")
+                end = "goes on without it" if is_down else f"left out: {', '.join(lost)}"
+                logger.warning(f"{board}: {failure}; {end}")
 
     def close(self) -> None:
         """Ends them; once is enough."""
