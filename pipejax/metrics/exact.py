@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 Row = str | tuple[str, object]  # a text, or a name and its value
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 _ALL_DIGITS = decimal.Context(decimal.MAX_PREC, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
-# Signs of which NFKC makes a digit or a sign, other widths aside: after a digit they would lengthen the number.
-_DIGITS = re.compile(r"<(?!wide|small)\w+> (003\d|002B|2212)")
+# Raised, lowered and circled signs of which NFKC makes a digit, + or −: after a digit they would lengthen the number.
+_DIGITS = re.compile(r"<\w+> (003\d|002B|2212)")
 _MORE = "".join(c for c in map(chr, range(0x80, 0x3400)) if _DIGITS.match(unicodedata.decomposition(c)))
 _LENGTHENED = re.compile(rf"(?<=\d)(?=[{_MORE}])")
 
