@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pipejax.apps import records, unfinished
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.batches import pack_size
+from pipejax.data.examples import Example
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from pipejax.training import labels, loop, teach, teach_command
@@ -400,3 +402,22 @@ def test_answers_that_are_not_those_are_refused(given, taught, tmp_path):
     answers.write_text("".join(lines[:-1]))
     with pytest.raises(UserError, match=r"answers\.jsonl: found 39 answers; expected 40"):
         run(given, tmp_path / "run")
+
+
+def test_agreement_is_measured_by_the_exact_rule(tmp_path, monkeypatch):
+    """A row that is written once in place of twice is no equal answer; the order does not count."""
+    examples = [Example(str(i), "x", rows) for i, rows in enumerate([("1.5", "b", "b"), ("c", "d"), ("e",)])]
+    answers = [["b", "1.5"], ["d", "c "], ["e"]]
+    generator = SimpleNamespace(batch_size_for=lambda size: size, config=Config(), origin={})
+    asked = []
+
+    def evaluate(generator, examples, *, metric, **rest):
+        asked.append(metric)
+        scores = dict.fromkeys(("examples", "em_precision", "em_recall", "em_f1", "pm_f1", "truncated"), 1.0)
+        return scores | {"steps": 2.0}, [{"rows": rows} for rows in answers]
+
+    monkeypatch.setattr(teach, "load", lambda run: generator)
+    monkeypatch.setattr(teach, "evaluate", evaluate)
+    found = teach.measure(tmp_path, SimpleNamespace(held_out=examples, steps=[4], counts={}))
+    assert asked == ["exact"] and found["equal_answers"] == pytest.approx(200 / 3)
+    assert json.loads((tmp_path / "agreement.json").read_text()) == found

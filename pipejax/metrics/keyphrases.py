@@ -45,8 +45,7 @@ def per_document(
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
         text = " ".join(split(source))
         wished, guessed = (_distinct(map(split, phrases), separator) for phrases in (golds, guesses))
-        # A prediction of no words says nothing: it is no wrong one.
-        valid = [phrase for phrase in guessed if phrase and not invalid & {*phrase}]
+        valid = [phrase for phrase in guessed if phrase and not invalid & {*phrase}]  # no words: none, not a wrong one
         wanted, offered = _part(wished, text), _part(valid, text)
         found: dict[str, float] = {}
         for kind in KINDS:
