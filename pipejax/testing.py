@@ -70,7 +70,7 @@ def check_method(
     checked = [generator.source(record, f"source {i}", i) for i, record in enumerate(listed)]
     runs: dict[str, list[Any]] = {"decode": generator.decode(listed, batch_size=4)}
     if "draft" in can:
-        runs["drafts"] = generator.decode(listed, batch_size=4, draft="source")
+        runs["drafts"] = generator.decode(listed, batch_size=1, draft="source", draft_tokens=2)
     if {"stream", "serve"} & can:
         runs["stream"] = _streamed(generator, method, checked[:sources])
     sure = _compare(model, params, method, checked, runs, method)
@@ -156,13 +156,13 @@ def recompute(
 ) -> tuple[Decoded, dict[tuple[int, int], float], float]:
     """Decodes a source: the answer as a batch of one, log-probabilities by row and time, and the least margin."""
     fed, alive, log_probs, margins = list[Cell](), list[bool](), dict[tuple[int, int], float](), [np.inf]
+    size = 1 << (strategy.slots - 1).bit_length()  # of all passes, so that one is compiled
     ids = np.resize([*source, *[0] * LONGEST], (1, LONGEST)).astype(np.int32)
 
     def answer(query: Query) -> np.ndarray:
         new = _cells(query)
         fed.extend(new)
         alive.extend([True] * len(new))
-        size = max(16, 1 << (len(fed) - 1).bit_length())
         row, time, token = np.pad(np.asarray(fed, np.int32).T, ((0, 0), (0, size - len(fed))))
         mask = grid.visible(row[:, None], time[:, None], row, time) & np.resize([*alive, *[False] * size], size)
         position = np.asarray(strategy.position(row, time))[None]
@@ -209,7 +209,7 @@ def _compare(
         for run, key in ((run, key) for run in runs for key in expected if i < len(runs[run]) and key in runs[run][i]):
             here, there = (jax.tree.flatten(x) for x in (runs[run][i][key], expected[key]))
             near = zip(here[0], there[0], strict=False)
-            if here[1] != there[1] or not all(
+            if str(here[1]) != str(there[1]) or not all(
                 np.isclose(a, b, atol=1e-2) if isinstance(a, float) else a == b for a, b in near
             ):
                 contract.refuse(
@@ -254,6 +254,8 @@ def _check_layout(
     methods.check_target(target, method, vocabulary=model.vocab_size, most=MOST, where=where)
     flat, fed, asked = target.flat, set[Cell](), dict[tuple[int, int], set[Cell]]()
     learned = [*zip(flat.row.tolist(), flat.time.tolist(), flat.inputs.tolist(), strict=True)]
+    if len({cell[:2] for cell in learned}) < len(learned):
+        contract.refuse(method, f"target: {where}", "two slots of one row and time", "one each")
     answers = dict(
         zip((cell[:2] for cell in learned), flat.targets.reshape(len(learned), -1)[:, 0].tolist(), strict=True)
     )

@@ -46,8 +46,9 @@ def check_state(owner: object, before: Tree, after: Tree) -> None:
     for was, now in zip(old, new, strict=False):
         if was != now:
             refuse(owner, f"advance: {jax.tree_util.keystr(now[0])}", now[1], f"{was[1]}, as before")
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        refuse(owner, "advance", jax.tree.structure(after), jax.tree.structure(before))
+    shapes = [str(jax.tree.structure(tree)) for tree in (before, after)]
+    if shapes[0] != shapes[1]:
+        refuse(owner, "advance", shapes[1], shapes[0])
 
 
 def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:

@@ -166,6 +166,7 @@ def decode(
             states = choice.follow(states, chosen, asked, wishes.grammar)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
+        contract.check_state(strategy, carry.state, state)
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
         more = live.sum(axis=1) if kept is None else count_slots(live, kept)
         if kept is not None:
@@ -177,7 +178,6 @@ def decode(
             log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
         contract.check_query(strategy, query, len(live))
-        contract.check_state(strategy, (carry.state, carry.query), (state, query))
         return Carry(
             state=state,
             query=query,

@@ -25,13 +25,14 @@ def strategy_of(method: Method, ids: Ids) -> "Strategy":
     """The strategy of a method; a UserError if it breaks a rule, or cannot do what `can` says."""
     from pipejax.decoding import contract
 
-    made = method.strategy(ids)
+    made: Any = method.strategy(ids)
     if type(made).__hash__ is None:
         contract.refuse(
             method, "strategy", f"{type(made).__name__}, which has no hash", "a frozen dataclass of numbers"
         )
     _check(type(method).__name__, frozenset(method.can), made)
-    return made
+    found: Strategy = made
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,8 +71,9 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
 def check_target(target: Target, method: Method, *, vocabulary: int, most: int, where: str) -> None:
     """Raises a UserError if the layout of an example breaks a rule of `grid.Flat`; `most`: tokens, as of `target`."""
     size, owner = len(target.flat.inputs), f"{where}: {type(method).__name__}.target"
-    if not 0 < size <= (slots := method.most_slots(most)):
-        raise UserError(f"{owner}: found {size} slots; expected 1 to {slots}, as most_slots says of {most} tokens")
+    if not 0 < size <= method.most_slots(most):
+        expected = f"1 to {method.most_slots(most)}, as most_slots says of {most} tokens"
+        raise UserError(f"{owner}: found {size} slots; expected {expected}")
     for part, x in zip(target.flat._fields, target.flat, strict=True):
         shape = (size, method.choices) if method.choices and part in ("targets", "weights") else (size,)
         kind = "float32" if part == "weights" else "int32"
