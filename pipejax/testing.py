@@ -42,19 +42,10 @@ Cell = tuple[int, int, int]  # row, time, token
 def check_method(
     method: Method, *, model: Backbone = TOY, targets: Sequence[Sequence[str]] = (), sources: int = 8
 ) -> str:
-    """Compares layouts, answers, scores, streams, prefixes and drafts with their recomputation.
+    """Compares layouts, answers, scores, streams, prefixes and drafts with their recomputation; says how much.
 
-    Args:
-      method: of few rows and times.
-      model: a small backbone, if the method needs another than the toy.
-      targets: rows of texts to lay out, if the method does not take any.
-      sources: how many are decoded.
-
-    Returns:
-      a line that says how much was compared.
-
-    Raises:
-      UserError: a rule is broken: the part, what was found, what was expected.
+    The method has few rows and times; `model`: if it needs another than the toy; `targets`: rows that it takes.
+    Raises a UserError for a rule that is broken: the part, what was found, what was expected.
     """
     ids, words, rng = Ids.of(model), demo.DemoTask().tokenizer(), np.random.default_rng(0)
     method.check()
@@ -78,17 +69,9 @@ def check_method(
 
 
 def check_backbone(config: Backbone, *, sources: int = 8) -> str:
-    """Compares names, shapes, passes and answers of a backbone with their recomputation.
+    """Compares names, shapes, passes and answers of a small backbone with their recomputation; says how much.
 
-    Args:
-      config: of small sizes, as all of it is computed.
-      sources: how many are decoded.
-
-    Returns:
-      a line that says how much was compared.
-
-    Raises:
-      UserError: a rule is broken: the part, what was found, what was expected.
+    Raises a UserError for a rule that is broken: the part, what was found, what was expected.
     """
     name, owners = type(config).__name__, dict[str, str]()
     config.check(name)
