@@ -209,11 +209,11 @@ def test_a_strategy_that_breaks_a_rule_is_refused_where_it_enters(case: str) -> 
 
 def test_a_number_of_all_examples_cannot_be_served() -> None:
     """Beside others that come and go, it would stay as the batch has it."""
-    steps = {
+    steps: dict[str, Any] = {
         "init": lambda self, batch, source=None: Shared(Lines.init(self, batch), jnp.int32(0)),
         "query": lambda self, state: (state, Lines.query(self, state.inner)[1]),
         "advance": lambda self, state, x: Shared(Lines.advance(self, state.inner, x), state.clock + 1),
-        "done": lambda self, state: Lines.done(self, getattr(state, "inner", state)),
+        "done": lambda self, state: Lines.done(self, state.inner if isinstance(state, Shared) else state),
         "result": lambda self, state: Lines.result(self, state.inner),
     }
     with refused("Steps.init: .clock: found int32[]; expected a first axis of the batch, for stream and serve"):
