@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipejax.inference.streaming import RowEvent
     from pipejax.methods import Method
 
-__all__ = ["Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"]
+__all__ = ["Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load", "testing"]
 __version__ = "0.1.0"
 
 # Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
@@ -103,6 +103,8 @@ def _begin() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("pipejax.testing")
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'pipejax' has no attribute {name!r}")

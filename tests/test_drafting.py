@@ -265,7 +265,9 @@ def test_drafted_is_undrafted(setting, drafter):
     rounded = batch % 2 == 0
     drafted = Drafted(plain, drafter, 4, queries=(batch + 2,), fixed=3.0 if rounded else 10.0, rounded=rounded)
     without = compiled(TINY, plain)
-    sizes = Sizes.fit(drafted, batch, queries=drafted.queries, slots=tuple(sorted({batch + 3, drafted.rows + 3})))
+    sizes = Sizes.fit(
+        drafted, batch, queries=drafted.queries, slots=tuple(sorted({batch + 3, drafted.most_queries + 3}))
+    )
     drafts_itself = isinstance(drafter, FromModel)
     program = compiled(TINY, drafted, sizes, small=TINY if drafts_itself else None)
     fewer = 0

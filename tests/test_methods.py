@@ -432,7 +432,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(root)
-        config = config_lib.override(dataclasses.replace(RUN, model=MODEL), [BROUGHT, "method.rows=2"])
+        config = dataclasses.replace(RUN, model=MODEL, grid=GridConfig(), decode=DecodeConfig())
+        config = config_lib.override(config, [BROUGHT, "method.rows=2"])
         checkpoint.save_params(root / "run", config, oracle.random_params(MODEL, np.random.default_rng(1)))
     del sys.modules["brought"]
     return root

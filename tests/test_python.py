@@ -197,7 +197,7 @@ def test_dir_and_repr(run: Path, t5: pipejax.Generator) -> None:
     assert (
         names
         == {*pipejax.__all__}
-        == {"Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load"}
+        == {"Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load", "testing"}
     )
     assert all(getattr(pipejax, name) for name in names)
     size = sum(x.size for x in _leaves(oracle.random_params(MODEL, np.random.default_rng(0))))

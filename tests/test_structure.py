@@ -38,11 +38,11 @@ LAYERS = (
     ("checkpoint", "checkpoint.[!_]*"),
     ("convert", "convert.[!_]*"),
     ("inference", "inference.*"),
-    ("apps", "apps.*"),
+    ("apps", "apps.*", "testing"),
     ("training", "training.*"),
     ("__main__", "*.__main__", ""),
 )
-ROOMS = 16  # names in pipejax/, at the most
+ROOMS = 17  # names in pipejax/, at the most
 
 # Importing the first does not bring in the second, by whatever way.
 NON_EDGES = (

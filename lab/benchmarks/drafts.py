@@ -174,7 +174,7 @@ class Ours:
     def run(self, document: Document) -> Measured:
         """See `System`."""
         rows = [document.line] if isinstance(self._inner, Sequential) else document.rows
-        script = np.full((1, self._inner.rows, WIDTH), EOS, np.int32)
+        script = np.full((1, self._inner.most_queries, WIDTH), EOS, np.int32)
         for i, row in enumerate(rows):
             script[0, i, : len(row)] = row
         ids, length = pad([document.source], self.length), np.asarray([len(document.source)], np.int32)

@@ -59,9 +59,9 @@ class Forced(Plain):
     inner: Pipelined | Sequential
 
     @property
-    def rows(self) -> int:
+    def most_queries(self) -> int:
         """As many as the inner strategy has."""
-        return self.inner.rows
+        return self.inner.most_queries
 
     @property
     def slots(self) -> int:
@@ -74,7 +74,7 @@ class Forced(Plain):
 
     def init(self, batch: int, source: SourceIds | None = None) -> State:
         """Empty rows; see `start`."""
-        return self.start(jnp.zeros((batch, self.rows), jnp.int32))
+        return self.start(jnp.zeros((batch, self.most_queries), jnp.int32))
 
     def query(self, state: State) -> tuple[State, Query]:
         """That of the inner strategy."""
@@ -102,7 +102,7 @@ class Forced(Plain):
         """The lengths [S] of one example whose answer has these rows."""
         if isinstance(self.inner, Sequential):
             return [sequential_steps(rows) - 1]
-        return [*rows, *[0] * (self.rows - len(rows))]
+        return [*rows, *[0] * (self.most_queries - len(rows))]
 
     def steps(self, rows: Sequence[int]) -> int:
         """Decoder steps that such an answer takes."""

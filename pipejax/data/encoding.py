@@ -77,5 +77,7 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: Backbo
     full = [*tokenizer.encode(example.source), ids.eos]
     source = cut_source(full, config.data.max_source)
     most, where = config.data.max_target, place_of(example)
-    target, cut = methods.trained(config).target(example.targets, tokenizer, ids, most=most, where=where)
-    return Encoded(example.id, np.asarray(source, np.int32), target, len(source) < len(full), cut)
+    method = methods.trained(config)
+    target = method.target(example.targets, tokenizer, ids, most=most, where=where)
+    methods.check_target(target, method, vocabulary=model.vocab_size, most=most, where=where)
+    return Encoded(example.id, np.asarray(source, np.int32), target.flat, len(source) < len(full), target.was_cut)

@@ -47,7 +47,7 @@ class Beam(Plain):
     eos: int = 1
 
     @property
-    def rows(self) -> int:
+    def most_queries(self) -> int:
         """One a beam."""
         return self.beams
 

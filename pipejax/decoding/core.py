@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding import choice
+from pipejax.decoding import choice, contract
 from pipejax.decoding.choice import GREEDILY, Wishes
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, count_slots, gather, hide
 from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, Stepper
 from pipejax.system import Tree
+from pipejax.system.errors import UserError
 
 QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
 
@@ -44,10 +45,14 @@ class Sizes:
         cls, strategy: Stepper, batch: int, *, queries: tuple[int, ...] = (), slots: tuple[int, ...] = ()
     ) -> "Sizes":
         """The sizes that hold every decode of that strategy."""
-        most = batch * strategy.rows
+        most = batch * strategy.most_queries
         chosen = (*(n for n in queries if n < most), most)
-        holds = strategy.slots + strategy.rows  # the last write needs room for its fillers
-        return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.rows) <= c < holds), holds))
+        holds = strategy.slots + strategy.most_queries  # the last write needs room for its fillers
+        return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds))
+
+    def full(self) -> UserError:
+        """The error of a strategy that fills more slots than it said."""
+        return UserError(f"slots: found a cache of {self.slots[-1]}, full before all examples are done; expected more")
 
 
 @flax.struct.dataclass
@@ -86,16 +91,19 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
         if np.all(found.over):
             return found
         carry = found.carry
-    raise RuntimeError(f"a cache of {sizes.slots[-1]} slots is full before all examples are done")
+    raise sizes.full()
 
 
 def begin(
     strategy: Stepper, model: Model[Cache], state: Tree, sizes: Sizes, *, wishes: Wishes = GREEDILY, apart: bool = False
 ) -> Carry:
     """The carry that the first step needs, with no slot yet; traced."""
-    batch = strategy.done(state).shape[0]
+    done = strategy.done(state)
+    batch = (jnp.shape(done) or (1,))[0]
+    contract.expect(strategy, "done", done, "bool", (batch,))
     none = jnp.zeros((batch, 0), jnp.int32)
     state, query = strategy.query(state)
+    contract.check_query(strategy, query, batch)
     return Carry(
         state=state,
         query=query,
@@ -127,7 +135,7 @@ def decode(
       watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
     """
     # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
-    widths = [min(n, strategy.rows) for n in sizes.queries]
+    widths = [min(n, strategy.most_queries) for n in sizes.queries]
     limits = jnp.asarray([slots - w for w in widths], jnp.int32)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
 
@@ -150,21 +158,26 @@ def decode(
         else:
             logits, cache = model(asked, carry.cache)
             chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes, carry.states)
+        if strategy.choose is not None and (wishes.need_logits or wishes.forced is not None):
+            contract.expect(strategy, "choose", chosen, "int32", (queries,), of=", tokens, as something is wished")
         chosen, states = choice.force_tokens(chosen, asked, wishes), carry.states
         if wishes.grammar is not None:
             assert states is not None, "as `begin` was told"
             states = choice.follow(states, chosen, asked, wishes.grammar)
         number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
+        contract.check_state(strategy, carry.state, state)
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
         more = live.sum(axis=1) if kept is None else count_slots(live, kept)
         if kept is not None:
+            contract.expect(strategy, "kept", kept, "bool", live.shape)
             filled = hide(live & ~kept, live, filled, carry.used)
         if wishes.scores:
             assert log_probs is not None, "as `begin` was told"
             found = choice.score(logits, chosen, wishes)[number_of]
             log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
+        contract.check_query(strategy, query, len(live))
         return Carry(
             state=state,
             query=query,
@@ -185,6 +198,7 @@ def decode(
 
     carry = jax.lax.while_loop(goes_on, sweep if len(widths) > 1 else partial(step, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
+    contract.check_result(strategy, decoded, len(carry.query.live))
     over, left = strategy.done(carry.state).all(), carry.steps_left
     return Stretch(over, decoded, dataclasses.replace(carry, steps_left=None), left)
 

@@ -137,7 +137,7 @@ class Drafted:
         return 1 + max(min(self.tokens, self.grid.time_max - 1), 1)
 
     @property
-    def rows(self) -> int:
+    def most_queries(self) -> int:
         """The most queries of an example in one call."""
         return self.grid.rows * self.width
 
@@ -331,7 +331,7 @@ class Drafted:
 
     def choose_lengths(self, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
         """Lengths of drafts at the price of its calls; arguments as of `draft_lengths.choose_lengths`."""
-        most = len(count) * self.rows
+        most = len(count) * self.most_queries
         sizes = (*(n for n in self.queries if n < most), most) if self.rounded else None
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=self.width - 1, sizes=sizes)
 
@@ -356,7 +356,7 @@ class Drafted:
     def _has_room(self, state: State) -> Array:
         """Whether the slots suffice for drafts now and none in any later call: there is a call a time-step at most."""
         later = self.grid.rows * (self.grid.time_max - state.step - 1)
-        return state.used + self.rows + later <= self.slots
+        return state.used + self.most_queries + later <= self.slots
 
 
 def _flat(x: Array) -> Array:

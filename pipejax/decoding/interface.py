@@ -66,12 +66,12 @@ class Stepper(Protocol):
     """The steps of a strategy, as the loop takes them. Its state is a pytree of fixed shapes."""
 
     @property
-    def rows(self) -> int:
-        """S, the most queries of an example in one step."""
+    def most_queries(self) -> int:
+        """S, the most queries of an example in one step: the width of what `query` returns."""
 
     @property
     def places(self) -> tuple[int, int]:
-        """R and W, rows and times of the queries whose answers are tokens; (0, 0) if nothing can be wished of them."""
+        """R and W, rows and times of the queries whose answers are tokens; (0, 0): nothing can be wished of them."""
 
     @property
     def queries(self) -> tuple[int, ...] | None:
@@ -115,7 +115,7 @@ class Strategy(Stepper, Protocol):
         """The token that ends a row."""
 
     def start(self, row: Numbers) -> Numbers:
-        """The time of the query whose answer is a row's first token."""
+        """The time of the query whose answer is a row's first token; those of the others follow, one time each."""
 
     @property
     def reads_source(self) -> bool:

@@ -63,6 +63,11 @@ class Pipelined(Plain):
         return grid.count_rows(self.delay, self.time_max, self.sub_max)
 
     @property
+    def most_queries(self) -> int:
+        """One a row."""
+        return self.rows
+
+    @property
     def slots(self) -> int:
         """In each call as many as any example of a batch can feed then; examples share slots.
 

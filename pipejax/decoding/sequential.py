@@ -31,7 +31,7 @@ class Sequential(Plain):
     eos: int = 1
 
     @property
-    def rows(self) -> int:
+    def most_queries(self) -> int:
         """One."""
         return 1
 

@@ -70,6 +70,7 @@ class Generator:
         self.origin: dict[str, Any] = {}  # its step, and params_fp
         self.trained: Config | None = None  # that they were trained with; None: unknown
         self._told: set[str] = set()  # lines that are logged once
+        self._asked: frozenset[str] = frozenset()  # keys of the settings that a call gave
         self.schema: schema_lib.Schema | None = None  # that answers follow: see `under`
         self._schemas = schema_lib.Schemas()
         self.adapters: dict[str, Generator] = {}  # by name, each with the weights and programs of this one
@@ -245,6 +246,7 @@ class Generator:
             return self
         other, drafts = copy.copy(self), self._opened.small is not None
         other.config = settings_lib.of_call(self.config, call, settings, drafts=drafts, without=without)
+        other._asked = self._asked | {settings_lib.NAMES[name] for name in settings}
         return other
 
     def under(self, given: Mapping[str, object] | str | Path, strategy: str | None = None) -> "Generator":
@@ -367,6 +369,7 @@ class Generator:
         """
         method = self.method(name)
         lines = methods.doubts(method.name, self.config, self.trained) if self.trained else []
+        lines += methods.unread(method, self.config, self._asked)
         if self.schema is not None:
             schema_lib.check(method, self.config)
             if drafts and (drafter or self.config.decode.draft != "none"):

@@ -260,6 +260,8 @@ class RunningBatch:
                 if left < steps or done[self._in_use].any() or not self._in_use.any():
                     return decoded, done, steps - left
                 # The first step did not fit into the cache.
+                if self._slots == self._sizes.slots[-1]:
+                    raise self._sizes.full()
                 self._slots = next(n for n in self._sizes.slots if n > self._slots)
                 self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
 

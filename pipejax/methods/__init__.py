@@ -7,6 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
+from pipejax.methods.contract import check_target, strategy_of, unread
 from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
 from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
@@ -30,6 +31,7 @@ __all__ = [
     "Target",
     "able",
     "check",
+    "check_target",
     "check_training",
     "default",
     "doubts",
@@ -41,8 +43,10 @@ __all__ = [
     "shown",
     "spell",
     "split_rows",
+    "strategy_of",
     "tells_rows_apart",
     "trained",
+    "unread",
 ]
 
 
@@ -146,7 +150,7 @@ def make_strategy(
       drafts: False: none are verified, whatever the settings say.
     """
     check(method, decode, drafts=drafter is not None)
-    made = method.strategy(ids)
+    made = strategy_of(method, ids)
     if not drafts or (drafter is None and decode.draft == "none"):
         return made
     from pipejax.decoding import drafted

@@ -31,9 +31,9 @@ class Scripted(Plain):
     inner: Drafted
 
     @property
-    def rows(self) -> int:
+    def most_queries(self) -> int:
         """As many as the inner strategy has."""
-        return self.inner.rows
+        return self.inner.most_queries
 
     @property
     def slots(self) -> int:

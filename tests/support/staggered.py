@@ -46,6 +46,10 @@ class Steps(Plain):
     eos: int = STOP
 
     @property
+    def most_queries(self) -> int:
+        return self.rows
+
+    @property
     def slots(self) -> int:
         return self.rows * self.width
 

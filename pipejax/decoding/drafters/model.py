@@ -52,7 +52,7 @@ class Looking(Plain):
     least: float  # probability of a token, below which it is not drafted
 
     @property
-    def rows(self) -> int:
+    def most_queries(self) -> int:
         """K of each row."""
         return self.grid.rows * (self.most + 2)
 

@@ -1,0 +1,303 @@
+"""Checks of methods and backbones of your own: all that they do beside its full recomputation on a toy.
+
+The toy has few words, random weights, and sources of mixed lengths. Recomputation sees all that was fed anew at every
+step, with the mask of training and the strategy's positions: no cache, no packing, no batch.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from pipejax import grid, methods
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
+from pipejax.data import demo
+from pipejax.decoding import TRUNCATIONS, Decoded, Query, Refillable, Strategy, contract
+from pipejax.decoding.choice import first_argmax
+from pipejax.inference import wishes
+from pipejax.inference.generator import Generator
+from pipejax.inference.running_batch import RunningBatch
+from pipejax.inference.sources import Source
+from pipejax.methods import Ids, Method
+from pipejax.model.interface import Backbone
+from pipejax.model.parameters import check_paths
+from pipejax.model.sharding import make_mesh, param_shardings
+from pipejax.system import Tree
+
+MOST, LONGEST = 64, 12  # tokens of a target, and of a source
+NEAR = 1e-4  # what differs by less differs by rounding
+TOY = T5Config(64, 16, 8, 24, 2, 1, 1, relative_attention_num_buckets=8, relative_attention_max_distance=20)
+TOLD: dict[str, dict[str, Any]] = {
+    "prefix": {"row_prefixes": [[3]]},
+    "rows": {"row_prefixes": [[3], [4]], "max_rows": 2},
+}
+Cell = tuple[int, int, int]  # row, time, token
+
+
+def check_method(
+    method: Method, *, model: Backbone = TOY, targets: Sequence[Sequence[str]] = (), sources: int = 8
+) -> str:
+    """Compares layouts, answers, scores, streams, prefixes and drafts with their recomputation; says how much.
+
+    The method has few rows and times; `model`: if it needs another than the toy; `targets`: rows that it takes.
+    Raises a UserError for a rule that is broken: the part, what was found, what was expected.
+    """
+    ids, words, rng = Ids.of(model), demo.DemoTask().tokenizer(), np.random.default_rng(0)
+    method.check()
+    strategy, can, size = methods.strategy_of(method, ids), method.can, (1, 2, 3, 1, 4, 2, 3, 5)
+    given = targets or [[words.decode(_draw(rng, model, 4)) for _ in range(n)] for n in size]
+    whole = sum(_check_layout(method, strategy, rows, model, words, f"target {i}") for i, rows in enumerate(given))
+    if not whole:
+        contract.refuse(method, "target", f"none of {len(given)} that decoding writes whole", "some")
+    params = random_params(model, strategy.eos)
+    generator = Generator(Config(model=model, method=method, decode=DecodeConfig(scores="score" in can)), params, words)
+    plain: list[Any] = [{"source_ids": [*_draw(rng, model, LONGEST - 1), ids.eos]} for _ in range(sources)]
+    listed = plain + [record | TOLD[key] for key in TOLD if key in can for record in plain[:3]]
+    checked = [generator.source(record, f"source {i}", i) for i, record in enumerate(listed)]
+    runs: dict[str, list[Any]] = {"decode": generator.decode(listed, batch_size=4)}
+    if "draft" in can:
+        runs["drafts"] = generator.decode(listed, batch_size=1, draft="source", draft_tokens=2)
+    if {"stream", "serve"} & can:
+        runs["stream"] = _streamed(generator, method, checked[:sources])
+    sure = _compare(model, params, method, checked, runs, method)
+    return f"{type(method).__name__}: {whole} layouts and {sure} answers are as computed anew ({', '.join(runs)})"
+
+
+def check_backbone(config: Backbone, *, sources: int = 8) -> str:
+    """Compares names, shapes, passes and answers of a small backbone with their recomputation; says how much.
+
+    Raises a UserError for a rule that is broken: the part, what was found, what was expected.
+    """
+    name, owners = type(config).__name__, dict[str, str]()
+    config.check(name)
+    shapes = flatten_dict(jax.eval_shape(config.init_params, jax.random.key(0)), sep="/")
+    check_paths(name, {path: x.shape for path, x in shapes.items()}, config)
+    for path, (theirs, _) in config.tensors().items():
+        if owners.setdefault(theirs, path) != path:
+            contract.refuse(config, "tensors", f"{theirs} for {owners[theirs]} and {path}", "a name for each")
+    if lost := sorted({*config.tables} - shapes.keys()):
+        contract.refuse(config, "tables", lost[0], f"some of {', '.join(sorted(shapes))}")
+    param_shardings(config, unflatten_dict(shapes, sep="/"), make_mesh(1, 1, 1))  # a rule for each
+    for path, x in shapes.items():
+        contract.expect(config, f"init_params: {path}", x, "float32", x.shape)
+        axes = next(axes for pattern, axes in config.sharding if re.fullmatch(pattern, path))
+        if len(axes) > len(x.shape) or {*axes} - {None, "data", "fsdp", "tensor"}:
+            contract.refuse(config, f"sharding: {path}", axes, f"axes of the mesh for shape {[*x.shape]}")
+    params, bounds = random_params(config, config.eos_token_id), GridConfig(delay=2, time_max=14, sub_max=4)
+    _check_passes(config, params)
+    generator = Generator(Config(model=config, grid=bounds, decode=DecodeConfig(scores=True)), params, None)
+    rng, method = np.random.default_rng(0), methods.Pipelined(bounds)
+    given = [[*_draw(rng, config, LONGEST - 1), config.eos_token_id] for _ in range(sources)]
+    records = generator.decode(given, batch_size=4, strategy=method.name)
+    checked = [generator.source(ids, "source", i) for i, ids in enumerate(given)]
+    sure = _compare(config, params, method, checked, {"step": records}, config)
+    return f"{name}: {len(shapes)} parameters, and {sure} answers are as computed anew"
+
+
+def _check_passes(config: Backbone, params: Tree) -> None:
+    """Refuses other shapes and dtypes than `T5`'s, and logits that change with something that they must not see."""
+    rng, ids, half = np.random.default_rng(1), Ids.of(config), config.module(dtype=jnp.bfloat16)
+    flat = grid.flatten([_draw(rng, config, 4) for _ in range(3)], delay=2, bos=ids.bos, eos=ids.eos)
+    size, last = len(flat.row), len(flat.row) - 1
+    mask = grid.visible(flat.row[:, None], flat.time[:, None], flat.row, flat.time)[None]
+    source, real = np.asarray([_draw(rng, config, 9, 9)], np.int32), np.arange(9)[None] < 5
+    given = source, real, flat.inputs[None], mask, grid.position(flat.row, flat.time)[None]
+    found = np.asarray(_logits(config.module(), params, *given))
+    contract.expect(config, "module: logits", found, "float32", (1, size, config.vocab_size))
+
+    def apply(method: str, *given: Any) -> Any:
+        return jax.eval_shape(lambda *x: half.apply({"params": params}, *x, method=method), *given)
+
+    hidden, memory, cache = apply("hidden", *given), apply("encode", source, real), half.empty_cache(1, size)
+    stepped = apply("step", *given[2:], given[4], memory, cache, np.zeros(1, np.int32))
+    for place, x in (("hidden", hidden), ("step", stepped[0])):
+        contract.expect(config, f"module: {place}", x, "bfloat16", (1, size, hidden.shape[-1]))
+    contract.expect(config, "module: logits", apply("logits", hidden), "float32", found.shape)
+    contract.expect(config, "module: encode: mask", memory.mask, "bool", real.shape)
+    contract.check_state(config, cache, stepped[1])
+    order, unseen = rng.permutation(size), ~mask[0, :, last]
+    turned = given[2][:, order], mask[:, order][:, :, order], given[4][:, order]
+    other = np.where(np.arange(size) == last, ids.eos, given[2])
+    for what, others, places, kept in (
+        ("the padding of a source", (np.where(real, source, ids.bos), *given[1:]), order, order),
+        ("positions that all lie 7 farther", (*given[:4], given[4] + 7), order, order),
+        ("the order of slots", (*given[:2], *turned), np.arange(size), order),
+        ("a slot that nobody sees", (*given[:2], other, *given[3:]), unseen, unseen),
+    ):
+        apart = abs(np.asarray(_logits(config.module(), params, *others))[:, places] - found[:, kept]).max()
+        if not apart < NEAR * abs(found).max():
+            contract.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
+
+
+def recompute(
+    model: Backbone, params: Tree, strategy: Strategy, source: Sequence[int], forced: np.ndarray | None = None
+) -> tuple[Decoded, dict[tuple[int, int], float], float]:
+    """Decodes a source: the answer as a batch of one, log-probabilities by row and time, and the least margin."""
+    fed, alive, log_probs, margins = list[Cell](), list[bool](), dict[tuple[int, int], float](), [np.inf]
+    size = 1 << (strategy.slots - 1).bit_length()  # of all passes, so that one is compiled
+    ids = np.resize([*source, *[0] * LONGEST], (1, LONGEST)).astype(np.int32)
+
+    def answer(query: Query) -> np.ndarray:
+        new = _cells(query)
+        fed.extend(new)
+        alive.extend([True] * len(new))
+        row, time, token = np.pad(np.asarray(fed, np.int32).T, ((0, 0), (0, size - len(fed))))
+        mask = grid.visible(row[:, None], time[:, None], row, time) & np.resize([*alive, *[False] * size], size)
+        position = np.asarray(strategy.position(row, time))[None]
+        given = ids, np.arange(LONGEST)[None] < len(source), token[None], mask[None], position
+        logits = np.asarray(_logits(model.module(), params, *given))[0, len(fed) - len(new) : len(fed)]
+        chosen = np.array((strategy.choose or first_argmax)(jnp.asarray(logits.T)))
+        for i, (r, t, _) in enumerate(new):
+            told = -1 if forced is None else int(forced[r, t])
+            chosen[i] = chosen[i] if told < 0 else told
+            log_probs[r, t] = float(jax.nn.log_softmax(logits[i])[chosen[i]])
+            margins.append(np.inf if told >= 0 else float(np.diff(np.sort(logits[i])[-2:])[0]))
+        answers = np.zeros(query.live.shape, np.int32)
+        answers[query.live] = chosen
+        return answers
+
+    decoded: Any = None
+    for query, _, decoded, kept in contract.walk(strategy, answer):  # noqa: B007
+        alive[len(alive) - int(query.live.sum()) :] = kept[query.live].tolist()
+    return decoded, log_probs, min(margins)
+
+
+def _compare(
+    model: Backbone, params: Tree, method: Method, given: Sequence[Source], runs: dict[str, list[Any]], owner: object
+) -> int:
+    """Compares the records of each run with `recompute`; gives the number of answers that rounding cannot change."""
+    strategy, words, sure = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer(), 0
+    for i, source in enumerate(given):
+        known = wishes.rows_of(source, method, words)
+        forced, content = wishes.forced_of(known, strategy), [int(x) for x in source.content]
+        found, log_probs, margin = recompute(model, params, strategy, content, forced)
+        if margin < NEAR:
+            continue
+        sure, tokens, lengths = sure + 1, found.tokens[0], found.lengths[0].tolist()
+        order = method.order(lengths)
+        starts = [int(strategy.start(k)) for k in range(len(tokens))]
+        scores = [[log_probs.get((k, starts[k] + j), 0.0) for j in range(n + 1)] for k, n in enumerate(lengths)]
+        expected = {
+            "row_ids": [tokens[k, : lengths[k]].tolist() for k in order],
+            "steps": int(found.steps[0]),
+            "truncated": TRUNCATIONS[int(found.truncated[0])],
+            "log_probs": [scores[k][:-1] for k in order],
+            "log_prob": sum(map(sum, scores[: method.exist(len(tokens), known.most)])),
+        }
+        for run, key in ((run, key) for run in runs for key in expected if i < len(runs[run]) and key in runs[run][i]):
+            here, there = (jax.tree.flatten(x) for x in (runs[run][i][key], expected[key]))
+            near = zip(here[0], there[0], strict=False)
+            if str(here[1]) != str(there[1]) or not all(
+                np.isclose(a, b, atol=1e-2) if isinstance(a, float) else a == b for a, b in near
+            ):
+                contract.refuse(
+                    owner, f"{run}: source {i}: {key}", runs[run][i][key], f"{expected[key]}, as recomputed"
+                )
+    if sure < len(given) // 2:
+        contract.refuse(owner, "decode", f"{sure} of {len(given)} answers that rounding cannot change", "half or more")
+    return sure
+
+
+def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> list[Any]:
+    """The records of sources that come and go in a batch of two, read as their rows grow."""
+    batch = RunningBatch(generator.programs, cast(Refillable, method.strategy(generator.ids)), 2)
+    at, records, waiting = dict[int, int](), [dict[str, Any]() for _ in given], [*range(len(given))]
+    rows: list[list[list[int]]] = [[[] for _ in batch.starts] for _ in given]
+    known = wishes.rows_of(given[0], method, generator.tokenizer)
+    batch.give(wishes.forced_of(known, batch.strategy))
+    while waiting or at:
+        while waiting and batch.free:
+            source = waiting.pop(0)
+            at[batch.add(generator.ids_of(given[source]), log_probs=False)] = source
+        decoded, done = batch.advance(2)
+        for place, i in [*at.items()]:
+            for _, row, j in batch.news(decoded, place, np.asarray([*map(len, rows[i])])):
+                rows[i][row].append(int(decoded.tokens[place, row, j]))
+            if done[place]:
+                del at[place]
+                batch.drop(place)
+                order = method.order([*map(len, rows[i])])
+                records[i] = {"row_ids": [rows[i][k] for k in order], "steps": int(decoded.steps[place])}
+    return records
+
+
+def _check_layout(
+    method: Method, strategy: Strategy, rows: Sequence[str], model: Backbone, words: Any, where: str
+) -> bool:
+    """Decodes a target with its own tokens as answers; refuses a slot that sees others in training than in decoding.
+
+    Gives whether it was written whole.
+    """
+    target = method.target(rows, words, Ids.of(model), most=MOST, where=where)
+    methods.check_target(target, method, vocabulary=model.vocab_size, most=MOST, where=where)
+    flat, fed, asked = target.flat, set[Cell](), dict[tuple[int, int], set[Cell]]()
+    learned = [*zip(flat.row.tolist(), flat.time.tolist(), flat.inputs.tolist(), strict=True)]
+    if len({cell[:2] for cell in learned}) < len(learned):
+        contract.refuse(method, f"target: {where}", "two slots of one row and time", "one each")
+    answers = dict(
+        zip((cell[:2] for cell in learned), flat.targets.reshape(len(learned), -1)[:, 0].tolist(), strict=True)
+    )
+
+    def answer(query: Query) -> np.ndarray:
+        new = _cells(query)
+        fed.update(new)
+        asked.update({(r, t): {cell for cell in fed if grid.visible(r, t, *cell[:2])} for r, t, _ in new})
+        found = np.zeros(query.live.shape, np.int32)
+        found[query.live] = [answers.get((r, t), strategy.eos) for r, t, _ in new]
+        return found
+
+    *_, (_, _, decoded, _) = contract.walk(strategy, answer)
+    whole = not target.was_cut and not decoded.truncated[0]
+    for (r, t, _), weight in zip(learned, flat.weights.reshape(len(learned), -1).max(axis=1), strict=True):
+        if weight and (whole or (r, t) in asked):
+            sees, saw = {cell for cell in learned if grid.visible(r, t, *cell[:2])}, asked.get((r, t), set())
+            if sees != saw:
+                found = f"(row, time, token) {sorted(sees - saw)} in training alone, {sorted(saw - sees)} in decoding"
+                contract.refuse(method, f"target: {where}: the slot at row {r}, time {t}", found, "to see the same")
+    lengths = decoded.lengths[0].tolist()
+    said = method.read([words.decode(decoded.tokens[0, k, : lengths[k]]) for k in method.order(lengths)], " ; ")[1]
+    if whole and said != [*rows]:
+        contract.refuse(method, f"read: {where}", said, f"{[*rows]}, the rows of the target")
+    return whole
+
+
+def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
+    """Weights with which greedy answers vary: the decoder's last norm speaks against repetition."""
+    rng, key = np.random.default_rng(seed), jax.random.key(seed)
+    drawn, fresh = flatten_dict(jax.eval_shape(config.init_params, key), sep="/"), dict[str, Any]()
+    for path, x in drawn.items():
+        loud = 3 if re.search("(?<!cross_)attention/output", path) else 1
+        if path.endswith("norm/scale"):
+            center, scale = -1 if path == "decoder/norm/scale" else 1, 0.2
+        elif path.endswith("kernel"):
+            center, scale = 0, loud * x.shape[0] ** -0.5
+        elif path.endswith("embedding"):
+            center, scale = 0, 4 if "relative_bias" in path else 1.5
+        else:
+            fresh = fresh or flatten_dict(jax.jit(config.init_params)(key), sep="/")
+            center, scale = fresh[path], 0.2
+        drawn[path] = np.asarray(center + scale * rng.standard_normal(x.shape), np.float32)
+        if path in config.tables:
+            drawn[path][eos] *= 1.5
+    return unflatten_dict(drawn, sep="/")
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(module: Any, params: Tree, *given: Any) -> Any:
+    return module.apply({"params": params}, *given)
+
+
+def _cells(query: Query) -> list[Cell]:
+    """The live queries of the first example."""
+    live = np.asarray(query.live[0])
+    return [*zip(*(np.asarray(x[0])[live].tolist() for x in (query.row, query.time, query.tokens)), strict=True)]
+
+
+def _draw(rng: np.random.Generator, model: Backbone, most: int, least: int = 1) -> list[int]:
+    """Ids of words: no special ones, nor those that a method or `TOLD` may give a meaning."""
+    return rng.integers(5, min(model.vocab_size, 58) - 4, rng.integers(least, most + 1)).tolist()

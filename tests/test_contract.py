@@ -1,0 +1,660 @@
+"""Methods and backbones of somebody else's: whoever breaks a rule reads it in one line; those that keep all decode."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pipejax
+from pipejax import decoding, grid, methods, testing
+from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
+from pipejax.data import demo
+from pipejax.data.encoding import encode
+from pipejax.data.examples import Example
+from pipejax.decoding import Decoded, Pipelined, Sizes
+from pipejax.inference.generator import Generator
+from pipejax.methods import Ids, Target
+from pipejax.model import t5
+from pipejax.system.errors import UserError
+from support import oracle
+from support.foreign import BLANK, Backwards, Lines, Pairs, Uneven
+from support.scripted import NoModel
+from support.staggered import Staggered
+from support.tiny import FEW_WORDS, MODEL, RUN
+
+IDS = Ids(0, 1)
+
+
+def broken(base: type[Uneven] = Uneven, method: dict[str, Any] | None = None, **steps: Any) -> Any:
+    """A method with other parts, and with a strategy that has others."""
+    own = type("Steps", (Lines,), steps)
+    return type("Broken", (base,), {"name": "broken", "steps": own, **(method or {})})()
+
+
+@contextlib.contextmanager
+def refused(line: str) -> Iterator[None]:
+    """By one line that begins so. JAX adds notes to what is raised while it traces; nobody is shown them."""
+    with pytest.raises(UserError) as caught:
+        yield
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value), str(caught.value)
+
+
+# Strategies.
+
+
+@flax.struct.dataclass
+class Shared:
+    """A state with a number that all examples share."""
+
+    inner: Any
+    clock: jax.Array
+
+
+def at_times(times: int) -> Any:
+    return property(lambda self: (len(self.starts), times))
+
+
+def turned(self: Lines, state: Any) -> Decoded:
+    """Tokens of each row from the last to the first."""
+    found = Lines.result(self, state)
+    place = jnp.where(
+        jnp.arange(self.width) < found.lengths[:, :, None], found.lengths[:, :, None] - 1 - jnp.arange(self.width), 0
+    )
+    return dataclasses.replace(found, tokens=jnp.take_along_axis(found.tokens, place, axis=2))
+
+
+def shifted(self: Lines, state: Any) -> Decoded:
+    """Rows without their first token."""
+    found = Lines.result(self, state)
+    return dataclasses.replace(
+        found, tokens=jnp.roll(found.tokens, -1, axis=2), lengths=jnp.maximum(found.lengths - 1, 0)
+    )
+
+
+def with_result(**arrays: Any) -> Any:
+    return lambda self, state: dataclasses.replace(
+        Lines.result(self, state), **{k: f(state) for k, f in arrays.items()}
+    )
+
+
+def with_query(**arrays: Any) -> Any:
+    def query(self: Lines, state: Any) -> Any:
+        state, found = Lines.query(self, state)
+        return state, dataclasses.replace(found, **{k: f(getattr(found, k)) for k, f in arrays.items()})
+
+    return query
+
+
+def forgets(self: Lines, state: Any, answers: Any) -> Any:
+    """Its count becomes a number with a point."""
+    found = Lines.advance(self, state, answers)
+    return dataclasses.replace(found, count=found.count.astype(jnp.float32))
+
+
+ROWS_ALONE = property(lambda self: len(self.starts))
+SCORES = frozenset({"score"})
+CASES: dict[str, tuple[Any, str]] = {
+    "the number of rows, where a step asks two queries of each": (
+        broken(Pairs, most_queries=ROWS_ALONE),
+        "Steps.query: live: found bool[1, 6]; expected bool[1, 3], for each example its most_queries",
+    ),
+    "more than a step asks": (
+        broken(most_queries=7),
+        "Steps.query: live: found bool[1, 3]; expected bool[1, 7], for each example its most_queries",
+    ),
+    "flags as numbers": (
+        broken(query=with_query(live=lambda x: x.astype(jnp.int32))),
+        "Steps.query: live: found int32[1, 3]; expected bool[1, 3], for each example its most_queries",
+    ),
+    "tokens with a point": (
+        broken(query=with_query(tokens=lambda x: x.astype(jnp.float32))),
+        "Steps.query: tokens: found float32[1, 3]; expected int32[1, 3]",
+    ),
+    "times without a batch": (
+        broken(query=with_query(time=lambda x: x[0])),
+        "Steps.query: time: found int32[3]; expected int32[1, 3]",
+    ),
+    "a state that changes": (
+        broken(advance=forgets),
+        "Steps.advance: .count: found float32[1, 3]; expected int32[1, 3], as before",
+    ),
+    "one flag for all": (
+        broken(done=lambda self, state: Lines.done(self, state).all()),
+        "Steps.done: found bool[]; expected bool[1]",
+    ),
+    "lengths with a point": (
+        broken(result=with_result(lengths=lambda state: state.count * 1.0)),
+        "Steps.result: lengths: found float32[1, 3]; expected int32[1, 3]",
+    ),
+    "no code": (
+        broken(result=with_result(truncated=lambda state: None)),
+        "Steps.result: truncated: found None; expected int32[1]",
+    ),
+    "fewer rows than places": (
+        broken(
+            result=lambda self, state: jax.tree.map(lambda x: x[:, :2] if x.ndim > 1 else x, Lines.result(self, state))
+        ),
+        "Steps.result: tokens: found int32[1, 2, 6]; expected int32[1, 3, 6]",
+    ),
+    "too few slots": (broken(slots=6), "Steps.slots: found 6; expected "),
+    "scores of tokens that are written from the end": (
+        broken(result=turned, method={"can": SCORES}),
+        "Steps.result: tokens: found ",
+    ),
+    "scores of tokens after the first": (
+        broken(result=shifted, method={"can": SCORES}),
+        "Steps.result: tokens: found ",
+    ),
+    "scores at another time": (
+        broken(start=lambda self, row: np.asarray(self.starts)[row] + 1, method={"can": SCORES}),
+        "Steps.result: tokens: found ",
+    ),
+    "a stream of rows that grow at their beginning": (
+        broken(result=turned, method={"can": frozenset({"stream"})}),
+        "Steps.result: found ",
+    ),
+    "a stream without places": (
+        broken(places=(0, 0), method={"can": frozenset({"stream"})}),
+        "Steps.places: found (0, 0); expected rows and times of the answers that are tokens, or a method that cannot "
+        "stream",
+    ),
+    "prefixes without places": (
+        broken(places=(0, 0), method={"can": frozenset({"prefix"})}),
+        "Steps.places: found (0, 0); expected rows and times of the answers that are tokens, or a method that cannot "
+        "prefix",
+    ),
+    "starts beyond the times": (
+        broken(places=at_times(3)),
+        "Steps.start: found [0, 1, 4] for rows 0, 1, ...; expected 3 times below 3, its places",
+    ),
+    "positions that fall with the row": (
+        broken(position=lambda self, row, time: time - row),
+        "Steps.position: found [[0, 1, 2, 3], [-1, 0, 1, 2]] for rows 0, 1 and times 0 to 3; expected whole numbers",
+    ),
+    "positions with a point": (
+        broken(position=lambda self, row, time: (row + time) / 2),
+        "Steps.position: found [[0.0, 0.5, 1.0, 1.5], [0.5, 1.0, 1.5, 2.0]] for rows 0, 1 and times 0 to 3; expected "
+        "whole numbers",
+    ),
+    "an ability that nobody has": (
+        broken(method={"can": frozenset({"streams"})}),
+        "Broken.can: found 'streams'; expected some of sample, score, ",
+    ),
+    "drafts without a grid": (
+        broken(method={"can": frozenset({"draft"})}),
+        "Steps.cut: missing; expected it as Strategy describes it, for draft",
+    ),
+    "a list among its numbers": (
+        broken(__hash__=None),
+        "Broken.strategy: found Steps, which has no hash; expected a frozen dataclass of numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_strategy_that_breaks_a_rule_is_refused_where_it_enters(case: str) -> None:
+    """Before anything is compiled for a model."""
+    method, line = CASES[case]
+    generator = Generator(Config(model=FEW_WORDS, method=method), {"w": np.zeros(1)}, None)
+    with refused(line):
+        generator.decode([[5, 1]])
+
+
+def test_a_number_of_all_examples_cannot_be_served() -> None:
+    """Beside others that come and go, it would stay as the batch has it."""
+    steps: dict[str, Any] = {
+        "init": lambda self, batch, source=None: Shared(Lines.init(self, batch), jnp.int32(0)),
+        "query": lambda self, state: (state, Lines.query(self, state.inner)[1]),
+        "advance": lambda self, state, x: Shared(Lines.advance(self, state.inner, x), state.clock + 1),
+        "done": lambda self, state: Lines.done(self, state.inner if isinstance(state, Shared) else state),
+        "result": lambda self, state: Lines.result(self, state.inner),
+    }
+    with refused("Steps.init: .clock: found int32[]; expected a first axis of the batch, for stream and serve"):
+        methods.strategy_of(broken(**steps), IDS)
+    assert methods.strategy_of(broken(method={"can": frozenset({"score"})}, **steps), IDS)  # whose batches stay
+
+
+@pytest.mark.parametrize("part", ["most_queries", "start", "eos", "calls", "stop", "init"])
+def test_a_part_that_lacks_is_named(part: str) -> None:
+    """As by a strategy that was written for the earlier name of `most_queries`."""
+
+    class Old:
+        reads_source = borrows = False
+        queries = choose = None
+        slots, most_queries, places, eos = 3, 3, (1, 3), 1
+
+    named = (*(name for kind in decoding.Strategy.__mro__[:2] for name in vars(kind) if name[0] != "_"), "stop")
+    for name in named:
+        if not hasattr(Old, name):
+            setattr(Old, name, lambda self, *given: np.zeros_like(given[0]))
+    delattr(Old, part)
+    method = type("Broken", (Uneven,), {"strategy": lambda self, ids: Old(), "can": frozenset({"stream"})})()
+    with pytest.raises(UserError, match=rf"^Old\.{part}: missing; expected it as Strategy describes it"):
+        methods.strategy_of(method, IDS)
+
+
+def test_a_training_is_refused_before_its_first_step() -> None:
+    from pipejax.training.step import Trainer
+
+    with pytest.raises(UserError, match=r"^Steps\.position: found"):
+        Trainer(dataclasses.replace(RUN, method=broken(position=lambda self, row, time: -row)))
+
+
+def test_shapes_are_told_while_the_loop_is_traced() -> None:
+    """Of a strategy that came past a method, too."""
+    for strategy, line in (
+        (broken(Pairs, most_queries=ROWS_ALONE), "Steps.query: live: found bool[2, 6]; expected bool[2, 3]"),
+        (broken(done=lambda self, state: 0), "Steps.done: found 0; expected bool[1]"),
+    ):
+        made = strategy.strategy(IDS)
+        with refused(line):
+            decoding.begin(made, NoModel(), made.init(2), Sizes((3,), (30,)))
+    kept = broken(kept=lambda self, state: state.ended.astype(jnp.int32)).strategy(IDS)
+    for made, line in (
+        (kept, "Steps.kept: found int32[2, 3]; expected bool[2, 3]"),
+        (broken(advance=forgets).strategy(IDS), "Steps.advance: .count: found float32"),
+        (
+            broken(result=with_result(steps=lambda s: s.count)).strategy(IDS),
+            "Steps.result: steps: found int32[2, 3]",
+        ),
+    ):
+        carry = decoding.begin(made, NoModel(), made.init(2), Sizes((6,), (30,)))
+        with refused(line):
+            jax.make_jaxpr(
+                lambda carry, made=made: decoding.decode(made, NoModel(), carry, sizes=Sizes((6,), (30,)), slots=30)
+            )(carry)
+
+
+def test_ours_are_not_rehearsed() -> None:
+    """Whatever their size: only facts are looked at."""
+    made = methods.strategy_of(methods.Pipelined(GridConfig(time_max=900, sub_max=400)), IDS)
+    assert made.places == (400, 900)
+
+
+# Drafts.
+
+
+class Longer(Pipelined):
+    """Algorithm 1 with a rule of its own."""
+
+    def advance(self, state: Any, next_tokens: Any) -> Any:
+        return super().advance(state, next_tokens)
+
+
+@pytest.mark.parametrize("part", ["init", "query", "advance", "result", "done", "kept", "_open"])
+def test_drafts_do_not_replace_the_rules_of_a_subclass(part: str) -> None:
+    own = type("Own", (Pipelined,), {part: getattr(Pipelined, part)})
+    line = rf"^Own\.{part}: found with drafts, which follow Pipelined\.{part}; expected no drafts, or an `on_grid` of"
+    with pytest.raises(UserError, match=line):
+        decoding.drafted(own(1, 9, 3), DecodeConfig(draft="source"))
+    again = type("Again", (own,), {})  # nor those of what it inherits
+    with pytest.raises(UserError, match=rf"^Again\.{part}: found with drafts"):
+        decoding.drafted(again(1, 9, 3), DecodeConfig(draft="source"))
+
+
+def test_what_says_that_it_can_be_drafted_is() -> None:
+    says = type(
+        "Says", (Longer,), {"on_grid": property(lambda self: Pipelined(self.delay, self.time_max, self.sub_max))}
+    )
+    apart = type("Apart", (Pipelined,), {"position": lambda self, row, time: 5 * row + time})
+    for kind in (says, apart):
+        assert decoding.drafted(kind(1, 9, 3), DecodeConfig(draft="source")).inner == kind(1, 9, 3)
+
+
+# Targets.
+
+
+def with_flat(**parts: Any) -> Any:
+    """The method with other arrays in its layout."""
+
+    def target(self: Any, *given: Any, **more: Any) -> Target:
+        found = Uneven.target(self, *given, **more)
+        return found._replace(flat=found.flat._replace(**{k: f(getattr(found.flat, k)) for k, f in parts.items()}))
+
+    return broken(method={"target": target})
+
+
+def put(x: np.ndarray, value: Any) -> np.ndarray:
+    changed = x.copy()
+    changed[3] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    "parts, line",
+    [
+        ({"targets": lambda x: put(x, 64)}, "targets: found 64; expected 0 or more, below 64"),
+        ({"targets": lambda x: put(x, -1)}, "targets: found -1; expected 0 or more, below 64"),
+        ({"inputs": lambda x: put(x, 99)}, "inputs: found 99; expected 0 or more, below 64"),
+        ({"time": lambda x: put(x, -2)}, "time: found -2; expected 0 or more, below 16777216"),
+        ({"row": lambda x: put(x, -1)}, "row: found -1; expected 0 or more"),
+        ({"row": lambda x: put(x, 2**30)}, "row: found 1073741824; expected 0 or more, below 16777216"),
+        ({"weights": lambda x: put(x, -1)}, "weights: found -1.0; expected 0 or more"),
+        ({"weights": lambda x: put(x, np.nan)}, "weights: found nan; expected 0 or more"),
+        ({"weights": lambda x: put(x, np.inf)}, "weights: found inf; expected 0 or more"),
+        ({"weights": lambda x: x[:-1]}, "weights: found float32[6]; expected float32[7]"),
+        ({"time": lambda x: x[:-1]}, "time: found int32[6]; expected int32[7]"),
+        ({"targets": lambda x: x[:, None]}, "targets: found int32[7, 1]; expected int32[7]"),
+        ({"inputs": lambda x: x.astype(np.int64)}, "inputs: found int64[7]; expected int32[7]"),
+        ({"weights": lambda x: x.astype(float)}, "weights: found float64[7]; expected float32[7]"),
+        ({"row": lambda x: x.tolist()}, "row: found list[7]; expected int32[7]"),
+    ],
+)
+def test_a_layout_that_breaks_a_rule_is_one_line(parts: Any, line: str) -> None:
+    example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
+    config = dataclasses.replace(RUN, method=with_flat(**parts))
+    with refused("example x: Broken.target: " + line):
+        encode(example, tokenizer, config, MODEL)
+    assert len(encode(example, tokenizer, dataclasses.replace(RUN, method=Uneven()), MODEL).target.inputs) == 7
+
+
+@pytest.mark.parametrize("slots, line", [(6, "found 7 slots; expected 1 to 6"), (0, "found 7 slots; expected 1 to 0")])
+def test_more_slots_than_it_said_are_one_line(slots: int, line: str) -> None:
+    example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
+    config = dataclasses.replace(RUN, method=broken(method={"most_slots": lambda self, most: slots}))
+    with pytest.raises(UserError, match=rf"^example x: Broken\.target: {line}, as most_slots says of \d+ tokens$"):
+        encode(example, tokenizer, config, MODEL)
+    with pytest.raises(UserError, match=r"^example x: Broken\.target: found 0 slots; expected 1 to 18"):
+        parts = {name: lambda x: x[:0] for name in grid.Flat._fields}
+        encode(example, tokenizer, dataclasses.replace(RUN, method=with_flat(**parts)), MODEL)
+
+
+# Settings that nobody reads.
+
+
+def test_settings_that_a_method_does_not_read_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(model=FEW_WORDS, method=Uneven(), grid=GridConfig(delay=3), decode=DecodeConfig(max_length=9))
+    generator = Generator(config, {"w": np.zeros(1)}, None)
+    for _ in range(2):
+        generator.make_strategy()
+    assert [record.getMessage() for record in caplog.records] == [
+        "grid.delay, decode.max_length: uneven decoding does not read them"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, settings, line",
+    [
+        ("uneven", {"time_max": 50}, "grid.time_max: uneven decoding does not read it"),  # its default, yet asked for
+        (
+            "uneven",
+            {"max_length": 9, "top_k": 3},
+            "decode.max_length, decode.top_k: uneven decoding does not read them",
+        ),
+        ("uneven", {"draft_tokens": 2}, "decode.draft_tokens: uneven decoding does not read it"),
+        ("pipelined", {"max_length": 9, "delay": 2}, "decode.max_length: pipelined decoding does not read it"),
+        ("sequential", {"max_length": 9, "delay": 2}, "grid.delay: sequential decoding does not read it"),
+        ("sequential", {"max_length": 9, "draft_tokens": 2}, None),
+        ("uneven", {"scores": True, "batch_size": 2}, None),
+    ],
+)
+def test_settings_of_a_call_are_told(
+    name: str, settings: dict[str, Any], line: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = Generator(Config(model=FEW_WORDS, method=Uneven()), {"w": np.zeros(1)}, None)
+    generator._with("decode", settings).make_strategy(name)
+    assert [record.getMessage() for record in caplog.records] == ([line] if line else [])
+
+
+# Whole methods.
+
+
+class LateTime(Uneven):
+    """Its second row is learned a time-step later than it is decoded."""
+
+    def target(self, *given: Any, **more: Any) -> Target:
+        found = super().target(*given, **more)
+        return found._replace(flat=found.flat._replace(time=found.flat.time + (found.flat.row == 1).astype(np.int32)))
+
+
+class OtherBlank(Pairs):
+    """It learns another placeholder than it is decoded with."""
+
+    def target(self, *given: Any, **more: Any) -> Target:
+        found = super().target(*given, **more)
+        return found._replace(
+            flat=found.flat._replace(inputs=np.where(found.flat.inputs == BLANK, 3, found.flat.inputs))
+        )
+
+
+class NoBlank(Pairs):
+    """Its layout lacks the placeholder after an end, which later rows see."""
+
+    def target(self, *given: Any, **more: Any) -> Target:
+        found = super().target(*given, **more)
+        counts = found.flat.weights > 0
+        return found._replace(flat=grid.Flat(*(x[counts] for x in found.flat)))
+
+
+class Turned(Backwards):
+    """It reads its rows as they lie on the grid."""
+
+    def order(self, lengths: Any) -> list[int]:
+        return Uneven.order(self, lengths)
+
+
+class Twice(Uneven):
+    """Two slots of its layout have one place."""
+
+    def target(self, *given: Any, **more: Any) -> Target:
+        found = super().target(*given, **more)
+        return found._replace(flat=grid.Flat(*(np.concatenate([x, x[:1]]) for x in found.flat)))
+
+
+class Cut(Uneven):
+    """It never lays out a whole target."""
+
+    def target(self, *given: Any, **more: Any) -> Target:
+        return super().target(*given, **more)._replace(was_cut=True)
+
+
+@pytest.mark.parametrize(
+    "kind, line",
+    [
+        (LateTime, "LateTime.target: target 0: the slot at row 1, time 2: found (row, time, token) "),
+        (
+            OtherBlank,
+            "OtherBlank.target: target 0: the slot at row 0, time 1: found (row, time, token) [(0, 1, 3)] in training",
+        ),
+        (NoBlank, "NoBlank.target: target "),
+        (Turned, "Turned.read: target 1: found "),
+        (Twice, "Twice.target: target 0: found two slots of one row and time; expected one each"),
+        (Cut, "Cut.target: found none of 8 that decoding writes whole; expected some"),
+    ],
+)
+def test_a_layout_that_is_not_decoded_is_one_line(kind: Any, line: str) -> None:
+    with refused(line):
+        testing.check_method(kind())
+
+
+def test_targets_of_ones_own_are_laid_out() -> None:
+    with refused("Cut.target: found none of 1 that decoding writes whole"):
+        testing.check_method(Cut(), targets=[["red", "blue"]])
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return oracle.random_params(FEW_WORDS, np.random.default_rng(2), eos_scale=2.0)
+
+
+def written(method: Uneven, params: Any, source: list[int]) -> tuple[list[list[int]], list[list[float]], int]:
+    """Rows as they are decoded, log-probabilities with those of their ends, and steps: all in plain Python."""
+    encoded, rows = oracle.encode(params, FEW_WORDS, source), [list[int]() for _ in method.starts]
+    probs, cells, fed, step = [list[float]() for _ in rows], list[tuple[int, int]](), list[int](), 0
+    while any(len(row) < method.width and 1 not in row for row in rows):
+        now = method.together * step
+        going = [
+            i for i, row in enumerate(rows) if method.starts[i] <= now and len(row) < method.width and 1 not in row
+        ]
+        for i in going:
+            cells += [(i, now + j) for j in range(method.together)]
+            fed += [rows[i][-1] if rows[i] else 0, *[BLANK] * (method.together - 1)]
+        if going:
+            logits = oracle.decoder_logits(
+                params, FEW_WORDS, encoded, fed, oracle.visibility(cells), oracle.distances(cells)
+            )[-len(going) * method.together :]
+            for k, x in enumerate(logits):
+                row = rows[going[k // method.together]]
+                if 1 not in row:
+                    row.append(int(x.argmax()))
+                    probs[going[k // method.together]].append(
+                        float(x.max() - np.log(np.exp(x - x.max()).sum()) - x.max())
+                    )
+        step += 1
+    return [[token for token in row if token != 1] for row in rows], probs, step
+
+
+@pytest.mark.parametrize("method", [Uneven(), Pairs(), Backwards()], ids=lambda method: method.name)
+def test_methods_that_keep_all_rules_decode_as_plain_python(method: Uneven, params: Any) -> None:
+    """In batches of mixed lengths, scores included."""
+    rng, seen = np.random.default_rng(7), set[str]()
+    texts = [[*rng.integers(2, FEW_WORDS.vocab_size, rng.integers(1, 9)).tolist(), 1] for _ in range(12)]
+    generator = Generator(Config(model=FEW_WORDS, method=method, decode=DecodeConfig(scores=True)), params, None)
+    for text, record in zip(texts, generator.decode(texts, batch_size=4), strict=True):
+        rows, probs, steps = written(method, params, text)
+        assert record["row_ids"] == [rows[i] for i in method.order([len(row) for row in rows])]
+        assert record["steps"] == steps
+        assert record["log_prob"] == pytest.approx(sum(map(sum, probs)), abs=1e-2)
+        seen.add(str(rows))
+    assert len(seen) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [Uneven(), Pairs(), Backwards(), Staggered(rows=3, width=5)], ids=lambda m: m.name)
+def test_methods_that_keep_all_rules_pass(method: Any) -> None:
+    found = testing.check_method(method)
+    assert re.fullmatch(r"\w+: \d layouts and \d+ answers are as computed anew \(decode, stream\)", found), found
+
+
+def test_an_answer_that_is_not_its_recomputation_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should the loop itself be at fault."""
+
+    def decode(self: Any, given: Any, **more: Any) -> Any:
+        return [record | {"steps": record["steps"] + (i == 2)} for i, record in enumerate(whole(self, given, **more))]
+
+    whole = Generator.decode
+    monkeypatch.setattr(Generator, "decode", decode)
+    with pytest.raises(UserError, match=r"^Plain\.decode: source 2: steps: found (\d+); expected \d+, as recomputed$"):
+        testing.check_method(type("Plain", (Uneven,), {"can": frozenset()})())
+
+
+# Backbones.
+
+
+class Absolute(t5.Decoder):
+    """Its bias knows where a query stands."""
+
+    def bias(self, mask: Any, query: Any, key: Any) -> Any:
+        return super().bias(mask, query, key) * (1 + 0.1 * query[:, None, :, None])
+
+
+class Counting(t5.Decoder):
+    """Its bias knows the order of slots."""
+
+    def bias(self, mask: Any, query: Any, key: Any) -> Any:
+        return super().bias(mask, query, key) + 0.5 * jnp.arange(mask.shape[2])
+
+
+class Seeing(t5.Decoder):
+    """It sees slots that are hidden."""
+
+    def bias(self, mask: Any, query: Any, key: Any) -> Any:
+        return jnp.maximum(super().bias(mask, query, key), -1.0)
+
+
+class Padded(t5.Encoder):
+    """It sees padding."""
+
+    def __call__(self, x: Any, mask: Any, deterministic: bool) -> Any:
+        return super().__call__(x, mask | True, deterministic)
+
+
+class Forgetful(t5.DecoderLayer):
+    """A step adds something that training does not."""
+
+    def __call__(self, x: Any, cache: Any, *given: Any) -> Any:
+        found, cache = super().__call__(x, cache, *given)
+        return (found if cache is None else found + 2.0 * jnp.sin(3.0 * x)), cache
+
+
+def backbone(decoder: Any = t5.Decoder, encoder: Any = t5.Encoder, **parts: Any) -> Any:
+    module = type("Module", (t5.T5,), {"decoder_stack": decoder, "encoder_stack": encoder})
+    parts = {"module": lambda self, **options: module(self, **options), "__hash__": T5Config.__hash__, **parts}
+    return type("Own", (T5Config,), parts)(**vars(testing.TOY))
+
+
+def renamed(self: Any) -> Any:
+    table = T5Config.tensors(self)
+    return table | {"decoder/norm/scale": table["encoder/norm/scale"]}
+
+
+@pytest.mark.parametrize(
+    "made, line",
+    [
+        (
+            lambda: backbone(tensors=renamed),
+            "Own.tensors: found encoder.final_layer_norm.weight for encoder/norm/scale and decoder/norm/scale; "
+            "expected a name for each",
+        ),
+        (
+            lambda: backbone(sharding=((r".*/scale", ("tensor", "fsdp")), *T5Config.sharding)),
+            "Own.sharding: ",
+        ),
+        (
+            lambda: backbone(sharding=T5Config.sharding[:-1]),
+            "decoder/layers_0/cross_attention/norm/scale: found no rule",
+        ),
+        (lambda: backbone(tables=("shared/table",)), "Own.tables: found shared/table; expected some of "),
+        (
+            lambda: backbone(tensors=lambda self: T5Config.tensors(self) | {"lm_head/kernel": ("x", "DV")}),
+            "Own: lm_head/kernel: missing; expected ",
+        ),
+    ],
+)
+def test_a_backbone_whose_names_break_a_rule_is_one_line(made: Any, line: str) -> None:
+    with refused(line):
+        testing.check_backbone(made())
+
+
+@pytest.mark.parametrize(
+    "made, line",
+    [
+        (lambda: backbone(Absolute), "positions that all lie 7 farther"),
+        (lambda: backbone(Counting), "the order of slots"),
+        (lambda: backbone(Seeing), "a slot that nobody sees"),
+        (lambda: backbone(encoder=Padded), "the padding of a source"),
+    ],
+)
+def test_a_backbone_that_looks_where_it_must_not_is_one_line(made: Any, line: str) -> None:
+    config = made()
+    params = testing.random_params(config, 1)
+    with pytest.raises(
+        UserError, match=rf"^Own\.module: {line}: found logits that change by [^\n]*; expected the same"
+    ):
+        testing._check_passes(config, params)
+
+
+@pytest.mark.slow
+def test_a_step_that_training_does_not_take_is_one_line() -> None:
+    decoder = type("Decoder", (t5.Decoder,), {"layer": Forgetful})
+    with pytest.raises(UserError, match=r"^Own\.step: source 0: \w+: found [^\n]*, as recomputed$"):
+        testing.check_backbone(backbone(decoder))
+
+
+@pytest.mark.slow
+def test_backbones_that_keep_all_rules_pass() -> None:
+    for config in (testing.TOY, dataclasses.replace(testing.TOY, feed_forward="gated-gelu", tied_head=False)):
+        assert re.fullmatch(
+            r"T5Config: \d+ parameters, and \d answers are as computed anew", testing.check_backbone(config)
+        )
+
+
+def test_it_is_a_name_of_the_package() -> None:
+    assert pipejax.testing is testing
