@@ -1,57 +1,41 @@
 """Attention on an NVIDIA GPU, forward and backward, that never holds an array of queries by keys.
 
 Blocks of queries meet blocks of keys, as in FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023,
-arXiv 2307.08691). The bias is looked up by the difference of two positions, the mask follows from where queries and keys
-stand, and the bits of dropout are the hash of places of `pipejax.model.dropout`: all three are made where a block needs
-them. So a kernel reads vectors, and memory grows with the length, not with its square. Blocks in which no query sees a
-key are skipped.
+arXiv 2307.08691). The bias is looked up by the difference of two positions, the mask follows from where queries and
+keys stand, and the bits of dropout are the hash of places of `pipejax.model.dropout`: all three are made where a block
+needs them. So a kernel reads vectors, and memory grows with the length, not with its square. Blocks in which no query
+sees a key are skipped.
 
 `pipejax.model.attention.attend` is the reference: the same sums in another order, the same bits of dropout. A query
 that sees no key finds zeros here, and an average there; nobody reads either.
 
-Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the longest distance that has its own bucket.
+Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the distance from which on there is one bucket.
 """
 
+import functools
+import logging
 from functools import partial
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pipejax.model.attention import attend
+from pipejax.model.slots import Distances, Slots
 from pipejax.system.hashing import GOLDEN, mix
+
+logger = logging.getLogger(__name__)
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
 LOWEST = -1e30  # below every score; finite, so that nothing becomes NaN
+TOLERANCE = 0.05  # of `difference`; bfloat16 alone makes 0.01
 BLOCK = 64  # places of a block; the tensor cores of a Hopper want no fewer
 GROUP = 8  # buckets whose sums a program's registers hold
 NOWHERE = 2**30  # beyond every group, row and time
-
-
-@flax.struct.dataclass
-class Slots:
-    """Where queries or keys stand.
-
-    A query sees the keys of its group that have neither a higher row nor a later time (paper section 3.2, eq. 4);
-    without rows and times all keys of its group. Nobody sees a key whose group is negative, and such a query sees none.
-    """
-
-    group: Array  # i32 [B, N]
-    row: Array | None = None  # i32 [B, N]
-    time: Array | None = None  # i32 [B, N]
-    position: Array | None = None  # i32 [B, N], for the bias
-
-
-@flax.struct.dataclass
-class Distances:
-    """A bias by the difference of positions, query - key."""
-
-    table: Array  # f32 [T, H]
-    bucket: Array  # i32 [2 W + 1], of differences from -W to W; those beyond have the same as -W or W
 
 
 class Sizes(NamedTuple):
@@ -74,9 +58,65 @@ class Sizes(NamedTuple):
         return cls(*queries.shape[:3], keys.shape[2], queries.shape[3], BLOCK, other, rate, interpret)
 
 
-def fits(width: int) -> bool:
-    """Whether the kernels take heads of that width."""
-    return 16 <= width <= 128 and width & (width - 1) == 0
+def choose(width: int, device: jax.Device, devices: int) -> str:
+    """The kind of `Seen` for heads of that width on a GPU; "": none, since a kernel does not fit or was not right."""
+    if not 16 <= width <= 128 or width & (width - 1):
+        why = f"heads of {width} are no power of two from 16 to 128"
+    elif devices > 1:
+        why = f"the kernels run on one device, not on {devices}"
+    elif jax.default_backend() != "gpu" or not (why := trial(width)):
+        return "gpu"  # for a device that is not here, nothing can be tried
+    logger.warning(f"attention keeps arrays of queries by keys, which is slow: {why}")
+    return ""
+
+
+@functools.cache
+def trial(width: int) -> str:
+    """The reason for which this process cannot use the kernels on its GPU; "": they find what `attend` finds."""
+    try:
+        apart = float(difference(width))
+    # The compiler's errors are of many kinds, and none of them may keep anyone from training.
+    except Exception as error:
+        return str(error).partition("\n")[0][:200]
+    return "" if apart < TOLERANCE else f"on this GPU the kernels' results are wrong by {apart:.2g}"
+
+
+def difference(width: int, *, interpret: bool = False) -> Array:
+    """The largest difference from `attend`, relative to the largest number: of results and gradients, f32 scalar."""
+    batch, heads, length = 2, 2, 200
+    rng = np.random.default_rng(0)
+    given = [
+        jnp.asarray(width**-0.25 * rng.standard_normal((batch, heads, length, width)), jnp.bfloat16) for _ in "qkv"
+    ]
+    table = jnp.asarray(rng.standard_normal((32, heads)), jnp.float32)
+    bucket = jnp.asarray(np.minimum(np.abs(np.arange(-128, 129)) // 8, 15) + 16 * (np.arange(-128, 129) < 0))
+    group = jnp.asarray(np.where(np.arange(length) < np.array([[170], [90]]), 0, -1))
+    row, time = jnp.arange(length) // 40, jnp.arange(length) % 40
+    slots = Slots(group, *(jnp.broadcast_to(x, group.shape) for x in (row, time, row + time)))
+    seed, rate = jnp.asarray([1, 2], jnp.uint32), 0.1
+    seen = jax.vmap(_seen)(slots, slots)
+    real = (group >= 0)[:, None, :, None]
+
+    def ours(queries: Array, keys: Array, values: Array, table: Array) -> Array:
+        return attend_in_blocks(
+            queries, keys, values, Distances(table, bucket), slots, slots, seed, rate, interpret
+        ).astype(jnp.float32)
+
+    def others(queries: Array, keys: Array, values: Array, table: Array) -> Array:
+        apart = jnp.clip(slots.position[:, :, None] - slots.position[:, None] + 128, 0, 256)
+        bias = jnp.where(seen[:, None], jnp.moveaxis(table[bucket[apart]], -1, 1), -1e9)
+        return jnp.where(real, attend(queries, keys, values, bias, seed, rate).astype(jnp.float32), 0.0)
+
+    def computed(function: Any) -> Any:
+        found, back = jax.vjp(function, *given, table)
+        return found, back(jnp.where(real, jnp.sin(jnp.arange(found.size)).reshape(found.shape), 0.0))
+
+    def apart(a: Array, b: Array) -> Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.abs(a - b).max() / jnp.abs(b).max()
+
+    pairs = jax.tree.map(apart, *(jax.jit(partial(computed, each))() for each in (ours, others)))
+    return jnp.stack(jax.tree.leaves(pairs)).max()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8))
