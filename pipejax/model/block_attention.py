@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
         return cls(*queries.shape[:3], keys.shape[2], queries.shape[3], BLOCK, other, rate, interpret)
 
 
-def choose(width: int, device: jax.Device, devices: int) -> str:
+def choose(width: int, devices: int) -> str:
     """The kind of `Seen` for heads of that width on a GPU; "": none, since a kernel does not fit or was not right."""
     if not 16 <= width <= 128 or width & (width - 1):
         why = f"heads of {width} are no power of two from 16 to 128"

@@ -337,7 +337,7 @@ def _blocks(backbone: Backbone, mesh: Mesh) -> str:
         return ""
     from pipejax.model import block_attention
 
-    return block_attention.choose(backbone.head_width, first, mesh.size)
+    return block_attention.choose(backbone.head_width, mesh.size)
 
 
 def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:
