@@ -38,9 +38,10 @@ def encoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, S
 
 def decoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, Slots, np.ndarray | None]:
     """Rows of slots that hold several targets, with any Δt, and padding."""
-    every = []
+    every: list[Any] = []
     for _ in range(batch):
-        delay, parts = int(rng.integers(0, 4)), []
+        delay = int(rng.integers(0, 4))
+        parts: list[Any] = []
         while sum(len(part[0]) for part in parts) < length:
             rows = [[2] * int(n) for n in rng.integers(0, 12, rng.integers(1, 6))]
             flat = grid.flatten(rows, delay=delay, bos=0, eos=1)
@@ -61,7 +62,7 @@ def across(rng: np.random.Generator, batch: int, queries: int, keys: int) -> tup
 
 
 def visible(of_queries: Slots, of_keys: Slots) -> np.ndarray:
-    seen = (of_queries.group[:, :, None] == of_keys.group[:, None]) & (of_keys.group >= 0)[:, None]
+    seen: Any = (of_queries.group[:, :, None] == of_keys.group[:, None]) & (of_keys.group >= 0)[:, None]
     if of_queries.row is not None:
         places = of_queries.row, of_queries.time, of_keys.row, of_keys.time
         q_row, q_time, k_row, k_time = (x[:, :, None] if n < 2 else x[:, None] for n, x in enumerate(places))
@@ -79,7 +80,7 @@ def apart(
     scale: float = 1.0,
     heads: int = 2,
 ) -> list[float]:
-    """The largest differences of results and of each gradient from those of `attend`, relative to the largest number."""
+    """The largest differences of results and each gradient from those of `attend`, relative to the largest number."""
     of_queries, of_keys, bucket = slots
     (batch, queries), keys = of_queries.group.shape, of_keys.group.shape[1]
     q, k, v = (
@@ -88,7 +89,7 @@ def apart(
     )
     table = jnp.asarray(rng.standard_normal((32, heads)), jnp.float32)
     seed = jnp.asarray(rng.integers(0, 2**32, 2), jnp.uint32) if rate else None
-    seen = visible(of_queries, of_keys)
+    seen: Any = visible(of_queries, of_keys)
     some = jnp.asarray(seen.any(-1)[:, None, :, None])
     gradient = jnp.asarray(rng.standard_normal((batch, heads, queries, width)), jnp.float32) * some
 

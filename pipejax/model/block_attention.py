@@ -14,6 +14,7 @@ Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the dist
 
 import functools
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,7 +56,8 @@ class Sizes(NamedTuple):
     def of(cls, queries: Array, keys: Array, rate: float, interpret: bool) -> "Sizes":
         """Those of arrays [B, H, Q, K] and [B, H, C, K]."""
         other = BLOCK if queries.shape[3] <= 64 else BLOCK // 2
-        return cls(*queries.shape[:3], keys.shape[2], queries.shape[3], BLOCK, other, rate, interpret)
+        batch, heads, count, width = queries.shape
+        return cls(batch, heads, count, keys.shape[2], width, BLOCK, other, rate, interpret)
 
 
 def choose(width: int, devices: int) -> str:
@@ -184,9 +186,11 @@ def _backward(rate: float, interpret: bool, kept: Any, gradient: Array) -> tuple
     shapes = jax.ShapeDtypeStruct(queries.shape, queries.dtype), beyond
     d_queries, beyond = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)(facts, *ranges, *given)
     across = _ranges(facts["keys"], facts["queries"], sizes, flip=True)
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    of_keys_and_values = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)]
     grid_of_keys = pl.cdiv(sizes.keys, sizes.own), sizes.heads, sizes.batch
-    d_keys, d_values = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, shapes, sizes)(facts, *across, *given)
+    d_keys, d_values = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, of_keys_and_values, sizes)(
+        facts, *across, *given
+    )
     if distances is None:
         return d_queries, d_keys, d_values, None, None, None, None
     buckets, groups = distances.table.shape[0], pl.cdiv(distances.table.shape[0], GROUP)
@@ -214,7 +218,8 @@ def _facts(
             return jnp.pad(jnp.broadcast_to(x, (sizes.batch, count)), ((0, 0), (0, -count % BLOCK)), mode="edge")
 
         slots = jax.tree.map(fill, slots)
-        return slots.replace(group=jnp.where(jnp.arange(slots.group.shape[1]) < count, slots.group, -1))
+        group = jnp.where(jnp.arange(slots.group.shape[1]) < count, slots.group, -1)
+        return Slots(group, slots.row, slots.time, slots.position)
 
     facts: dict[str, Any] = {
         "queries": filled(of_queries, sizes.queries),
@@ -243,7 +248,7 @@ def _ranges(
     difference of positions below it count.
     """
 
-    def bounds(x: Array | None, y: Array | None) -> tuple[Array, Array, Array, Array]:
+    def bounds(x: Any, y: Any) -> tuple[Array, Array, Array, Array]:
         """The least and the most of a block, [B, blocks, 1] and [B, 1, other blocks]."""
         found = []
         for slots, block, z in ((these, sizes.own, x), (others, sizes.other, y)):
@@ -377,8 +382,8 @@ def _gradients(
     head: Array,
     q: Array,
     k: Array,
-    of_queries: tuple[Slots, Array, Array, Array, Array],
-    of_keys: tuple[Slots, Array, Array],
+    of_queries: Sequence[Any],
+    of_keys: Sequence[Any],
 ) -> tuple[Array, Array]:
     """The weights that dropout left, and the gradient of the scores, f32 [q, k].
 

@@ -42,7 +42,6 @@ class Backbone:
     decoder_start_token_id: int  # the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads
-    head_width: int = 0  # of its module's attention, if that can run in blocks: if it has T5's field `blocks`
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)  # the parameters in which tokens are looked up
     # From a parameter's path, by the first expression that matches the whole of it, to its axes.
     sharding: ClassVar[tuple[tuple[str, Axes], ...]] = (

@@ -3,6 +3,8 @@
 Shapes: B batch, N slots, H heads, T buckets, W the distance from which on there is one bucket.
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 
@@ -17,10 +19,10 @@ class Slots:
     without rows and times all keys of its group. Nobody sees a key whose group is negative, and such a query sees none.
     """
 
-    group: Array  # i32 [B, N]
-    row: Array | None = None  # i32 [B, N]
-    time: Array | None = None  # i32 [B, N]
-    position: Array | None = None  # i32 [B, N], for the bias
+    group: Any  # i32 [B, N], as all of them
+    row: Any = None
+    time: Any = None
+    position: Any = None  # for the bias
 
 
 @flax.struct.dataclass
@@ -28,7 +30,7 @@ class Distances:
     """A bias by the difference of positions, query - key."""
 
     table: Array  # f32 [T, H]
-    bucket: Array  # i32 [2 W + 1], of differences from -W to W; those beyond have the same as -W or W
+    bucket: Any  # i32 [2 W + 1], of differences from -W to W; those beyond have the same as -W or W
 
 
 @flax.struct.dataclass

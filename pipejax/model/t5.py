@@ -194,16 +194,14 @@ class Decoder(nn.Module):
         """Makes what `bias` needs."""
         self.relative_bias = RelativeBias(self.config, bidirectional=False)
 
-    def bias(self, mask: Array | Slots, query: Array, key: Array) -> Any:
-        """The bias of self-attention that all layers are given, [B|1, H, Q, C]; of slots, what stands for it.
+    def bias(self, mask: Array, query: Array, key: Array) -> Any:
+        """The bias of self-attention that all layers are given, [B|1, H, Q, C].
 
         Args:
           mask: bool [B|1, Q, C].
           query: positions i32 [B|1, Q].
           key: positions i32 [B|1, C].
         """
-        if isinstance(mask, Slots):
-            return Seen(mask, mask, self.relative_bias.distances(), kind=self.blocks)
         return jnp.where(mask[:, None], self.relative_bias(query, key), MASKED)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
@@ -216,15 +214,15 @@ class Decoder(nn.Module):
         mask: Array | Slots,
         position: Array,
         encoded: Array,
-        memory_mask: Array | Slots,
+        memory_mask: Any,
         deterministic: bool,
     ) -> Array:
         """Teacher-forced; `memory_mask` is bool [B, 1|N, L], or the slots of the keys."""
-        bias = self.bias(mask, position, position)
         if isinstance(mask, Slots):
+            bias = Seen(mask, mask, self.relative_bias.distances(), kind=self.blocks)
             memory_bias: Any = Seen(Slots(mask.group), memory_mask, kind=self.blocks)
         else:
-            memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
+            bias, memory_bias = self.bias(mask, position, position), jnp.where(memory_mask[:, None], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         seen, keys = (None, bias, encoded, memory_bias), partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)

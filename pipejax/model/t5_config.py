@@ -67,11 +67,6 @@ class T5Config(Backbone):
 
     model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
 
-    @property
-    def head_width(self) -> int:  # type: ignore[override]
-        """See `Backbone`."""
-        return self.d_kv
-
     def module(self, **options: Any) -> Any:
         """See `Backbone`."""
         from pipejax.model.t5 import T5

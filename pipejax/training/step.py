@@ -22,7 +22,7 @@ from pipejax.data.shapes import Pair
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
-from pipejax.model.interface import Backbone, Module
+from pipejax.model.interface import Module
 from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.slots import Slots
@@ -187,7 +187,7 @@ class Trainer:
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
         make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
-        if blocks := _blocks(config.model, self.mesh):
+        if blocks := _blocks(make(), self.mesh):
             make = partial(make, blocks=blocks)
         self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
         self.optimizer = make_optimizer(train)
@@ -330,14 +330,13 @@ class Trainer:
         return jax.random.fold_in(self.key, step)
 
 
-def _blocks(backbone: Backbone, mesh: Mesh) -> str:
-    """How attention runs in blocks on a mesh; "": it does not."""
-    first = mesh.devices.flat[0]
-    if first.platform not in ("gpu", "cuda") or not backbone.head_width:
+def _blocks(model: Module, mesh: Mesh) -> str:
+    """How attention runs in blocks on a mesh; "": it does not, as a model of one's own may attend otherwise."""
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda") or not is_stock(model):
         return ""
     from pipejax.model import block_attention
 
-    return block_attention.choose(backbone.head_width, mesh.size)
+    return block_attention.choose(model.config.d_kv, mesh.size)
 
 
 def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:
