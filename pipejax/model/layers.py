@@ -13,6 +13,7 @@ from pipejax.model import lora
 from pipejax.model.attention import attend
 from pipejax.model.dropout import drop, make_seed
 from pipejax.model.relative_bias import along_diagonals, by_bucket
+from pipejax.model.slots import Distances, Seen
 from pipejax.model.stock import picture
 from pipejax.model.t5_config import T5Config
 
@@ -162,6 +163,13 @@ class RelativeBias(nn.Module):
         half = buckets(distances, count=count // 2, longest=longest)
         return np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])
 
+    def distances(self) -> Distances:
+        """The same by the difference of two positions, query - key."""
+        buckets = self._buckets()
+        # Keys ahead, which a decoder's query does not see, get any bucket.
+        both = buckets[::-1] if self.bidirectional else np.concatenate([np.zeros(len(buckets) - 1, np.int32), buckets])
+        return Distances(self.embedding.astype(jnp.float32), jnp.asarray(both))
+
     def within(self, length: int) -> Array:
         """f32 [1, H, L, L], bidirectional, among the tokens of a sequence."""
         longest = self.config.relative_attention_max_distance
@@ -206,7 +214,9 @@ class Attention(nn.Module):
         """Keys and values [B, H, L, K] of already normed states [B, L, D]."""
         return self.heads(self.key(x)), self.heads(self.value(x))
 
-    def attend(self, x: Array, normed: Array, keys: Array, values: Array, bias: Array, deterministic: bool) -> Array:
+    def attend(
+        self, x: Array, normed: Array, keys: Array, values: Array, bias: Array | Seen, deterministic: bool
+    ) -> Array:
         """x plus what its normed form finds in keys and values, [B, Q, D].
 
         Args:
@@ -215,7 +225,15 @@ class Attention(nn.Module):
         """
         queries = self.heads(self.query(normed))
         seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))
-        found = attend(queries, keys, values, bias, seed, self.dropout).swapaxes(1, 2)
+        if isinstance(bias, Seen):
+            # Imported here: on a CPU nobody waits for Pallas.
+            from pipejax.model.block_attention import attend_in_blocks
+
+            seen = bias.distances, bias.queries, bias.keys
+            found = attend_in_blocks(queries, keys, values, *seen, seed, self.dropout, bias.kind == "interpreted")
+        else:
+            found = attend(queries, keys, values, bias, seed, self.dropout)
+        found = found.swapaxes(1, 2)
         return x + self.drop(self.output(found.reshape(x.shape[0], x.shape[1], -1)), deterministic=deterministic)
 
 

@@ -20,6 +20,7 @@ from pipejax.model import attention, embedding, relative_bias, stack, stock
 from pipejax.model import layers as parts
 from pipejax.model.embedding import look_up
 from pipejax.model.layers import Attention, Dropout, FeedForward, Head, RelativeBias, RMSNorm, logits_of
+from pipejax.model.slots import Seen, Slots
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 
@@ -73,10 +74,11 @@ class EncoderLayer(nn.Module):
         self.attention = Attention(self.config, self.dtype, self.dropout)
         self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
 
-    def __call__(self, x: Array, bias: Array, padding: Array, deterministic: bool) -> Array:
+    def __call__(self, x: Array, bias: Array | Seen, padding: Array, deterministic: bool) -> Array:
         normed = self.attention.norm(x)
         # Added up here, where it fuses with the scores: [B, H, L, L] is never held for all layers.
-        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), bias + padding, deterministic)
+        seen = bias if isinstance(bias, Seen) else bias + padding
+        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), seen, deterministic)
         return self.feed_forward(x, deterministic)
 
 
@@ -132,6 +134,7 @@ class Encoder(nn.Module):
     dropout: float
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
+    blocks: str = ""
     layer: ClassVar[type[nn.Module]] = EncoderLayer
 
     def setup(self) -> None:
@@ -154,8 +157,15 @@ class Encoder(nn.Module):
         # save memory, and had better keep the sum.
         return jnp.broadcast_to(bias, (batch, *bias.shape[1:]))
 
+    def seen(self, mask: Array) -> Seen:
+        """The same for attention in blocks."""
+        position = jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
+        slots = Slots(jnp.where(mask, 0, -1), position=position)
+        return Seen(slots, slots, self.relative_bias.distances(), kind=self.blocks)
+
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
-        seen = self.bias(*x.shape[:2]), jnp.where(mask[:, None, None, :], 0.0, MASKED)
+        bias = self.seen(mask) if self.blocks else self.bias(*x.shape[:2])
+        seen = bias, jnp.where(mask[:, None, None, :], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         keys = partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
@@ -170,6 +180,7 @@ class Decoder(nn.Module):
     dropout: float
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
+    blocks: str = ""
     layer: ClassVar[type[nn.Module]] = DecoderLayer
 
     def setup(self) -> None:
@@ -198,11 +209,20 @@ class Decoder(nn.Module):
         return Memory(keys=tuple(k.swapaxes(2, 3) for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
     def __call__(
-        self, x: Array, mask: Array, position: Array, encoded: Array, memory_mask: Array, deterministic: bool
+        self,
+        x: Array,
+        mask: Array | Slots,
+        position: Array,
+        encoded: Array,
+        memory_mask: Any,
+        deterministic: bool,
     ) -> Array:
-        """Teacher-forced; `memory_mask` is bool [B, 1|N, L]."""
-        bias = self.bias(mask, position, position)
-        memory_bias = jnp.where(memory_mask[:, None], 0.0, MASKED)
+        """Teacher-forced; `memory_mask` is bool [B, 1|N, L], or the slots of the keys."""
+        if isinstance(mask, Slots):
+            bias = Seen(mask, mask, self.relative_bias.distances(), kind=self.blocks)
+            memory_bias: Any = Seen(Slots(mask.group), memory_mask, kind=self.blocks)
+        else:
+            bias, memory_bias = self.bias(mask, position, position), jnp.where(memory_mask[:, None], 0.0, MASKED)
         x = self.drop(x, deterministic=deterministic)
         seen, keys = (None, bias, encoded, memory_bias), partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
@@ -229,14 +249,15 @@ class T5(nn.Module):
     remat: str = "none"  # the trade of time for memory in teacher-forced calls: see `apply_layers`
     pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
     shards: int = 1  # on how many devices a batch lies when it trains
+    blocks: str = ""  # how attention runs in blocks, where it does: see `pipejax.model.block_attention.choose`
     encoder_stack: ClassVar[type[nn.Module]] = Encoder
     decoder_stack: ClassVar[type[nn.Module]] = Decoder
 
     def setup(self) -> None:
         c = self.config
         self.shared = nn.Embed(c.vocab_size, c.d_model, embedding_init=parts.normal(1.0))
-        self.encoder = self.encoder_stack(c, self.dtype, self.dropout, self.remat, self.pin)
-        self.decoder = self.decoder_stack(c, self.dtype, self.dropout, self.remat, self.pin)
+        self.encoder = self.encoder_stack(c, self.dtype, self.dropout, self.remat, self.pin, self.blocks)
+        self.decoder = self.decoder_stack(c, self.dtype, self.dropout, self.remat, self.pin, self.blocks)
         if not c.tied_head:
             self.lm_head = Head(c.vocab_size, self.dtype)
 
@@ -276,7 +297,7 @@ class T5(nn.Module):
         source: Array,
         source_mask: Array,
         tokens: Array,
-        mask: Array,
+        mask: Array | Slots,
         position: Array,
         memory_mask: Array | None = None,
         *,
@@ -288,7 +309,7 @@ class T5(nn.Module):
           source: i32 [B, L].
           source_mask: bool [B, L].
           tokens: i32 [G, N]; each of the G rows of slots sees the memories of B / G consecutive sources end to end.
-          mask: bool [G|1, N, N].
+          mask: bool [G|1, N, N]; in blocks, the slots instead, whose groups are the sources of a row, 0 to B / G - 1.
           position: i32 [G|1, N]; less that of a slot that it sees, it is how far that lies back.
           memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
         """
@@ -296,6 +317,10 @@ class T5(nn.Module):
         encoded = self.encoder(embedded, source_mask, deterministic)
         groups = tokens.shape[0]
         encoded = encoded.reshape(groups, -1, encoded.shape[-1])
+        if isinstance(mask, Slots):
+            owner = jnp.arange(source.shape[0])[:, None] % (source.shape[0] // groups)
+            keys = Slots(jnp.where(source_mask, owner, -1).reshape(groups, -1))
+            return self.decoder(inputs, mask, position, encoded, keys, deterministic)
         real = source_mask.reshape(groups, 1, -1)
         seen = real if memory_mask is None else memory_mask & real
         return self.decoder(inputs, mask, position, encoded, seen, deterministic)

@@ -25,6 +25,7 @@ from pipejax.model import lora, sharding
 from pipejax.model.interface import Module
 from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
+from pipejax.model.slots import Slots
 from pipejax.model.t5 import is_stock
 from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
@@ -66,10 +67,14 @@ def batch_loss(
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
     row, time_ = batch["row"], batch["time"]
-    pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
-    together = example[:, :, None] == example[:, None, :]
-    mask = grid.visible(*pairs) & together & real[:, None, :]
-    owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])  # of a group's source tokens
+    if getattr(model, "blocks", ""):
+        mask, of_source = Slots(jnp.where(real, example, -1), row, time_, position(row, time_)), None
+    else:
+        pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
+        together = example[:, :, None] == example[:, None, :]
+        mask = grid.visible(*pairs) & together & real[:, None, :]
+        owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])  # of a group's tokens
+        of_source = example[:, :, None] == owner
     variables = {"params": params}
     hidden: Array = model.apply(
         variables,
@@ -78,7 +83,7 @@ def batch_loss(
         batch["inputs"],
         mask,
         position(row, time_),
-        example[:, :, None] == owner,
+        of_source,
         deterministic=dropout is None,
         rngs=None if dropout is None else {"dropout": dropout},
         method="hidden",
@@ -181,9 +186,10 @@ class Trainer:
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
-        self.model = config.model.module(
-            dtype=dtype, dropout=train.dropout, remat=train.remat, pin=pin, shards=sharding.batch_shards(self.mesh)
-        )
+        make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
+        if blocks := _blocks(make(), self.mesh):
+            make = partial(make, blocks=blocks)
+        self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
@@ -210,7 +216,7 @@ class Trainer:
         )
         self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        loss = partial(batch_loss, config.model.module(dtype=dtype, remat=train.remat, pin=pin), dropout=None)
+        loss = partial(batch_loss, make(), dropout=None)
         loss = partial(loss, **asked)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
@@ -322,6 +328,15 @@ class Trainer:
     def dropout_key(self, step: int) -> Array:
         """The key of a step (1-based)."""
         return jax.random.fold_in(self.key, step)
+
+
+def _blocks(model: Module, mesh: Mesh) -> str:
+    """How attention runs in blocks on a mesh; "": it does not, as a model of one's own may attend otherwise."""
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda") or not is_stock(model):
+        return ""
+    from pipejax.model import block_attention
+
+    return block_attention.choose(model.config.d_kv, mesh.size)
 
 
 def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,43 @@
+"""Attention's mask and bias as vectors: where queries and keys stand, instead of an array of queries by keys.
+
+Shapes: B batch, N slots, H heads, T buckets, W the distance from which on there is one bucket.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Slots:
+    """Where queries or keys stand.
+
+    A query sees the keys of its group that have neither a higher row nor a later time (paper section 3.2, eq. 4);
+    without rows and times all keys of its group. Nobody sees a key whose group is negative, and such a query sees none.
+    """
+
+    group: Any  # i32 [B, N], as all of them
+    row: Any = None
+    time: Any = None
+    position: Any = None  # for the bias
+
+
+@flax.struct.dataclass
+class Distances:
+    """A bias by the difference of positions, query - key."""
+
+    table: Array  # f32 [T, H]
+    bucket: Any  # i32 [2 W + 1], of differences from -W to W; those beyond have the same as -W or W
+
+
+@flax.struct.dataclass
+class Seen:
+    """In the place of an additive bias: `pipejax.model.block_attention` makes it where it needs it."""
+
+    queries: Slots
+    keys: Slots
+    distances: Distances | None = None
+    kind: str = flax.struct.field(pytree_node=False, default="gpu")  # "interpreted": on any device, slowly

@@ -1,0 +1,210 @@
+"""Attention in blocks beside `attend`: the kernels for GPUs run as ordinary computations here."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax import grid
+from pipejax.model import block_attention
+from pipejax.model.attention import attend
+from pipejax.model.block_attention import attend_in_blocks
+from pipejax.model.layers import buckets
+from pipejax.model.slots import Distances, Slots
+from pipejax.model.t5_config import T5Config
+from pipejax.training.step import batch_loss
+
+Array = jax.Array
+LONGEST = 128  # the distance from which on there is one bucket
+
+
+def bidirectional() -> np.ndarray:
+    half = buckets(np.arange(LONGEST + 1), count=16, longest=LONGEST)
+    return np.concatenate([half[:0:-1] + 16, half])
+
+
+def backwards() -> np.ndarray:
+    return np.concatenate([np.zeros(LONGEST, np.int32), buckets(np.arange(LONGEST + 1), count=32, longest=LONGEST)])
+
+
+def encoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, Slots, np.ndarray | None]:
+    real = rng.integers(0, length + 1, batch)
+    position = np.broadcast_to(np.arange(length), (batch, length))
+    slots = Slots(np.where(position < real[:, None], 0, -1), position=position)
+    return slots, slots, bidirectional()
+
+
+def decoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, Slots, np.ndarray | None]:
+    """Rows of slots that hold several targets, with any Δt, and padding."""
+    every: list[Any] = []
+    for _ in range(batch):
+        delay = int(rng.integers(0, 4))
+        parts: list[Any] = []
+        while sum(len(part[0]) for part in parts) < length:
+            rows = [[2] * int(n) for n in rng.integers(0, 12, rng.integers(1, 6))]
+            flat = grid.flatten(rows, delay=delay, bos=0, eos=1)
+            parts.append((np.full(len(flat.row), len(parts)), flat.row, flat.time))
+        group, row, time = (np.concatenate(x)[:length] for x in zip(*parts, strict=True))
+        group = np.where(np.arange(length) < length - rng.integers(0, length // 4 + 1), group, -1)
+        every.append((group, row, time, row + time))
+    slots = Slots(*(np.stack(x) for x in zip(*every, strict=True)))
+    return slots, slots, backwards()
+
+
+def across(rng: np.random.Generator, batch: int, queries: int, keys: int) -> tuple[Slots, Slots, np.ndarray | None]:
+    """Slots that look at the sources of their own examples; there is none for some."""
+    of_queries, of_keys = (
+        np.sort(rng.integers(0, count, (batch, n)), axis=1) for n, count in ((queries, 4), (keys, 3))
+    )
+    return Slots(of_queries), Slots(np.where(rng.random((batch, keys)) < 0.2, -1, of_keys)), None
+
+
+def visible(of_queries: Slots, of_keys: Slots) -> np.ndarray:
+    seen: Any = (of_queries.group[:, :, None] == of_keys.group[:, None]) & (of_keys.group >= 0)[:, None]
+    if of_queries.row is not None:
+        places = of_queries.row, of_queries.time, of_keys.row, of_keys.time
+        q_row, q_time, k_row, k_time = (x[:, :, None] if n < 2 else x[:, None] for n, x in enumerate(places))
+        seen = seen & grid.visible(q_row, q_time, k_row, k_time)
+    return np.asarray(seen)
+
+
+def apart(
+    rng: np.random.Generator,
+    slots: tuple[Slots, Slots, np.ndarray | None],
+    *,
+    width: int = 16,
+    rate: float = 0.0,
+    dtype: Any = jnp.float32,
+    scale: float = 1.0,
+    heads: int = 2,
+) -> list[float]:
+    """The largest differences of results and each gradient from those of `attend`, relative to the largest number."""
+    of_queries, of_keys, bucket = slots
+    (batch, queries), keys = of_queries.group.shape, of_keys.group.shape[1]
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((batch, heads, n, width)) * size, dtype)
+        for n, size in ((queries, scale * width**-0.25), (keys, width**-0.25), (keys, 1.0))
+    )
+    table = jnp.asarray(rng.standard_normal((32, heads)), jnp.float32)
+    seed = jnp.asarray(rng.integers(0, 2**32, 2), jnp.uint32) if rate else None
+    seen: Any = visible(of_queries, of_keys)
+    some = jnp.asarray(seen.any(-1)[:, None, :, None])
+    gradient = jnp.asarray(rng.standard_normal((batch, heads, queries, width)), jnp.float32) * some
+
+    def whole(q: Array, k: Array, v: Array, table: Array) -> Array:
+        bias = jnp.where(jnp.asarray(seen)[:, None], 0.0, -1e9)
+        if bucket is not None:
+            back = np.clip(of_queries.position[:, :, None] - of_keys.position[:, None], -LONGEST, LONGEST)
+            bias += jnp.moveaxis(table[bucket[back + LONGEST]], -1, 1)
+        return jnp.where(some, attend(q, k, v, bias, seed, rate).astype(jnp.float32), 0)
+
+    def in_blocks(q: Array, k: Array, v: Array, table: Array) -> Array:
+        distances = None if bucket is None else Distances(table, jnp.asarray(bucket))
+        found = attend_in_blocks(
+            q, k, v, distances, *jax.tree.map(jnp.asarray, (of_queries, of_keys)), seed, rate, True
+        )
+        return found.astype(jnp.float32)
+
+    def computed(function: Any) -> Any:
+        found, back = jax.vjp(function, q, k, v, table)
+        return found, *back(gradient)
+
+    def difference(a: Array, b: Array) -> float:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return float(jnp.abs(a - b).max() / jnp.maximum(jnp.abs(a).max(), 1e-6))
+
+    expected, found = (jax.jit(lambda function=function: computed(function))() for function in (whole, in_blocks))
+    return [difference(a, b) for a, b in zip(expected, found, strict=True)]
+
+
+def test_a_packed_grid_with_dropout_is_as_attend_has_it() -> None:
+    rng = np.random.default_rng(0)
+    assert max(apart(rng, decoder(rng, 1, 70), rate=0.1, heads=1)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_source_is_as_attend_has_it(rate: float) -> None:
+    rng = np.random.default_rng(1)
+    assert max(apart(rng, encoder(rng, 2, 300), rate=rate)) < 1e-5
+
+
+@pytest.mark.slow
+def test_slots_look_at_their_own_sources() -> None:
+    rng = np.random.default_rng(2)
+    assert max(apart(rng, across(rng, 2, 50, 131), rate=0.1)) < 1e-5
+
+
+@pytest.mark.slow
+def test_large_scores_stay_finite() -> None:
+    rng = np.random.default_rng(3)
+    found, _, _, d_values, _ = differences = apart(rng, encoder(rng, 2, 80), scale=1e4)
+    # One weight is 1 and the others are 0: the other gradients are 0 but for rounding, so only their size is compared.
+    assert found < 1e-5 and d_values < 1e-5 and np.isfinite(differences).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(40))
+def test_random_cases(number: int) -> None:
+    rng = np.random.default_rng(number)
+    length, batch = int(rng.integers(1, 400)), int(rng.integers(1, 4))
+    kind = ("encoder", "decoder", "across")[number % 3]
+    if kind == "across":
+        slots = across(rng, batch, int(rng.integers(1, 200)), length)
+    else:
+        slots = {"encoder": encoder, "decoder": decoder}[kind](rng, batch, length)
+    dtype = jnp.bfloat16 if number % 5 == 0 else jnp.float32
+    width, rate = int(rng.choice([16, 32, 64, 128])), float(rng.choice([0.0, 0.1]))
+    assert max(apart(rng, slots, width=width, rate=rate, dtype=dtype)) < (0.03 if dtype == jnp.bfloat16 else 2e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("remat", ["none", "layers"])
+def test_a_training_step_is_as_it_is_with_arrays(remat: str) -> None:
+    """The loss and all gradients, the bias tables' included; with the same bits of dropout."""
+    config = T5Config(100, 32, 16, 64, 2, 1, 1)
+    rng = np.random.default_rng(4)
+    newborn = config.init_params(jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), newborn)
+    batch = packed(rng, examples=4, groups=2, length=70, slots=90)
+
+    def computed(blocks: str) -> Any:
+        model = config.module(dropout=0.1, remat=remat, blocks=blocks)
+        loss = lambda params: batch_loss(model, params, batch, jax.random.key(1))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    ((expected, count), gradients), ((found, same_count), same_gradients) = computed(""), computed("interpreted")
+    assert count == same_count
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(same_gradients), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def packed(rng: np.random.Generator, *, examples: int, groups: int, length: int, slots: int) -> dict[str, Array]:
+    """A batch of random examples, several in each row of slots."""
+    whole = {name: np.zeros((groups, slots), np.int32) for name in ("inputs", "targets", "row", "time", "example")}
+    weights, used = np.zeros((groups, slots), np.float32), np.zeros(groups, np.int32)
+    for group in range(groups):
+        for example in range(examples // groups):
+            rows = [list(rng.integers(2, 100, rng.integers(1, 9))) for _ in range(3)]
+            flat = grid.flatten(rows, delay=1, bos=0, eos=1)
+            place = slice(used[group], used[group] + len(flat.row))
+            for name in ("inputs", "targets", "row", "time"):
+                whole[name][group, place] = getattr(flat, name)
+            whole["example"][group, place], weights[group, place] = example, flat.weights
+            used[group] = place.stop
+    source = rng.integers(2, 100, (examples, length)).astype(np.int32)
+    of_source = {"source": source, "source_length": rng.integers(10, length + 1, examples).astype(np.int32)}
+    return {name: jnp.asarray(x) for name, x in (whole | of_source | {"weights": weights, "slots": used}).items()}
+
+
+@pytest.mark.long
+def test_the_trial_finds_the_kernels_right() -> None:
+    assert float(block_attention.difference(32, interpret=True)) < block_attention.TOLERANCE
+
+
+def test_what_does_not_fit_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert not block_attention.choose(48, 1) and "heads of 48" in caplog.text
+    assert not block_attention.choose(64, 2) and "one device, not on 2" in caplog.text
