@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         command.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
         command.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
     for command in (incoming, outgoing, smaller):
-        command.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5")
+        command.add_overrides()
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
     outgoing.add_argument("--adapter", action="store_true", help="the factors of LoRA alone, as PEFT loads them")
     add_origin(outgoing)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         "--weights", choices=["int8", "bfloat16"], default="int8", help="what weights are rounded to (default: int8)"
     )
     args = parser.parse_args(argv)
-    backbone = config.find_class(args.backbone, "model") if args.backbone else config.T5Config
+    backbone = config.backbone(args.overrides)
     if args.command == "from-hf":
         size = from_hf(args.source, args.out, backbone, base_model=args.base_model)
         print(f"{args.out}: {size}")

@@ -23,7 +23,7 @@ from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.convert import adapters, description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
-from pipejax.convert.tensor_names import check_names, unwrapped
+from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.model.interface import Backbone
 from pipejax.model.parameters import check_shape
@@ -86,8 +86,20 @@ def write_hf(
       run: the config of the run whose settings are kept in pipejax.json and described in README.md; None: neither.
     """
     generate = generation.written(run) if run else generation.of_model(config)
-    files = {"config.json": config.facts(), generation.FILE: generate}
+    files = {"config.json": _facts(config), generation.FILE: generate}
     _write(out, files, description.WEIGHTS, _to_tensors(config, params), tokenizer_dir, run=run, origin=origin)
+
+
+def _facts(model: Backbone) -> dict[str, object]:
+    """The content of config.json, of a class that says its own `model_type`: transformers would compute another's."""
+    kind, facts = type(model), model.facts()
+    says = next(each for each in kind.__mro__ if "model_types" in vars(each))
+    if (says is T5Config and kind is not T5Config) or facts.get("model_type") not in kind.model_types:
+        raise UserError(
+            f"model: {kind.__name__}.model_types: found {kind.model_types} of {says.__name__} for a config.json with "
+            f"{facts.get('model_type')!r}; expected a name of its own first, as transformers computes what it is told"
+        )
+    return facts
 
 
 def _write(
@@ -289,6 +301,7 @@ def _read_architecture(directory: Path, backbone: type[Model]) -> tuple[Model, d
 
 def _to_tensors(model: Backbone, params: Params) -> dict[str, np.ndarray]:
     """Our parameters under the names and in the layout of transformers' torch tensors."""
+    names_of_decoder(model)
     flat, table = flatten_dict(params, sep="/"), model.tensors()
     for path in sorted(flat.keys() ^ table.keys()):
         problem = "missing" if path in table else "found one too many"

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipejax import config
 from pipejax.convert.huggingface import to_hf
 from pipejax.system.cli import Parser, note, run
 from pipejax.system.errors import UserError, first_line
@@ -21,8 +22,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="upload; without it, the files are listed and nothing else")
     parser.add_argument("--private", action="store_true", help="a new model is seen by its owner alone")
     parser.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
+    parser.add_overrides()
     add_origin(parser)
     args = parser.parse_args(argv)
+    config.backbone(args.overrides)
     check_name(args.name)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / args.name.rpartition("/")[2]
