@@ -581,11 +581,12 @@ def test_an_attention_of_another_class_is_in_all_layers(decoded):
         stock = Generator(dataclasses.replace(config, model=FEW_WORDS), plain, None).decode(sources(6))
         assert [x["row_ids"] for x in mine] == [x["row_ids"] for x in stock]
         return
-    given = [np.arange(2, 10)[None], np.ones((1, 8), bool), np.arange(1, 7)[None], np.tril(np.ones((1, 6, 6), bool))]
+    given = [np.arange(1, 9)[None], np.ones((1, 8), bool), np.arange(1, 7)[None], np.tril(np.ones((1, 6, 6), bool))]
     logits = [
         jax.jit(model.module().apply)({"params": x}, *given, np.arange(6)[None])
         for model, x in ((FEW_WORDS, plain), (own, scaled), (own, plain))
     ]
+    assert np.isfinite(logits).all()
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
     assert not np.allclose(logits[0], logits[2], atol=1e-2)
 

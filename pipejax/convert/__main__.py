@@ -6,6 +6,7 @@ from pipejax import config
 from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.convert.push import add_origin
 from pipejax.convert.quantized import quantize
+from pipejax.data import hub
 from pipejax.system.cli import Parser, run
 
 
@@ -18,6 +19,7 @@ def main(argv: Sequence[str]) -> int:
     incoming.add_argument(
         "--base-model", default="", metavar="NAME", help="of an adapter, or its directory; default: as the adapter says"
     )
+    incoming.add_argument("--revision", default="", metavar="R", help="of the hub: a branch, tag or commit; or SRC@R")
     outgoing = commands.add_parser("to-hf", help="checkpoint -> Hugging Face directory")
     smaller = commands.add_parser("quantize", help="checkpoint -> checkpoint in fewer bytes, to decode with")
     for command in (outgoing, smaller):
@@ -34,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     backbone = config.backbone(args.overrides)
     if args.command == "from-hf":
-        size = from_hf(args.source, args.out, backbone, base_model=args.base_model)
+        size = from_hf(hub.at(args.source, args.revision), args.out, backbone, base_model=args.base_model)
         print(f"{args.out}: {size}")
     elif args.command == "to-hf":
-        given = {"best": args.best, "base_model": args.base_model, "scores": args.scores}
+        given = {"best": args.best, "base_model": args.base_model, "scores": args.scores, "license": args.license}
         print(f"{args.out}: {to_hf(args.source, args.out, **given, adapter=args.adapter)}")
     else:
         quantize(args.source, args.out, weights=args.weights, best=args.best)

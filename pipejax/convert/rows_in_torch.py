@@ -224,13 +224,15 @@ def read(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, list[
     asked = {key: value for key, value in own.items() if key in known}
     for more in (config.to_dict() if config else {}, given):
         asked |= {key: value for key, value in more.items() if value is not None}
-    for key, value in asked.items():
-        neutral = [(NEUTRAL | ids).get(key), known.get(key), own.get(key) if key in OWN else None]
-        one, plain = only(key, value) if key in IDS else value, [x for x in neutral if x is not None]
-        is_nothing = one is None or (isinstance(one, list | tuple | dict) and not one)
+    for key in [key for key in asked if key not in USED]:
         if key in Settings._fields:
-            check(key, value)
-        elif key not in USED and not is_nothing and not any(same(one, x) for x in plain):
+            check(key, asked[key])
+            continue
+        value, neutral = only(key, asked[key]) if key in IDS else asked[key], NEUTRAL | ids
+        plain = [x for x in (neutral.get(key), known.get(key), own.get(key) if key in OWN else None) if x is not None]
+        is_nothing = value is None or (isinstance(value, list | tuple | dict) and not value)
+        is_plain = isinstance(value, bool | int | float | str) and [isinstance(value, bool), value]  # True is no 1
+        if not is_nothing and is_plain not in [[isinstance(x, bool), x] for x in plain]:
             expected = repr(plain[0]) if plain else f"nothing; the settings are {', '.join(Settings._fields)}"
             raise ValueError(
                 f"{key}: found {value!r:.60}; expected {expected}: rows are written greedily, by Algorithm 1"
@@ -248,19 +250,14 @@ def only(key: str, value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
-def same(value: Any, other: Any) -> bool:
-    """Whether two numbers or texts are equal: True is no 1."""
-    plain = isinstance(value, bool | int | float | str) and isinstance(value, bool) == isinstance(other, bool)
-    return plain and value == other
-
-
 def check(key: str, value: Any) -> None:
     """Raises ValueError unless the value of a setting is of its kind."""
     kind, least = type(Settings._field_defaults[key]), int(key.endswith("_max"))
-    lists = value if key == "row_names" else [value]
-    if type(value) is not kind or not (
-        all(isinstance(x, list) and all(type(i) is int for i in x) for x in lists) if kind is list else value >= least
-    ):
+    fits = type(value) is kind and (kind is list or value >= least)
+    if kind is list and fits:
+        lists = value if key == "row_names" else [value]
+        fits = all(isinstance(x, list) and all(type(i) is int for i in x) for x in lists)
+    if not fits:
         expected = {bool: "True or False", int: f"a whole number from {least} on", list: "token ids in lists"}[kind]
         raise ValueError(f"{key}: found {value!r:.60}; expected {expected}")
 
@@ -271,14 +268,12 @@ def generate(
 ) -> torch.Tensor | PipelinedOutput:
     """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
     settings, (bos, eos, pad), in_parts = read(model, given)
-    several = inputs is not None and given.get("input_ids") is not None
-    if several or (inputs is None and given.get("input_ids") is None and given.get("encoder_outputs") is None):
+    ids, mask, encoded = given.get("input_ids"), given.get("attention_mask"), given.get("encoder_outputs")
+    if (inputs is None) == (ids is None) and (encoded is None or ids is not None):
         raise ValueError("input_ids: found it twice or not at all; expected inputs, input_ids or encoder_outputs")
-    ids = given.get("input_ids") if inputs is None else inputs
-    mask = given.get("attention_mask")
-    if mask is None:
-        mask = ids != pad if ids is not None and pad is not None else None
-    encoded = given.get("encoder_outputs")
+    ids = ids if inputs is None else inputs
+    if mask is None and ids is not None and pad is not None:
+        mask = ids != pad
     memory = model.get_encoder()(input_ids=ids, attention_mask=mask)[0] if encoded is None else encoded[0]
     mask = torch.ones(memory.shape[:2], device=memory.device) if mask is None else mask
     answers = [Answer(settings, bos, eos) for _ in memory]

@@ -149,10 +149,7 @@ class T5Config(Backbone):
         return values
 
     def facts(self) -> dict[str, object]:
-        """See `Backbone`. An mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs.
-
-        A subclass names its own `model_types`, and its `architectures` if transformers knows it.
-        """
+        """See `Backbone`. An mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs."""
         facts = dataclasses.asdict(self)
         kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
         return facts | {

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipejax.system import environment, streams
 from pipejax.system.errors import UserError, did_you_mean, out_of_memory
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
         `--backbone MODULE:CLASS` is another spelling of `--set model=MODULE:CLASS`.
         """
-        kept = {"action": "append", "default": [], "dest": "overrides"}
+        kept: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
         self.add_argument("--set", type=_assignment, metavar="KEY=VALUE", help=text, **kept)
         self.add_argument("--backbone", type="model={}".format, help=argparse.SUPPRESS, **kept)
 
