@@ -38,6 +38,7 @@ def load(
     path: str | Path,
     *,
     best: bool = False,
+    revision: str = "",
     overrides: "Overrides" = (),
     method: "Method | None" = None,
     adapters: Mapping[str, str | Path] | None = None,
@@ -47,6 +48,7 @@ def load(
     Args:
       path: what `pipejax convert from-hf` or `pipejax train` wrote.
       best: take the best evaluated step.
+      revision: the branch, tag or commit of a model of the hub; "owner/name@revision" as `path` says the same.
       overrides: settings of the sections grid and decode, and some of data: a dict such as {"grid.delay": 2,
         "decode.temperature": 0.7}, or a list of "key=value" texts.
       method: a way of your own to write answers (docs/methods.md), instead of the run's.
@@ -56,8 +58,10 @@ def load(
       UserError: no such directory, no good step in it, an override that does not fit, or an adapter of other weights.
     """
     _begin()
+    from pipejax.data import hub
     from pipejax.inference.loading import load as open_checkpoint
 
+    path = hub.at(path, revision) if revision else path
     return open_checkpoint(path, best=best, overrides=overrides, where="overrides", method=method, adapters=adapters)
 
 

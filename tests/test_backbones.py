@@ -16,16 +16,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from flax.traverse_util import flatten_dict
-from safetensors.numpy import save_file
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file, save_file
 
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.apps.export import export
+from pipejax.apps.picture.command import main as picture
+from pipejax.checkpoint.__main__ import main as verify
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.convert.__main__ import main as convert
-from pipejax.convert.huggingface import from_hf, read_hf, to_hf
+from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
+from pipejax.convert.push import main as push
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Xla
 from pipejax.inference.engine import Engine, Request
@@ -344,7 +347,8 @@ class FlaxFeedForward(layers.FeedForward):
 def test_scales_and_factors_that_nobody_reads_are_refused(monkeypatch):
     """Flax would ignore them: int8 weights would decode as noise, and factors would be trained for nothing."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(3))
-    monkeypatch.setattr(t5, "FeedForward", FlaxFeedForward)
+    for layer in (t5.EncoderLayer, t5.DecoderLayer):
+        monkeypatch.setattr(layer, "feed_forward_class", FlaxFeedForward)
     config = Config(model=FEW_WORDS, grid=GRID, decode=DecodeConfig(weights="int8"))
     with pytest.raises(UserError, match=r"wi.scale: T5 does not read it; expected the layers of"):
         Generator(config, params, None, backend=None).decode(sources(1))
@@ -421,6 +425,172 @@ def test_what_a_backbone_does_not_say_is_one_line():
         config_lib.from_json('{"model": {"class": "json:JSONDecoder"}}', where="here")
 
 
+# Hugging Face's names.
+
+
+class Named(T5Config):
+    """It says a name of its own."""
+
+    model_types = ("named-t5", "t5")
+
+
+class Inherits(T5Config):
+    """It says nothing."""
+
+
+class Adds(T5Config):
+    """It says one more fact, and no name."""
+
+    def facts(self) -> dict[str, object]:
+        return super().facts() | {"slope": 2}
+
+
+class Contradicts(Named):
+    """It says two names."""
+
+    def facts(self) -> dict[str, object]:
+        return super().facts() | {"model_type": "other"}
+
+
+class Grandchild(Named):
+    """Its parent says the name."""
+
+
+class Prefixed(Named):
+    """Its names begin as BART's do."""
+
+    def tensors(self) -> dict[str, tuple[str, str]]:
+        return {path: (f"model.{name}", axes) for path, (name, axes) in super().tensors().items()}
+
+
+class Twice(Named):
+    """Two of its parameters have one name, as shared norms would."""
+
+    def tensors(self) -> dict[str, tuple[str, str]]:
+        table = super().tensors()
+        return table | {"decoder/norm/scale": table["encoder/norm/scale"]}
+
+
+@pytest.mark.parametrize("kind", [Inherits, Adds, Contradicts])
+def test_a_backbone_that_says_no_name_of_its_own_is_not_written_as_a_t5(kind, tmp_path):
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
+    with pytest.raises(
+        UserError, match=rf"^model: {kind.__name__}\.model_types: found [^\n]*; expected a name of its own"
+    ):
+        write_hf(kind(**vars(FEW_WORDS)), params, tmp_path / "there", None)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("kind", [Named, Grandchild, Prefixed])
+@pytest.mark.parametrize("model", [FEW_WORDS, T5Config(**vars(TINY))], ids=["v1.0", "v1.1"])
+def test_a_backbone_that_says_a_name_goes_there_and_back(kind, model, tmp_path):
+    """Neither transformers nor pipejax takes it for a T5; head and scale come back."""
+    params = oracle.random_params(model, np.random.default_rng(1))
+    write_hf(kind(**vars(model)), params, tmp_path / "there", None)
+    with pytest.raises(ValueError, match="named-t5"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "there")
+    with pytest.raises(UserError, match="model_type: found 'named-t5'; expected t5 or mt5"):
+        read_hf(tmp_path / "there")
+    found, back = read_hf(tmp_path / "there", kind)
+    assert found == kind(**vars(model))
+    before, after = (flatten_dict(x, sep="/") for x in (params, back))
+    assert before.keys() == after.keys() and all(np.array_equal(before[path], x) for path, x in after.items())
+
+
+def rewritten(directory: Path, change: Any) -> None:
+    """Changes the names of its tensors; without one they are left out."""
+    file = directory / "model.safetensors"
+    tensors = {new: x for name, x in load_file(file).items() if (new := change(name))}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "net."])
+def test_names_that_begin_with_model_may_have_a_wrapper_as_well(prefix, tmp_path, capsys):
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
+    write_hf(Prefixed(**vars(FEW_WORDS)), params, tmp_path / "there", None)
+    rewritten(tmp_path / "there", lambda name: prefix + name)
+    back = read_hf(tmp_path / "there", Prefixed)[1]
+    assert np.array_equal(back["decoder"]["norm"]["scale"], params["decoder"]["norm"]["scale"])
+    assert f"{prefix}model.decoder.block.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [Named, Prefixed])
+def test_a_file_without_a_decoder_is_told(kind, tmp_path):
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
+    write_hf(kind(**vars(FEW_WORDS)), params, tmp_path / "there", None)
+    rewritten(tmp_path / "there", lambda name: "" if "decoder" in name else name)
+    with pytest.raises(UserError, match=r"found \d+ tensors, none of a decoder"):
+        read_hf(tmp_path / "there", kind)
+
+
+def test_two_parameters_of_one_name_are_refused(tmp_path):
+    """In both directions: one of them would be lost."""
+    params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
+    line = r"^model: Twice\.tensors: found encoder\.final_layer_norm\.weight for encoder/norm/scale and decoder/norm/"
+    with pytest.raises(UserError, match=line):
+        write_hf(Twice(**vars(FEW_WORDS)), params, tmp_path / "there", None)
+    assert not (tmp_path / "there").exists()
+    write_hf(FEW_WORDS, params, tmp_path / "t5", None)
+    with pytest.raises(UserError, match=line):
+        read_hf(tmp_path / "t5", Twice)
+
+
+class Divided(layers.Attention):
+    """It divides by the root of a head's width."""
+
+    def attend(self, x, normed, keys, values, bias, deterministic):
+        keys = keys * jnp.asarray(self.config.d_kv, keys.dtype) ** -0.5
+        return super().attend(x, normed, keys, values, bias, deterministic)
+
+
+class DividedEncoderLayer(t5.EncoderLayer):
+    attention_class = Divided
+
+
+class DividedDecoderLayer(t5.DecoderLayer):
+    attention_class = Divided
+
+
+class DividedEncoder(t5.Encoder):
+    layer = DividedEncoderLayer
+
+
+class DividedDecoder(t5.Decoder):
+    layer = DividedDecoderLayer
+
+
+class DividedT5(t5.T5):
+    encoder_stack, decoder_stack = DividedEncoder, DividedDecoder
+
+
+class DividedConfig(T5Config):
+    def module(self, **options):
+        return DividedT5(self, **options)
+
+
+@pytest.mark.parametrize("decoded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_attention_of_another_class_is_in_all_layers(decoded):
+    """With queries that are longer by that root it is the stock T5, in a teacher-forced pass and step by step."""
+    params = flatten_dict(oracle.random_params(FEW_WORDS, np.random.default_rng(4)), sep="/")
+    longer = {path: x * (FEW_WORDS.d_kv**0.5 if path.endswith("query/kernel") else 1) for path, x in params.items()}
+    plain, scaled = (unflatten_dict(x, sep="/") for x in (params, longer))
+    own = DividedConfig(**vars(FEW_WORDS))
+    if decoded:
+        config = Config(model=own, grid=GRID)
+        mine = Generator(config, scaled, None, backend=None).decode(sources(6))
+        stock = Generator(dataclasses.replace(config, model=FEW_WORDS), plain, None).decode(sources(6))
+        assert [x["row_ids"] for x in mine] == [x["row_ids"] for x in stock]
+        return
+    given = [np.arange(1, 9)[None], np.ones((1, 8), bool), np.arange(1, 7)[None], np.tril(np.ones((1, 6, 6), bool))]
+    logits = [
+        jax.jit(model.module().apply)({"params": x}, *given, np.arange(6)[None])
+        for model, x in ((FEW_WORDS, plain), (own, scaled), (own, plain))
+    ]
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
+    assert not np.allclose(logits[0], logits[2], atol=1e-2)
+
+
 # The page.
 
 
@@ -464,8 +634,23 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
     assert pipejax.load(run).decode(["red apples"], strategy="sequential")
 
 
-def test_the_command_brings_a_backbone_in(theirs, tmp_path, capsys):
-    assert convert(["from-hf", str(theirs), str(tmp_path / "run"), "--backbone", "support.umt5:UMT5Config"]) == 0
-    assert type(checkpoint.open_run(tmp_path / "run").config.model) is UMT5Config
-    with pytest.raises(UserError, match=r"model: found 'support\.umt5:Nothing', which cannot be imported"):
-        convert(["from-hf", str(theirs), str(tmp_path / "other"), "--backbone", "support.umt5:Nothing"])
+@pytest.mark.parametrize("spelling", [["--set", "model=support.umt5:{}"], ["--backbone", "support.umt5:{}"]])
+def test_the_commands_bring_a_backbone_in(spelling, theirs, tmp_path, capsys):
+    """In two spellings, of which the help shows the first."""
+    flag, right, wrong = spelling[0], spelling[1].format("UMT5Config"), spelling[1].format("Nothing")
+    run = str(tmp_path / "run")
+    assert convert(["from-hf", str(theirs), run, flag, right]) == 0
+    assert type(checkpoint.open_run(run).config.model) is UMT5Config
+    commands = {
+        "convert": (convert, ["to-hf", run, str(tmp_path / "out")]),
+        "push": (push, [run, "owner/name"]),
+        "verify": (verify, ["verify", run]),
+        "picture": (picture, ["records.jsonl", "--output", "x.html", "--checkpoint", run]),
+    }
+    for name, (command, argv) in commands.items():
+        with pytest.raises(UserError, match=r"model: found 'support\.umt5:Nothing', which cannot be imported"):
+            command([*argv, flag, wrong])
+        with pytest.raises(UserError, match=r"^--set grid\.delay: cannot change here; expected model=MODULE:CLASS"):
+            command([*argv, "--set", "grid.delay=2"])
+        if name != "picture":
+            assert command([*argv, flag, right]) == 0

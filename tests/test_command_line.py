@@ -54,7 +54,7 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
         ("decode --batch_size 3", "--batch_size: no such option .did you mean --batch-size"),
         ("decode -checkpoint x", "-checkpoint: no such option .did you mean --checkpoint"),
         ("convert from-hf --dtyp x a b", "--dtyp: no such option"),
-        ("convert to-hf --bset a b", "--bset: no such option .did you mean --best"),
+        ("convert to-hf --bestt a b", "--bestt: no such option .did you mean --best"),
         ("convert from_hf a b", "pipejax convert: found 'from_hf'; expected one of .*did you mean from-hf"),
         ("checkpoint verfy x", "action: found 'verfy'; expected one of verify .did you mean verify"),
         ("checkpoint --jsno x", "--jsno: no such option .did you mean --json"),

@@ -15,10 +15,10 @@ import transformers
 
 import pipejax
 from pipejax import checkpoint
-from pipejax.config import Config, DataConfig, TrainConfig, to_json
+from pipejax.config import Config, DataConfig, GridConfig, TrainConfig, to_json
 from pipejax.convert import __main__ as convert
 from pipejax.convert import description, huggingface, quantize
-from pipejax.data import make_task
+from pipejax.data import OWN_FILES, make_task
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -162,7 +162,7 @@ def test_transformers_writes_the_rows(in_rows: Path) -> None:
     ids = names["model"].generate(**names["ids"])[0, 1:].tolist()
     ids = ids[: ids.index(1)] if 1 in ids else ids
     assert ids == record["row_ids"][0]
-    with pytest.raises(ValueError, match="num_beams: rows are written greedily"):
+    with pytest.raises(ValueError, match=r"^num_beams: found 4; expected 1: rows are written greedily"):
         names["model"].generate(**names["ids"], **names["how"], num_beams=4)
     card = (directory / "README.md").read_text()
     assert "the first row alone" in card
@@ -192,6 +192,34 @@ def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path, capsys:
     huggingface.to_hf(in_rows, tmp_path / "other", scores=tmp_path / "scores.json")
     assert "--scores: README.md there tells none: found no steps, split in the file;" in capsys.readouterr().err
     assert "## Scores" not in (tmp_path / "other" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("task, named", [("kp20k", "kp20k"), ("demo", "demo"), *((task, None) for task in OWN_FILES)])
+def test_the_card_names_the_data_of_its_scores(task: str, named: str | None) -> None:
+    """A file of one's own has no name on the hub; its scores stand in the table alone."""
+    scores = {"task": task, "split": "test", "examples": 8, "metric": "spans", "em_f1": 71.2, "steps": 9.0}
+    config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(objective="pipelined"))
+    text = description.card("k", config, tokenizer=True, origin=description.Origin(scores=scores))
+    data: Any = huggingface_hub.ModelCard(text).data
+    found = data.eval_results or []
+    assert [result.dataset_type for result in found] == ([named] if named else [])
+    assert "| em_f1 | 71.20 |" in text and (f"type: {task}\n" in text) == (named is not None)
+
+
+@pytest.mark.parametrize("license", ["apache-2.0", "cc-by-nc-4.0", ""])
+def test_the_card_names_a_license(license: str, in_rows: Path, tmp_path: Path) -> None:
+    argv = ["to-hf", in_rows, tmp_path / "hf", *(["--license", license] if license else [])]
+    assert convert.main([*map(str, argv)]) == 0
+    assert huggingface_hub.ModelCard.load(tmp_path / "hf" / "README.md").data.license == (license or None)
+
+
+@pytest.mark.parametrize(
+    "delay, words", [(1, "a new one every step ("), (2, "every 2 steps ("), (7, "every 7 steps (")]
+)
+def test_the_card_says_when_rows_begin(delay: int, words: str) -> None:
+    config = Config(grid=GridConfig(delay=delay), train=TrainConfig(objective="pipelined"))
+    text = description.card("k", config, tokenizer=True)
+    assert words in text and "every 1 steps" not in text
 
 
 def test_the_card_of_a_published_task_has_its_template() -> None:

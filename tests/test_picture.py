@@ -1,5 +1,6 @@
 """The picture shows the paper's times, is well-formed whatever the tokens, and loads nothing."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -8,7 +9,7 @@ import shutil
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,6 +19,7 @@ from pipejax.apps.picture.command import main
 from pipejax.apps.picture.grid import LEFT, Cell, fill
 from pipejax.apps.picture.text import shorten, text_width
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.methods import Pipelined
 from pipejax.system.errors import UserError
 from support import oracle, tiny, wavefront
 
@@ -264,6 +266,9 @@ def test_html_rows_stand_beside_the_grid() -> None:
 RECORD = {"id": "x", "text": "a b ; c", "rows": ["a b", "c"], "row_ids": [[5, 6], [7]], "steps": 3, "truncated": None}
 
 
+ONE_ROW = {"id": "x", "text": "a", "rows": ["a"], "row_ids": [[5]], "steps": 2, "truncated": None}  # of any method
+
+
 def draw(tmp_path: Path, record: dict[str, Any] | str, *flags: str, output: str = "x.svg") -> str:
     line = record if isinstance(record, str) else json.dumps(record)
     (tmp_path / "records.jsonl").write_text('{"id": "first"}\n\n' + line + "\n")
@@ -312,6 +317,31 @@ def checkpoint_of(tmp_path: Path, **sections: Any) -> tuple[str, str]:
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "config.json").write_text(config.to_json(tiny.change(tiny.RUN, **sections)))
     return "--checkpoint", str(tmp_path / "run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Pipelined):
+    """A method of somebody else's, whose rows are those of the grid."""
+
+    grid: config.GridConfig = dataclasses.field(default_factory=config.GridConfig)
+    name: ClassVar[str] = "drawn"
+
+
+def test_records_say_their_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a run's own is drawn with its checkpoint alone, if it can be; of one that says none nobody knows."""
+    plain = draw(tmp_path, ONE_ROW)
+    assert plain == draw(tmp_path, ONE_ROW | {"method": "pipelined"})
+    own = checkpoint_of(tmp_path, data={"separator": " ; "})
+    assert draw(tmp_path, ONE_ROW | {"method": "pipelined"}, *own, "--delay", "1") == plain
+    with pytest.raises(UserError, match="method: found 'sequential'; expected pipelined, whose"):
+        draw(tmp_path, ONE_ROW | {"method": "sequential"}, *own)
+    (tmp_path / "run" / "config.json").write_text(config.to_json(dataclasses.replace(tiny.RUN, method=Drawn())))
+    assert draw(tmp_path, ONE_ROW | {"method": "drawn"}, *own, "--delay", "1") == plain
+    with pytest.raises(UserError, match="method: found 'drawn'; expected pipelined, whose"):
+        draw(tmp_path, ONE_ROW | {"method": "drawn"})
+    monkeypatch.setattr(Drawn, "can", frozenset())
+    with pytest.raises(UserError, match="found a record of"):
+        draw(tmp_path, ONE_ROW | {"method": "pipelined"}, *own)
 
 
 def starts(drawing: str) -> list[int]:
@@ -444,6 +474,10 @@ def test_command_draws_pages(tmp_path: Path) -> None:
         (RECORD | {"truncated": "max_length"}, (), "expected null, sub_max or time_max"),
         (RECORD | {"truncated": []}, (), "truncated: found \\[\\]"),
         (RECORD | {"row_ids": [[5, 6, 3, 7]]}, (), "expected a record of the pipelined strategy"),
+        (ONE_ROW | {"method": "sequential"}, (), r"^\S+:3: method: found 'sequential'; expected pipelined, whose rows"),
+        (ONE_ROW | {"method": "branching"}, (), "method: found 'branching'; expected pipelined, whose rows"),
+        (ONE_ROW | {"method": ""}, (), "method: found ''; expected pipelined"),
+        (ONE_ROW | {"method": ["pipelined"]}, (), r"method: found \['pipelined'\]; expected pipelined"),
         (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
         (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found another shape"),
         (RECORD, ("--id", "y"), "found no record with the id y"),

@@ -104,6 +104,9 @@ def test_without_yes_nothing_is_uploaded(hub: Hub, run: Path, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert "  model.safetensors\n" in out and "  custom_generate/generate.py\n" in out
     assert "owner/name: nothing was uploaded; --yes uploads these files" in err
+    assert "owner/name: its README.md names no license; --license names one" in err
+    assert push.main([str(run), "owner/name", "--license", "mit"]) == 0
+    assert "license" not in capsys.readouterr().err
     assert not hub.created and not hub.files
 
 
@@ -124,7 +127,9 @@ def test_what_is_uploaded_is_the_directory_of_to_hf(
 
 def test_a_refusal_is_one_line(hub: Hub, run: Path) -> None:
     hub.refuses = True
-    with pytest.raises(UserError, match=r"^owner/name: cannot be uploaded \(.*403.*\)$"):
+    with pytest.raises(
+        UserError, match=r"^owner/name: cannot be uploaded \(403, no right to do so: `hf auth login` .*\)$"
+    ):
         push.main([str(run), "owner/name", "--yes"])
     for name in ("name", "owner/na me", "a/b/c"):
         with pytest.raises(UserError, match=rf"^{name}: found no .*; expected OWNER/NAME$"):

@@ -44,7 +44,7 @@ from support.tiny import MODEL
 ROOT = Path(__file__).parents[1]
 PARAMS = oracle.random_params(MODEL, np.random.default_rng(314))  # varied, and far from ties
 GRID = GridConfig(delay=1, time_max=12, sub_max=4)
-KEYS = ["id", "text", "rows", "row_ids", "steps", "calls", "truncated"]
+KEYS = ["id", "text", "rows", "row_ids", "steps", "calls", "truncated", "method"]
 # Notes of 1 to 15 and of 25 to 30 words, in no order: two compiled shapes. SHORT ones share one.
 NOTES = [demo.examples("test")[i].source.split() for i in range(20)]
 TEXTS = [" ".join(note[: 25 + i % 6 if i % 3 == 1 else 1 + i * 7 % 15]) for i, note in enumerate(NOTES)]
@@ -131,12 +131,15 @@ def test_records_are_those_of_the_oracle(decoded, tokenizer):
         said = oracle.sequential(PARAMS, MODEL, encoded, 16)
         text = tokenizer.decode(said.tokens)
         rows = [row.strip() for row in text.split(";") if row.strip()]
-        assert [chain[k] for k in KEYS[1:]] == [text, rows, [said.tokens], said.steps, said.steps, said.truncated]
+        counts = [said.steps, said.steps]
+        expected = [text, rows, [said.tokens], *counts, said.truncated, "sequential"]
+        assert [chain[k] for k in KEYS[1:]] == expected
         chosen = oracle.grid_next_tokens(PARAMS, MODEL, encoded, 1)
         drawn = oracle.algorithm1(chosen, delay=1, time_max=12, sub_max=4, stop="empty_row")
         rows = [tokenizer.decode(row) for row in drawn.rows]
         counts = [drawn.steps, drawn.calls]
-        assert [grid[k] for k in KEYS[1:]] == [" ; ".join(rows), rows, drawn.rows, *counts, drawn.truncated]
+        expected = [" ; ".join(rows), rows, drawn.rows, *counts, drawn.truncated, "pipelined"]
+        assert [grid[k] for k in KEYS[1:]] == expected
     assert {len(r["rows"]) for r in chains} > {1}  # some were split at the separator
     assert len({len(r["rows"]) for r in grids}) > 2
 
@@ -243,7 +246,8 @@ def test_settings_take_effect_and_truncation_is_told(decoded, tokenizer):
         for one, record in zip(encoded, found, strict=False):
             chosen = oracle.grid_next_tokens(PARAMS, MODEL, one, delay)
             drawn = oracle.algorithm1(chosen, delay=delay, time_max=time_max, sub_max=sub_max, stop="empty_row")
-            assert [record[k] for k in KEYS[3:]] == [drawn.rows, drawn.steps, drawn.calls, drawn.truncated]
+            found_here = [record[k] for k in KEYS[3:-1]]
+            assert found_here == [drawn.rows, drawn.steps, drawn.calls, drawn.truncated]
         assert all(record["text"] == mark.join(record["rows"]) for record in found)
         told = Counter(record["truncated"] for record in found if record["truncated"])
         cuts = ", ".join(f"{count} by {name}" for name, count in sorted(told.items())) or "none"

@@ -1,6 +1,7 @@
 """Rows in transformers' `generate`: the file that `convert to-hf` writes, against Algorithm 1 in plain lists."""
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from pipejax.config import Config, T5Config
+from pipejax.config import Config, GridConfig, T5Config
 from pipejax.convert import description, huggingface
 from support import oracle
 from support.tiny import FEW_WORDS
@@ -96,3 +99,130 @@ def test_rows_are_those_of_algorithm_1(models: int, tmp_path: Path) -> None:
         joined = [token for i, row in enumerate(rows) for token in [*([2, 3] if i else []), *row]]
         assert sequence[: len(joined) + 2] == [0, *joined, 1] and not any(sequence[len(joined) + 2 :])
     assert any(len(answer.rows) > 2 for answer in expected) and any(answer.truncated for answer in expected)
+
+
+# In this process, with a model of few words.
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The module that `to-hf` writes, with a model beside it; its rows take 6 steps at the most."""
+    place = tmp_path_factory.mktemp("written") / "generate.py"
+    config = Config(grid=GridConfig(delay=1, time_max=6, sub_max=3))
+    place.write_text(description.custom_generate(config, None) or "")
+    spec = importlib.util.spec_from_file_location("written_generate", place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["written_generate"] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    facts = {key: x for key, x in FEW_WORDS.facts().items() if key not in ("architectures", "model_type")}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**facts)).eval()
+    model.generation_config = transformers.GenerationConfig(
+        **{key: facts[key] for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}, max_new_tokens=6
+    )
+    return lambda **given: module.generate(model, **({"input_ids": IDS} | given))
+
+
+IDS = torch.tensor([[3, 4, 1]])
+NO_CONFIG = transformers.GenerationConfig
+UNKNOWN = [  # what it does not do
+    {"do_sample": True},
+    {"num_beams": 4},
+    {"num_beams": True},
+    {"max_new_tokens": 1},
+    {"max_length": 20},
+    {"min_length": 1},
+    {"num_return_sequences": 2},
+    {"repetition_penalty": 1.2},
+    {"no_repeat_ngram_size": 2},
+    {"length_penalty": 0.5},
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"bad_words_ids": [[3]]},
+    {"suppress_tokens": [3]},
+    {"eos_token_id": 3},
+    {"eos_token_id": [1, 3]},
+    {"eos_token_id": True},
+    {"decoder_start_token_id": 2},
+    {"decoder_input_ids": torch.tensor([[0, 3]])},
+    {"inputs_embeds": torch.zeros(1, 1, 16)},
+    {"logits_processor": [len]},
+    {"output_scores": True},
+    {"output_attentions": True},
+    {"generation_config": NO_CONFIG(num_beams=2)},
+    {"generation_config": NO_CONFIG(do_sample=True)},
+    {"generation_config": NO_CONFIG(eos_token_id=5)},
+    {"generation_config": NO_CONFIG(dellay=3)},
+    {"dellay": 3},
+    {"DELAY": 3},
+    {"rows": 3},
+]
+WRONG = [  # settings
+    {"delay": True},
+    {"delay": -1},
+    {"delay": 1.0},
+    {"delay": "2"},
+    {"time_max": 0},
+    {"sub_max": 0},
+    {"literal": 1},
+    {"unique": "yes"},
+    {"row_names": [3, 4]},
+    {"row_names": [[True]]},
+    {"separator": 3},
+    {"separator": [[3]]},
+    {"delay": 0},
+    {"inputs": IDS},
+    {"input_ids": None},
+]
+
+
+@pytest.mark.parametrize("given", [*UNKNOWN, *WRONG], ids=lambda given: f"{given}"[:50])
+def test_arguments_that_it_does_not_follow_are_refused_in_one_line(given: dict[str, Any], written: Any) -> None:
+    key = next(iter(given))
+    named = {"generation_config": "num_beams|do_sample|eos_token_id|dellay", "inputs": "input_ids"}.get(key, key)
+    with pytest.raises(ValueError, match=rf"^({named}): found [^\n]*; (expected|more|nothing) [^\n]*$"):
+        written(**given)
+
+
+def test_values_that_ask_for_nothing_are_taken(written: Any) -> None:
+    """As transformers hands them over, with its defaults, and with the model's own settings given once more."""
+    expected = written().tolist()
+    same = {
+        **dict.fromkeys(("logits_processor", "stopping_criteria", "streamer", "assistant_model", "synced_gpus")),
+        "do_sample": False,
+        "num_beams": 1,
+        "temperature": 1,
+        "repetition_penalty": 1.0,
+        "num_return_sequences": 1,
+        "eos_token_id": [1],
+        "pad_token_id": 0,
+        "max_new_tokens": 6,
+        "bad_words_ids": [],
+        "use_cache": True,
+        "trust_remote_code": True,
+        "custom_generate": ".",
+        "revision": "main",
+        "output_scores": False,
+        "min_length": 0,
+        "generation_config": NO_CONFIG(eos_token_id=1, num_beams=1, max_new_tokens=6),
+    }
+    assert written(**same).tolist() == expected
+    assert written(generation_config=NO_CONFIG(return_dict_in_generate=True)).sequences.tolist() == expected
+    assert written(generation_config=NO_CONFIG(num_beams=4), num_beams=1).tolist() == expected, "the argument counts"
+
+
+def test_settings_in_a_config_are_followed(written: Any) -> None:
+    """As settings in arguments are."""
+    how = {"return_dict_in_generate": True}
+    steps = [written(time_max=n, **how).steps for n in (2, 5)]
+    assert steps == [[2], [5]]
+    assert [written(generation_config=NO_CONFIG(time_max=n), **how).steps for n in (2, 5)] == steps
+
+
+def test_the_models_own_beams_are_told(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = written.__closure__[0].cell_contents
+    monkeypatch.setattr(model.generation_config, "num_beams", 4)
+    with pytest.raises(ValueError, match=r"^num_beams: found 4; expected 1: "):
+        written()
+    assert written(num_beams=1).shape[0] == 1

@@ -68,7 +68,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "orbax": ("checkpoint.arrays",),
     "transformers": ("convert.*", "data.tokenizer", "data.demo"),
     "tokenizers": ("convert.*", "data.tokenizer_file", "data.demo"),
-    "huggingface_hub": ("convert.*", "data.tokenizer", "data.demo"),
+    "huggingface_hub": ("convert.*", "data.hub", "data.tokenizer", "data.demo"),
     "tensorflow_datasets": ("data.*",),
     "grain": ("data.*", "training.command"),
     "nltk": ("metrics.*",),

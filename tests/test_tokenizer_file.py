@@ -108,6 +108,10 @@ OTHERS: dict[str, tuple[str, list[Change]]] = {
     "more sentinels": ("t5", [lambda c, s: s.pop("extra_special_tokens"), lambda c, s: s.update(extra_ids=30)]),
     "an end that is no special token": ("words", [lambda c, s: s.update(eos_token="fox")]),
     "a token that is not there": ("words", [lambda c, s: s.update(sep_token="<sep>")]),
+    "no space before a text": (
+        "t5",
+        [lambda c, s: c["pre_tokenizer"]["pretokenizers"][1].update(prepend_scheme="never")],
+    ),
     "a setting of other classes": ("t5", [lambda c, s: s.update(do_lower_case=True)]),
     "no class": ("words", [lambda c, s: s.pop("tokenizer_class")]),
     "another class": ("words", [lambda c, s: s.update(tokenizer_class="BertTokenizer")]),

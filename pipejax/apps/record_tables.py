@@ -24,6 +24,7 @@ _TYPES = {
     "steps": ("int64", 0),
     "calls": ("int64", 0),
     "truncated": ("string", 0),
+    "method": ("string", 0),
     "sample": ("int64", 0),
     "log_prob": ("float64", 0),
     "log_probs": ("float64", 2),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from pipejax.config import find_class
+from pipejax import config
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 
@@ -35,10 +35,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("action", choices=["verify"])
     parser.add_argument("directory", metavar="DIR", help="a run directory or a converted checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--backbone", metavar="MODULE:CLASS", help="of the run, if it is no T5: docs/backbones.md")
+    parser.add_overrides()
     flags = parser.parse_args(argv)
-    if flags.backbone:
-        find_class(flags.backbone, "model")
+    config.backbone(flags.overrides)
     directory = Path(flags.directory)
     if not (directory / "checkpoints").is_dir():
         found = "found no checkpoints/" if directory.is_dir() else "no such directory"

@@ -3,6 +3,7 @@
 from pipejax.config.files import (
     Overrides,
     assignments,
+    backbone,
     brings_backbone,
     described,
     find_class,
@@ -62,6 +63,7 @@ __all__ = [
     "T5Config",
     "TrainConfig",
     "assignments",
+    "backbone",
     "brings_backbone",
     "check",
     "described",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.config.schema import Config, check
+from pipejax.model.interface import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
@@ -195,6 +196,16 @@ def find_class(name: str, key: str = "method") -> Any:
 def brings_backbone(key: str, value: object) -> bool:
     """Whether a setting names a backbone's class, model=MODULE:CLASS; if so, its module is imported."""
     return key == "model" and isinstance(value, str) and ":" in value and bool(find_class(value, key))
+
+
+def backbone(overrides: Overrides) -> type[Backbone]:
+    """The class that `--set model=MODULE:CLASS` names, the only setting of some commands; T5Config without it."""
+    found: type[Backbone] = T5Config
+    for key, value, _ in assignments(overrides, "--set"):
+        if not brings_backbone(key, value):
+            raise UserError(f"--set {key}: cannot change here; expected model=MODULE:CLASS, a backbone of your own")
+        found = find_class(str(value), key)
+    return found
 
 
 def _with_method(config: Config) -> Config:

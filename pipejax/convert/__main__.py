@@ -6,6 +6,7 @@ from pipejax import config
 from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.convert.push import add_origin
 from pipejax.convert.quantized import quantize
+from pipejax.data import hub
 from pipejax.system.cli import Parser, run
 
 
@@ -18,13 +19,14 @@ def main(argv: Sequence[str]) -> int:
     incoming.add_argument(
         "--base-model", default="", metavar="NAME", help="of an adapter, or its directory; default: as the adapter says"
     )
+    incoming.add_argument("--revision", default="", metavar="R", help="of the hub: a branch, tag or commit; or SRC@R")
     outgoing = commands.add_parser("to-hf", help="checkpoint -> Hugging Face directory")
     smaller = commands.add_parser("quantize", help="checkpoint -> checkpoint in fewer bytes, to decode with")
     for command in (outgoing, smaller):
         command.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
         command.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
     for command in (incoming, outgoing, smaller):
-        command.add_argument("--backbone", metavar="MODULE:CLASS", help="of your own, instead of a T5")
+        command.add_overrides()
         command.add_argument("out", metavar="OUT", help="a new or an empty directory")
     outgoing.add_argument("--adapter", action="store_true", help="the factors of LoRA alone, as PEFT loads them")
     add_origin(outgoing)
@@ -32,12 +34,12 @@ def main(argv: Sequence[str]) -> int:
         "--weights", choices=["int8", "bfloat16"], default="int8", help="what weights are rounded to (default: int8)"
     )
     args = parser.parse_args(argv)
-    backbone = config.find_class(args.backbone, "model") if args.backbone else config.T5Config
+    backbone = config.backbone(args.overrides)
     if args.command == "from-hf":
-        size = from_hf(args.source, args.out, backbone, base_model=args.base_model)
+        size = from_hf(hub.at(args.source, args.revision), args.out, backbone, base_model=args.base_model)
         print(f"{args.out}: {size}")
     elif args.command == "to-hf":
-        given = {"best": args.best, "base_model": args.base_model, "scores": args.scores}
+        given = {"best": args.best, "base_model": args.base_model, "scores": args.scores, "license": args.license}
         print(f"{args.out}: {to_hf(args.source, args.out, **given, adapter=args.adapter)}")
     else:
         quantize(args.source, args.out, weights=args.weights, best=args.best)

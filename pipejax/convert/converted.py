@@ -2,8 +2,10 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from pipejax.convert.huggingface import from_hf, locate
+from pipejax.data import hub
 from pipejax.system import compile_cache
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
@@ -20,13 +22,15 @@ def find(source: str | Path) -> Path:
     is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()
     if is_hugging_face and any((path / kind).is_dir() for kind in ("checkpoints", "best")):
         return path
-    is_name = isinstance(source, str) and not look(path) and not path.is_absolute() and source.count("/") == 1
-    if not (is_hugging_face or (is_name and not path.parent.is_dir())):
+    of_hub = hub.parted(source) if isinstance(source, str) and not look(path) else None
+    if of_hub and ("/" not in of_hub[0] or Path(of_hub[0]).parent.is_dir()):
+        of_hub = None
+    if not (is_hugging_face or of_hub):
         return path
     cache = compile_cache.safe_directory()
-    directory = path if is_hugging_face else _downloaded(str(source))
+    directory = _downloaded(*of_hub) if of_hub else path
     kept = cache and directory and _place(cache, path.absolute().name, directory)
-    if directory is None or (is_name and not (kept and look(kept) == "directory")):
+    if directory is None or (of_hub and not (kept and look(kept) == "directory")):
         directory = locate(str(source))
     if cache is None:
         raise UserError(
@@ -41,12 +45,12 @@ def find(source: str | Path) -> Path:
     return target / "checkpoint"
 
 
-def _downloaded(name: str) -> Path | None:
+def _downloaded(name: str, at: dict[str, Any]) -> Path | None:
     """The files of a hub's model that are here already, of the version that was asked for last."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, local_files_only=True, **at))
     except Exception:  # the hub client raises many kinds; `locate` says in one line if there is no such model
         return None
 

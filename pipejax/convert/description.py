@@ -19,7 +19,7 @@ from pipejax.config import Config, DataConfig, TrainConfig
 from pipejax.convert import adapters, generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
-from pipejax.data import PUBLISHED, make_task
+from pipejax.data import OWN_FILES, PUBLISHED, make_task
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import InTorch, Method, prefix_ids, separator_ids, tells_rows_apart
@@ -100,6 +100,7 @@ class Origin:
 
     base_model: str = ""  # its name on the hub, from whose weights the training started
     scores: Mapping[str, object] | None = None  # as `pipejax evaluate --json` writes them
+    license: str = ""  # as the hub calls it
 
 
 UNKNOWN = Origin()
@@ -223,13 +224,15 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
     if "generate" in method.can and tells_rows_apart(between) and not never:
         rows = f"[row.strip() for row in text.split({core!r})]"
     found = _scores(origin.scores)
-    results = [EvalResult("text2text-generation", data.task, data.task, key, value) for key, value in found.items()]
+    scored = str((origin.scores or {}).get("task"))
+    results = [EvalResult("text2text-generation", scored, scored, key, value) for key, value in found.items()]
     metadata = ModelCardData(
         base_model=origin.base_model or None,
         library_name="peft" if is_adapter else "transformers",
         tags=["text2text-generation", "pipejax", *(["custom_generate", "pipelined-decoding"] if in_torch else [])],
         model_name=name,
-        eval_results=results or None,
+        eval_results=None if scored in OWN_FILES else results or None,  # the hub asks for a data set by its name
+        license=origin.license or None,
     )
     return CARD_TEXT.format(
         metadata=metadata.to_yaml() + "\n",

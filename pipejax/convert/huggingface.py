@@ -6,7 +6,6 @@ backbone knows the names and shapes of its tensors and the keys of its config.js
 
 import dataclasses
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -23,7 +22,8 @@ from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
 from pipejax.convert import adapters, description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
-from pipejax.convert.tensor_names import check_names, unwrapped
+from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
+from pipejax.data import hub
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.model.interface import Backbone
 from pipejax.model.parameters import check_shape
@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model"),
 )
 
 
@@ -86,8 +87,21 @@ def write_hf(
       run: the config of the run whose settings are kept in pipejax.json and described in README.md; None: neither.
     """
     generate = generation.written(run) if run else generation.of_model(config)
-    files = {"config.json": config.facts(), generation.FILE: generate}
+    files = {"config.json": _facts(config), generation.FILE: generate}
     _write(out, files, description.WEIGHTS, _to_tensors(config, params), tokenizer_dir, run=run, origin=origin)
+
+
+def _facts(model: Backbone) -> dict[str, object]:
+    """The content of config.json, of a class that says its own `model_types`: transformers would compute another."""
+    kind, facts = type(model), model.facts()
+    name = facts.get("model_type")
+    is_own = kind is T5Config or any("model_types" in vars(x) for x in kind.__mro__ if not issubclass(T5Config, x))
+    if not is_own or name not in kind.model_types:
+        raise UserError(
+            f"model: {kind.__name__}.model_types: found {kind.model_types}, and {name!r} for config.json; expected a "
+            "name of its own, first of them: of another's, transformers would compute that one"
+        )
+    return facts
 
 
 def _write(
@@ -122,7 +136,7 @@ def _write(
 
 
 def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Config, *, base_model: str = "") -> str:
-    """Converts a Hugging Face directory, or a model of the hub, to a run directory with step 0.
+    """Converts a Hugging Face directory, or a model of the hub, NAME or NAME@REVISION, to a run with step 0.
 
     Of an adapter of PEFT's the run has the base's weights, with the factors beside them. Tokenizer and settings are the
     adapter's own, if it has some.
@@ -153,7 +167,8 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
         factors = adapters.read(given, model) if is_adapter else {}
         model, params = _read_params(directory, model)
         params = unflatten_dict(flatten_dict(params, sep="/") | factors, sep="/")
-        config = dataclasses.replace(_settings(directory, model, given), name=Path(source).resolve().name)
+        name = source if look(source) else str(source).partition("@")[0]
+        config = dataclasses.replace(_settings(directory, model, given), name=Path(name).resolve().name)
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
@@ -168,6 +183,7 @@ def to_hf(
     base_model: str = "",
     scores: str | Path = "",
     adapter: bool = False,
+    license: str = "",
 ) -> str:
     """Converts the newest good step of a run directory, or the best step, to a Hugging Face directory.
 
@@ -178,7 +194,7 @@ def to_hf(
     if adapter and not base_model:
         raise UserError("--adapter: found no --base-model; expected the name or the directory of the adapted model")
     restored = open_run(checkpoint, best=best, apart=adapter)
-    origin = description.Origin(base_model, _scores_of(restored, Path(scores)) if scores else None)
+    origin = description.Origin(base_model, _scores_of(restored, Path(scores)) if scores else None, license)
     assert restored.config.model is not None  # `open_run` checks it
     model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()
     if files is not None:
@@ -289,6 +305,7 @@ def _read_architecture(directory: Path, backbone: type[Model]) -> tuple[Model, d
 
 def _to_tensors(model: Backbone, params: Params) -> dict[str, np.ndarray]:
     """Our parameters under the names and in the layout of transformers' torch tensors."""
+    names_of_decoder(model)
     flat, table = flatten_dict(params, sep="/"), model.tensors()
     for path in sorted(flat.keys() ^ table.keys()):
         problem = "missing" if path in table else "found one too many"
@@ -309,19 +326,20 @@ def locate(source: str) -> Path:
     if found:
         raise UserError(f"{source}: found a file; expected a directory with config.json and weights")
     reason = "no such path"
-    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
+    if of_hub := hub.parted(source):
+        name, at = of_hub
         patterns = ["*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*"]
         try:
             from huggingface_hub import snapshot_download
 
-            directory = Path(snapshot_download(source, allow_patterns=patterns))
+            directory = Path(snapshot_download(name, allow_patterns=patterns, **at))
             for other in ("pytorch_model*.bin*", "flax_model.msgpack"):
                 names = "adapter_model.*", "model*.safetensors", "pytorch_model*.bin"
-                if not any(found for name in names for found in directory.glob(name)):
-                    snapshot_download(source, allow_patterns=other)
+                if not any(found for weights in names for found in directory.glob(weights)):
+                    snapshot_download(name, allow_patterns=other, **at)
             return directory
         except Exception as error:  # the hub client and its HTTP libraries raise many kinds
-            reason = first_line(error)
+            reason = hub.reason(error)
     raise UserError(f"{source}: found neither a directory nor a reachable hub id ({reason}); expected either")
 
 

@@ -5,7 +5,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipejax import config
 from pipejax.convert.huggingface import to_hf
+from pipejax.data import hub
 from pipejax.system.cli import Parser, note, run
 from pipejax.system.errors import UserError, first_line
 
@@ -21,12 +23,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="upload; without it, the files are listed and nothing else")
     parser.add_argument("--private", action="store_true", help="a new model is seen by its owner alone")
     parser.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
+    parser.add_overrides()
     add_origin(parser)
     args = parser.parse_args(argv)
+    config.backbone(args.overrides)
     check_name(args.name)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / args.name.rpartition("/")[2]
-        size = to_hf(args.source, directory, best=args.best, base_model=args.base_model, scores=args.scores)
+        given = {"best": args.best, "base_model": args.base_model, "scores": args.scores, "license": args.license}
+        size = to_hf(args.source, directory, **given)
+        if not args.license:
+            note(f"{args.name}: its README.md names no license; --license names one")
         print(f"{args.name}: {size}")
         for file in sorted(path for path in directory.rglob("*") if path.is_file()):
             print(f"{file.stat().st_size:>13,}  {file.relative_to(directory)}")
@@ -40,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def add_origin(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the facts that README.md tells of a model and its run does not hold."""
     parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
+    parser.add_argument("--license", default="", metavar="NAME", help="for its README.md, such as apache-2.0")
     parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
 
 
@@ -65,7 +73,7 @@ def upload(directory: Path, name: str, *, private: bool) -> str:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload by pipejax")
     except Exception as error:  # the hub client and its HTTP libraries raise many kinds
-        raise UserError(f"{name}: cannot be uploaded ({first_line(error)})") from error
+        raise UserError(f"{name}: cannot be uploaded ({hub.reason(error)})") from error
     return str(address)
 
 

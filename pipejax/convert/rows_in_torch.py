@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 DELAY = 1  # time-steps between the starts of two rows; 0: all of ROW_NAMES start at once
@@ -26,10 +26,23 @@ UNIQUE = False  # a row that repeats an earlier one is left out; two such in tur
 ROW_NAMES: list[list[int]] = []  # token ids with which each row begins, in turn; none: rows are free
 SEPARATOR: list[int] = []  # token ids between two rows in `sequences`
 
-GREEDY = (  # arguments of `generate` that ask for something else
-    *("do_sample", "num_beams", "assistant_model", "logits_processor", "stopping_criteria", "streamer"),
-    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "prefix_allowed_tokens_fn", "inputs_embeds"),
+# Arguments of transformers' `generate` with the values that change nothing here; no other value is taken.
+NEUTRAL = {
+    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "output_logits", "output_attentions"), False),
+    **dict.fromkeys(("output_hidden_states", "remove_invalid_values", "renormalize_logits", "synced_gpus"), False),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "temperature", "top_p", "typical_p"), 1),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "guidance_scale"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("top_k",), 50),
+}
+USED = (  # here, or by transformers to find this file
+    *("inputs", "input_ids", "attention_mask", "encoder_outputs", "generation_config", "return_dict_in_generate"),
+    *("custom_generate", "trust_remote_code", "revision", "code_revision", "token", "cache_dir", "force_download"),
+    *("local_files_only", "proxies", "subfolder", "use_cache", "transformers_version", "_from_model_config"),
 )
+OWN = ("max_length", "max_new_tokens", "bos_token_id")  # may be as the model has them, for sequential decoding
+IDS = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass
@@ -201,27 +214,68 @@ def clamp(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-most, most) if x.dtype == torch.float16 else x
 
 
+def read(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, list[Any], bool]:
+    """The settings, the special ids, and `return_dict_in_generate`; raises ValueError for all that is not done here.
+
+    An argument goes before `generation_config`, and that before the model's own.
+    """
+    known, own, config = GenerationConfig().to_dict(), model.generation_config.to_dict(), given.get("generation_config")
+    ids = {key: only(key, getattr(model.config, key) if own.get(key) is None else own[key]) for key in IDS}
+    asked = {key: value for key, value in own.items() if key in known}
+    for more in (config.to_dict() if config else {}, given):
+        asked |= {key: value for key, value in more.items() if value is not None}
+    for key in [key for key in asked if key not in USED]:
+        if key in Settings._fields:
+            check(key, asked[key])
+            continue
+        value, neutral = only(key, asked[key]) if key in IDS else asked[key], NEUTRAL | ids
+        plain = [x for x in (neutral.get(key), known.get(key), own.get(key) if key in OWN else None) if x is not None]
+        is_nothing = value is None or (isinstance(value, list | tuple | dict) and not value)
+        is_plain = isinstance(value, bool | int | float | str) and [isinstance(value, bool), value]  # True is no 1
+        if not is_nothing and is_plain not in [[isinstance(x, bool), x] for x in plain]:
+            expected = repr(plain[0]) if plain else f"nothing; the settings are {', '.join(Settings._fields)}"
+            raise ValueError(
+                f"{key}: found {value!r:.60}; expected {expected}: rows are written greedily, by Algorithm 1"
+            )
+    settings = Settings(**{key: asked[key] for key in Settings._fields if key in asked})
+    if settings.delay == 0 and not settings.row_names:
+        raise ValueError("delay: found 0 without row_names; nothing else tells rows apart that start at once")
+    return settings, [*ids.values()], bool(asked.get("return_dict_in_generate"))
+
+
+def only(key: str, value: Any) -> Any:
+    """The id, or the only one of a list."""
+    if isinstance(value, list) and len(value) != 1:
+        raise ValueError(f"{key}: found {value}; expected a single id")
+    return value[0] if isinstance(value, list) else value
+
+
+def check(key: str, value: Any) -> None:
+    """Raises ValueError unless the value of a setting is of its kind."""
+    kind, least = type(Settings._field_defaults[key]), int(key.endswith("_max"))
+    fits = type(value) is kind and (kind is list or value >= least)
+    if kind is list and fits:
+        lists = value if key == "row_names" else [value]
+        fits = all(isinstance(x, list) and all(type(i) is int for i in x) for x in lists)
+    if not fits:
+        expected = {bool: "True or False", int: f"a whole number from {least} on", list: "token ids in lists"}[kind]
+        raise ValueError(f"{key}: found {value!r:.60}; expected {expected}")
+
+
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def generate(
     model: PreTrainedModel, inputs: torch.Tensor | None = None, **given: Any
 ) -> torch.Tensor | PipelinedOutput:
     """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
-    config = given.get("generation_config") or model.generation_config
-    if found := [key for key in GREEDY if given.get(key) not in (None, False, [], 1)]:
-        raise ValueError(f"{found[0]}: rows are written greedily, within time_max and sub_max")
-    settings = Settings(**{name: given[name] for name in Settings._fields if name in given})
-    if settings.delay == 0 and not settings.row_names:
-        raise ValueError("delay: found 0 without row_names; nothing else tells rows apart that start at once")
-    ids = given.get("input_ids") if inputs is None else inputs
-    mask = given.get("attention_mask")
-    if mask is None:
-        mask = ids != config.pad_token_id if ids is not None else None
-    encoded = given.get("encoder_outputs")
+    settings, (bos, eos, pad), in_parts = read(model, given)
+    ids, mask, encoded = given.get("input_ids"), given.get("attention_mask"), given.get("encoder_outputs")
+    if (inputs is None) == (ids is None) and (encoded is None or ids is not None):
+        raise ValueError("input_ids: found it twice or not at all; expected inputs, input_ids or encoder_outputs")
+    ids = ids if inputs is None else inputs
+    if mask is None and ids is not None and pad is not None:
+        mask = ids != pad
     memory = model.get_encoder()(input_ids=ids, attention_mask=mask)[0] if encoded is None else encoded[0]
     mask = torch.ones(memory.shape[:2], device=memory.device) if mask is None else mask
-    special = [f"{name}_token_id" for name in ("decoder_start", "eos", "pad")]
-    own = [getattr(config, key, None) for key in special]
-    bos, eos, pad = (getattr(model.config, key) if x is None else x for key, x in zip(special, own, strict=True))
     answers = [Answer(settings, bos, eos) for _ in memory]
     decoder = Decoder(model, memory, mask)
     while any(not answer.done for answer in answers):
@@ -233,7 +287,7 @@ def generate(
     joined = [[bos, *join(of_answer, settings.separator), eos] for of_answer in rows]
     longest = max(map(len, joined))
     sequences = torch.tensor([x + [pad or 0] * (longest - len(x)) for x in joined], device=memory.device)
-    if not given.get("return_dict_in_generate", config.return_dict_in_generate):
+    if not in_parts:
         return sequences
     return PipelinedOutput(sequences, rows, [x.steps for x in answers], [x.truncated() for x in answers])
 

@@ -21,7 +21,7 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
             "(merge_and_unload of peft does that)"
         )
     names = {name: WRAPPERS.sub("", name) for name in tensors}
-    last = [name for name, _ in model.tensors().values() if name.startswith("decoder.")][-1:]
+    last = names_of_decoder(model)[-1:]
     prefix = next((x.removesuffix(y) for x in names.values() for y in last if x.endswith(f".{y}")), "")
     names = {name: inner.removeprefix(prefix) for name, inner in names.items()}
     changed = {name: inner for name, inner in names.items() if name != inner}
@@ -36,9 +36,21 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
     return {inner: tensors[name] for name, inner in names.items()}
 
 
+def names_of_decoder(model: Backbone) -> list[str]:
+    """The names of its tensors; raises a UserError if two parameters have one name, as a file keeps one of them."""
+    paths = dict[str, str]()
+    for path, (name, _) in model.tensors().items():
+        if path != paths.setdefault(name, path):
+            raise UserError(
+                f"model: {type(model).__name__}.tensors: found {name} for {paths[name]} and {path}; expected two names"
+            )
+    return [name for name, path in paths.items() if path.startswith("decoder/")]
+
+
 def check_names(file: Path, model: Backbone, weights: Path, tensors: dict[str, Stored]) -> None:
     """Raises a UserError unless the tensors are exactly those of the architecture in config.json."""
-    if not any(name.startswith("decoder.") for name in tensors):
+    own = names_of_decoder(model)
+    if not any(name in own or re.search(r"\bdecoder\b", name) for name in tensors):
         raise UserError(
             f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "
             "expected an encoder and a decoder"

@@ -1,6 +1,7 @@
 """Converts between text and token ids, as the tokenizers of the library transformers do."""
 
 import fnmatch
+import functools
 import hashlib
 import importlib
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipejax.data import tokenizer_file
+from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError, first_line
@@ -28,15 +29,22 @@ logger = logging.getLogger(__name__)
 # A tokenizer's directory has at least one of these; ByT5's has only the last, as it needs no vocabulary.
 _FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
 # The names of all files by which transformers' tokenizers may decide on ids.
+_VOCABULARIES = "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*vocab*", "merges*", "*bpe*", "dict*.txt"
 _READ = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
-    *("*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*vocab*", "merges*", "*bpe*", "dict*.txt"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "config.json", *_VOCABULARIES),
     *("byte_maps.json", "emoji.json", "word_*.json"),
+)
+# The settings of a spiece.model or a tokenizer.json that T5Tokenizer does not ask for.
+_NOT_T5S = re.compile(
+    r'byte_fallback"?: true|treat_whitespace_as_suffix: true|add_dummy_prefix: false|remove_extra_whitespaces: false'
+    r'|model_type: (?:BPE|WORD|CHAR)|unk_id: (?!2\b)\d+|user_defined_symbols: "(?!.*<extra_id)[^"]*"'
+    r'|"prepend_scheme": "never"'
 )
 # For every call that reads files: never run code from the directory, and do not ask the user whether to.
 _DATA = {"trust_remote_code": False}
 _STAYS = re.compile("[A-Za-z0-9]")  # of these some token is left, whatever the tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
+_say_once = functools.cache(logger.warning)
 WINDOW = 16  # tokens that are decoded again to see what one more adds, at the most
 _UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
 
@@ -69,9 +77,9 @@ class Tokenizer:
             return cls(_read_directory(Path(path), copy_of or Path(path)))
         if found:
             raise UserError(f"{name}: found a file; expected the directory of a tokenizer")
-        if isinstance(path, Path) or not _is_hub_id(name):
+        if isinstance(path, Path) or not (of_hub := hub.parted(name)):
             raise UserError(f"{name}: found no such directory; expected the directory of a tokenizer")
-        return cls(_read_hub(name))
+        return cls(_read_hub(name, *of_hub))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, uncut and without special tokens. A lone surrogate is encoded as "?"."""
@@ -253,14 +261,16 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
             )
 
 
-def _is_read(name: str) -> bool:
-    return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ)
+def _is_read(name: str, patterns: Sequence[str] = _READ) -> bool:
+    return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
     """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
+    there = " and ".join(sorted(path.name for path in directory.iterdir() if _is_read(path.name, _VOCABULARIES)))
     if not any(look(directory / name) == "file" for name in _FILES):
-        raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(_FILES)}")
+        found = f"{there}, but nothing that says their class" if there else "no tokenizer"
+        raise UserError(f"{named}: found {found}; expected one of {', '.join(_FILES)}")
     try:
         return tokenizer_file.read(directory)
     except tokenizer_file.Unsuited as unsuited:
@@ -285,8 +295,24 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     # Without the vocabulary file transformers silently makes a tokenizer of a few pieces.
     needed = list(type(inner).vocab_files_names.values())
     if needed and not any(look(directory / name) == "file" for name in needed):
-        raise UserError(f"{named}: found no vocabulary; expected {' or '.join(needed)}")
+        found = f"{there}, which its {type(inner).__name__} does not read" if there else "no vocabulary"
+        raise UserError(f"{named}: found {found}; expected {' or '.join(needed)}")
+    if type(inner).__name__.startswith("T5") and (lost := _not_followed(directory)):
+        _say_once(
+            f"{named}: not followed, as T5Tokenizer of transformers 5 does not: {', '.join(lost)}; ids may be others "
+            "than in training. A tokenizer.json with the class PreTrainedTokenizerFast is followed"
+        )
     return inner
+
+
+def _not_followed(directory: Path) -> list[str]:
+    """The settings of a vocabulary for which T5Tokenizer takes T5's."""
+    if look(file := directory / "tokenizer.json"):
+        return _NOT_T5S.findall(json.dumps(json.loads(file.read_bytes())))
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
+    model = proto.ModelProto.FromString((directory / "spiece.model").read_bytes())  # type: ignore[attr-defined]
+    return _NOT_T5S.findall(f"{model.trainer_spec}{model.normalizer_spec}")
 
 
 def _names_a_class(directory: Path) -> bool:
@@ -328,28 +354,23 @@ def _damage(directory: Path) -> str:
     return ""
 
 
-def _read_hub(name: str) -> "PreTrainedTokenizerBase":
-    transformers = import_transformers()
+def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTokenizerBase":
+    transformers, at = import_transformers(), _DATA | revision
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, **_DATA)  # if downloaded before
+        return transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)  # if downloaded before
     except Exception:
         pass
     try:
         import huggingface_hub
 
         # Asked first, because without a network transformers would try for a minute.
-        huggingface_hub.model_info(name, timeout=_HUB_TIMEOUT)
-        return transformers.AutoTokenizer.from_pretrained(name, **_DATA)
+        huggingface_hub.model_info(of_hub, timeout=_HUB_TIMEOUT, **revision)
+        return transformers.AutoTokenizer.from_pretrained(of_hub, **at)
     except Exception as error:
         raise UserError(
-            f"{name}: found neither a directory nor a reachable hub id ({_summary(error)}); "
+            f"{name}: found neither a directory nor a reachable hub id ({hub.reason(error)}); "
             f"expected a directory of tokenizer files or a hub id"
         ) from error
-
-
-def _is_hub_id(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
 def import_transformers() -> types.ModuleType:

@@ -142,6 +142,8 @@ def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str
     model, given = content["model"], content.get("normalizer") or {}
     if model["type"] != "Unigram" or model["unk_id"] != 2 or model.get("byte_fallback"):
         raise Unsuited(f"{MAIN} has another model than T5's")
+    if "never" in str(content.get("pre_tokenizer")):
+        raise Unsuited(f"{MAIN} puts no space before a text")
     if any(token["normalized"] for token in content["added_tokens"]):
         raise Unsuited(f"{MAIN} has an added token that is normalized")
     steps = given["normalizers"] if given.get("type") == "Sequence" else [given]

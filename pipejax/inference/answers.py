@@ -24,6 +24,7 @@ class Record(TypedDict):
     steps: int  # of Algorithm 1
     calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
     truncated: str | None  # the limit that cut it short, one of `decoding.TRUNCATIONS`
+    method: str  # the name of the method that wrote it
     repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
     sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
     log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
@@ -77,6 +78,7 @@ def record_of(
         "steps": int(found.steps[place]),
         "calls": int(found.calls[place]),
         "truncated": TRUNCATIONS[int(found.truncated[place])],
+        "method": method.name,
     }
     if source.schema is not None:  # all its rows are there, and have ended
         record["truncated"] = None

@@ -36,7 +36,9 @@ class Pipelined(Method):
     def about(self) -> str:
         """Rows side by side."""
         delay, names = self.grid.delay, self.grid.row_names
-        begun = f"a new one every {delay} steps" if delay else "all from the first step on"
+        begun = (
+            f"a new one every {f'{delay} steps' if delay > 1 else 'step'}" if delay else "all from the first step on"
+        )
         named = f" Each row begins as told, in turn: {', '.join(map(repr, names))}." if names else ""
         return (
             f"A T5 that was trained to write the rows of an answer side by side, {begun} (pipelined decoding), with at "

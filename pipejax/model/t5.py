@@ -69,10 +69,12 @@ class EncoderLayer(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
+    attention_class: ClassVar[type[Attention]] = Attention
+    feed_forward_class: ClassVar[type[nn.Module]] = FeedForward
 
     def setup(self) -> None:
-        self.attention = Attention(self.config, self.dtype, self.dropout)
-        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
+        self.attention = self.attention_class(self.config, self.dtype, self.dropout)
+        self.feed_forward = self.feed_forward_class(self.config, self.dtype, self.dropout)
 
     def __call__(self, x: Array, bias: Array | Seen, padding: Array, deterministic: bool) -> Array:
         normed = self.attention.norm(x)
@@ -88,11 +90,13 @@ class DecoderLayer(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
+    attention_class: ClassVar[type[Attention]] = Attention  # of both
+    feed_forward_class: ClassVar[type[nn.Module]] = FeedForward
 
     def setup(self) -> None:
-        self.self_attention = Attention(self.config, self.dtype, self.dropout)
-        self.cross_attention = Attention(self.config, self.dtype, self.dropout)
-        self.feed_forward = FeedForward(self.config, self.dtype, self.dropout)
+        self.self_attention = self.attention_class(self.config, self.dtype, self.dropout)
+        self.cross_attention = self.attention_class(self.config, self.dtype, self.dropout)
+        self.feed_forward = self.feed_forward_class(self.config, self.dtype, self.dropout)
 
     def __call__(
         self,

@@ -136,9 +136,9 @@ class T5Config(Backbone):
         values = {key: facts[key] for key in (field.name for field in dataclasses.fields(cls)) if key in facts}
         # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the
         # head of v1.1 is untied. mT5 never scales, whatever its config.json says.
-        is_t5 = facts["model_type"] == "t5"
-        scaled = facts.get("scale_decoder_outputs", facts.get("tie_word_embeddings", True))
-        values["scale_head"] = scaled if is_t5 else False
+        is_t5, is_mt5 = (facts["model_type"] == kind for kind in T5Config.model_types)
+        scaled = facts.get("scale_decoder_outputs", is_t5 and facts.get("tie_word_embeddings", True))
+        values["scale_head"] = scaled and not is_mt5
         kind = values["feed_forward"] = facts.get("feed_forward_proj", "relu" if is_t5 else "gated-gelu")
         values.setdefault("num_decoder_layers", facts["num_layers"])
         for key, expected in (("dense_act_fn", FEED_FORWARDS.get(str(kind))), ("is_gated_act", kind != "relu")):
@@ -154,7 +154,7 @@ class T5Config(Backbone):
         kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
         return facts | {
             "architectures": ["T5ForConditionalGeneration"],
-            "model_type": "t5",
+            "model_type": self.model_types[0],
             "is_encoder_decoder": True,
             "feed_forward_proj": kind,
             "dense_act_fn": FEED_FORWARDS[kind],
@@ -178,9 +178,10 @@ class T5Config(Backbone):
                 raise UserError(f"{alias.file}: {name}: differs from {present[0]}; expected one table")
         if present:
             tensors[SHARED[0]] = tensors.pop(present[0])
-        if HEAD not in tensors and not self.scale_head:
-            note(f"{weights}: no {HEAD}; the head is the shared table, unscaled, as in transformers")
-        return dataclasses.replace(self, tied_head=HEAD not in tensors)
+        head, _ = dataclasses.replace(self, tied_head=False).tensors().get("lm_head/kernel", (HEAD, ""))
+        if head not in tensors and not self.scale_head:
+            note(f"{weights}: no {head}; the head is the shared table, unscaled, as in transformers")
+        return dataclasses.replace(self, tied_head=head not in tensors)
 
     def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:
         """See `Backbone`. A head that is a copy of the table counts as tied, as in transformers."""
@@ -200,11 +201,12 @@ class T5Config(Backbone):
                 f"{where}: feed_forward_proj: found {self.feed_forward}; expected {expected}, as {weights.name} holds "
                 f"{dense}"
             )
+        own = [name for name, _ in self.tensors().values()]  # a subclass may have others
         for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
-            blocks = {name.split(".")[2] for name in names if name.startswith(f"{stack}.block.")}
-            if len(blocks) != getattr(self, key):
+            there, here = ({x.split(".")[2] for x in each if x.startswith(f"{stack}.block.")} for each in (names, own))
+            if len(there) != len(here):
                 raise UserError(
-                    f"{where}: {key}: found {getattr(self, key)}; expected {len(blocks)}, the number of {stack} blocks "
+                    f"{where}: {key}: found {getattr(self, key)}; expected {len(there)}, the number of {stack} blocks "
                     f"in {weights.name}"
                 )
 

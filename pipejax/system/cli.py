@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipejax.system import environment, streams
 from pipejax.system.errors import UserError, did_you_mean, out_of_memory
@@ -55,11 +55,14 @@ class Parser(argparse.ArgumentParser):
         """Adds a flag whose value is a whole number."""
         self.add_argument(flag, type=whole(least, most), default=default, metavar="N", help=text)
 
-    def add_overrides(self, text: str) -> None:
-        """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help."""
-        self.add_argument(
-            "--set", action="append", type=_assignment, default=[], metavar="KEY=VALUE", dest="overrides", help=text
-        )
+    def add_overrides(self, text: str = "model=MODULE:CLASS alone: a backbone of your own, not a T5") -> None:
+        """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help.
+
+        `--backbone MODULE:CLASS` is another spelling of `--set model=MODULE:CLASS`.
+        """
+        kept: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
+        self.add_argument("--set", type=_assignment, metavar="KEY=VALUE", help=text, **kept)
+        self.add_argument("--backbone", type="model={}".format, help=argparse.SUPPRESS, **kept)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -66,7 +66,7 @@ def teach(
             raise UserError(
                 f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
             )
-        ours = {*DECODING_KEYS} - {"method"}  # which `lesson` refuses
+        ours = {*DECODING_KEYS, "model"} - {"method"}  # which `lesson` refuses
         own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & ours]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)

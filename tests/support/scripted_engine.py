@@ -57,6 +57,7 @@ class ScriptedEngine:
             "steps": 9,
             "calls": 9,
             "truncated": None,
+            "method": "pipelined",
             "log_prob": -0.25 * sum(map(len, rows)),
             "log_probs": [[-0.25] * len(row) for row in rows],
         }

@@ -78,4 +78,4 @@ class UMT5Config(T5Config):
         }
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"architectures": ["UMT5ForConditionalGeneration"], "model_type": "umt5"}
+        return super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}

@@ -37,20 +37,25 @@ def main(argv: Sequence[str]) -> int:
         help="that decoded it: knows the grid, the template of sources, and the tokens of words made of several",
     )
     parser.add_argument("--input", metavar="FILE", help="the decoded file, to show the source (html)")
+    parser.add_overrides()
     flags = parser.parse_args(argv)
+    config.backbone(flags.overrides)
     output = Path(flags.output)
     if output.suffix not in (".html", ".svg"):
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
     place, found = record.find(flags.records, flags.id)
-    settings = None
+    settings, can_draw = None, [*methods.able(Config(), "draw")]
     if flags.checkpoint:
         from pipejax.data.tokenizer import Tokenizer  # takes a second
 
         settings = config.load(Path(flags.checkpoint) / "config.json", imports=False)
         if settings.method is not None:
             methods.trained(settings).require("draw", f"{place}: found a record of {flags.checkpoint}")
+            can_draw = [*methods.able(Config(method=settings.method), "draw")]
         if (Path(flags.checkpoint) / "tokenizer").is_dir():
             found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
+    if (name := found.get("method")) is not None and name not in can_draw:  # former records do not say it
+        raise UserError(f"{place}: method: found {name!r}; expected {' or '.join(can_draw)}, whose rows can be drawn")
     known = settings.grid if settings is not None else None
     rows, texts = record.tokens(found, place)
     delay, said = _delay(found, rows, place, given=flags.delay, grid=known)

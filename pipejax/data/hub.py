@@ -1,0 +1,43 @@
+"""Names of the Hugging Face hub, NAME or NAME@REVISION, and its refusals in words."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pipejax.system.errors import UserError, first_line
+from pipejax.system.files import look
+
+LOG_IN = "`hf auth login` with a token that may"
+
+
+def parted(source: str) -> tuple[str, dict[str, Any]] | None:
+    """The name, and its revision as the hub's client takes it; None: this is no name of the hub."""
+    found = re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([^\s@]+))?", source)
+    return found and (found[1], {"revision": found[2]} if found[2] else {})
+
+
+def at(source: str | Path, revision: str) -> str:
+    """The source as NAME@REVISION."""
+    if revision and look(source):
+        raise UserError(
+            f"{source}: found a path with the revision {revision}; expected a name of the hub, which has some"
+        )
+    return f"{source}@{revision}" if revision else str(source)
+
+
+def reason(error: BaseException) -> str:
+    """The reason why the hub refuses, and a remedy; of another error the first line."""
+    from huggingface_hub import errors
+
+    cause: BaseException | None = error
+    while cause and not isinstance(cause, errors.HfHubHTTPError):  # which transformers and the client wrap
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, errors.GatedRepoError):
+        return f"a gated model: ask for access on its page, then {LOG_IN}"
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return f"unknown or private: look at the spelling, or {LOG_IN}"
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return "no such revision; its page lists branches, tags and commits"
+    if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403):
+        return f"{cause.response.status_code}, no right to do so: {LOG_IN}"
+    return first_line(error)
