@@ -17,6 +17,7 @@ from pipejax.inference.running_batch import Encodings, RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from support import oracle
+from support.served import wait_until
 from support.tiny import MORE_WORDS
 
 
@@ -33,10 +34,11 @@ def generator():
 
 @pytest.fixture(scope="module")
 def fast(kernel):
-    """One that our kernel decodes; its answers are long."""
+    """One that our kernel decodes; its answers have no end, as the eos is never the likeliest."""
     sizes = dataclasses.replace(MORE_WORDS, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
     config = Config(model=sizes, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=1_000_000))
     params = oracle.random_params(sizes, np.random.default_rng(4))
+    params = {**params, "shared": {"embedding": jax.numpy.asarray(params["shared"]["embedding"]).at[1].set(0.0)}}
     return Generator(config, params, None, backend=OwnKernel("auto", kernel))
 
 
@@ -118,6 +120,7 @@ def test_answers_to_a_source_that_was_just_encoded(generator):
 def test_our_kernel_leaves_an_encoding_as_it_was(fast):
     engine, ids = Engine(fast, places=2, queue=5, encodings=4), texts(3)
     engine.warm_up(4)
+    wait_until(lambda: engine.compiler.prepared == engine.compiler.planned)
     assert engine.encodings.misses == engine.encodings.bytes == 0
     found = [
         list(engine.submit(request(i, ids[i], "sequential", max_tokens=20)).events())[:-1] for i in (0, 1, 2, 0, 1)
@@ -170,7 +173,7 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
             answers = [engine.submit(one) for one in requests]
         for answer in answers:
             list(answer.events())
-        return {lane.places: batch for lane, batch in engine._batches.items()}
+        return {lane.places: batch for lane, batch in engine._batches.items() if batch._memory is not None}
 
     assert set(lanes(given[:1])) == {1}
     assert set(lanes(given[:3])) == {1, 3}
@@ -265,7 +268,8 @@ def test_who_comes_is_not_kept_waiting_by_a_long_answer(fast):
     while not engine.running:
         time.sleep(0.01)
     record = list(engine.submit(request(1, short, "sequential", max_tokens=3, at_once=False)).events())[-1]
-    assert record["truncated"] == "max_tokens" and sum(map(len, record["row_ids"])) == 3 and engine.running == 1
+    assert record["truncated"] == "max_tokens" and sum(map(len, record["row_ids"])) == 3
+    wait_until(lambda: engine.running + engine.waiting == 1)  # the first has a place, or waits for a larger cache
     first.cancel()
     with pytest.raises(Closed):
         list(first.events())
