@@ -811,7 +811,7 @@ def test_a_start_with_drafts_says_that_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint.save_params(tmp_path / "run", tiny.RUN, oracle.random_params(tiny.MODEL, np.random.default_rng(7)))
-    monkeypatch.setattr(command, "run", lambda service, listener: listener.close())
+    monkeypatch.setattr(command, "run", lambda service, listener, **more: listener.close())
     for draft, said in (("none", []), ("source", ["warning: decode.draft = source"])):
         flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--warm-up", "0", f"--set=decode.draft={draft}"]
         assert command.main(flags) == 0

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from pipejax.inference.answers import Record
 from pipejax.inference.engine import Closed, Event, Full, Request
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import Encodings
 
 
 class ScriptedEngine:
@@ -17,7 +17,7 @@ class ScriptedEngine:
         self.generator, self.places, self._queue = generator, places, queue
         self.requests: list[Request] = []
         self.cancelled: list[Request] = []
-        self.encodings = Encodings(0)
+        self.compiler = SimpleNamespace(planned=0, prepared=0)
         self.under_way = 0
         self.go_on = threading.Event()  # answers stop after their first token until this is set
         self.go_on.set()
