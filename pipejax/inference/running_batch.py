@@ -236,7 +236,7 @@ class RunningBatch:
         return 0 if self._memory is None else self._memory.mask.shape[1]
 
     def needs(self, length: int, *, logits: bool, adapter: int | None) -> Needs:
-        """What has to be compiled before a source of so many tokens can join those that have a place.
+        """The programs to be compiled before a source of so many tokens can join those that have a place.
 
         `logits`: whether it is sampled or scored.
         """
@@ -253,7 +253,7 @@ class RunningBatch:
     def needs_of(
         self, source: int | None, length: int, slots: int, logits: Iterable[bool], adapter: int | None = None
     ) -> Needs:
-        """What has to be compiled for a source, if there is one, and steps of that memory, cache and kinds."""
+        """Those of a source, if there is one, and of steps with that memory, cache and kinds."""
         found: dict[Hashable, Callable[[], object]] = {}
         own = self.strategy, self.places, length
         if source is not None:
@@ -282,11 +282,11 @@ class RunningBatch:
         memory, _ = self._program("empty", self._ready.decoding, one, slots=self._sizes.slots[0]).out_info
         if self.places > 1:
             self._program("place", memory, one, np.int32(0))
-        if length > memory_length(1):
-            half = self._shape(length // 2, adapter)
+        while length > memory_length(1):  # shorter ones become as long
+            length //= 2
             for places in {1, self.places}:
-                many = jax.tree.map(lambda x, n=places: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), half)
-                self._program("widen", many, slots=length)
+                shape = partial(_with_places, places=places)
+                self._program("widen", jax.tree.map(shape, self._shape(length, adapter)), slots=2 * length)
 
     def _make_steps(self, length: int, slots: int, wishes: Wishes, adapter: int | None) -> None:
         """Compiles the steps with a cache of that size, and its growing."""
@@ -436,6 +436,10 @@ class RunningBatch:
 def _shapes(tree: Any) -> tuple[Hashable, ...]:
     """The key of a tree: its structure, and the shapes and dtypes of its arrays."""
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
+
+
+def _with_places(x: jax.ShapeDtypeStruct, *, places: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((places, *x.shape[1:]), x.dtype)
 
 
 def _placed(memory: Memory, new: Memory, place: Array) -> Memory:
