@@ -297,7 +297,7 @@ class Held:
 
     def __init__(self, engine):
         self.engine, self.ask, self.kept = engine, engine.compiler.ask, []
-        engine.compiler.ask = lambda needs, order=0: self.kept.append(needs)
+        engine.compiler.ask = lambda needs, order=WANTED: self.kept.append(needs)
 
     def let_go(self):
         self.engine.compiler.ask = self.ask
@@ -491,7 +491,7 @@ def test_what_a_warm_up_plans(fake):
     """All lengths and caches of both batches; first what answers every prompt."""
     orders, ask = {}, fake.compiler.ask
 
-    def note(needs, order=0):
+    def note(needs, order=WANTED):
         orders.setdefault(order, set()).update(needs)
         ask(needs, order)
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 Needs = Mapping[Hashable, Callable[[], object]]  # what has to be compiled, by key, with what does it
 Told = Callable[[Hashable, Exception | None], None]
-WANTED, PLANNED, LATER, LAST = range(4)  # in this order; a request waits for what is wanted
+END, WANTED, PLANNED, LATER, LAST = range(5)  # in this order; a request waits for what is wanted
 
 
 class Compiler:
@@ -30,7 +30,7 @@ class Compiler:
         self.compiled: dict[Hashable, Any] = {}
         self.planned = self.prepared = 0
         self._tell, self._numbers = tell, itertools.count()
-        self._asked = queue.PriorityQueue[tuple[int, int, Hashable, Callable[[], object] | None]]()
+        self._asked = queue.PriorityQueue[tuple[int, int, Hashable, Callable[[], object]]]()
         threading.Thread(target=self._run, name="compiler", daemon=True).start()
 
     def ask(self, needs: Needs, order: int = WANTED) -> None:
@@ -42,10 +42,10 @@ class Compiler:
 
     def close(self) -> None:
         """Compiles no more; what is under way is not waited for."""
-        self._asked.put((-1, 0, None, None))
+        self._asked.put((END, 0, None, lambda: None))
 
     def _run(self) -> None:
-        while (asked := self._asked.get())[3] is not None:
+        while (asked := self._asked.get())[0] != END:
             order, _, key, make = asked
             error = None
             if key not in self.compiled:

@@ -206,11 +206,7 @@ class Engine:
         self._switch.throw()
 
     def warm_up(self, length: int) -> None:
-        """Plans to compile what prompts of up to so many tokens need with the default strategy; returns at once.
-
-        Planned is the batch of all places, which takes any of them. The one of requests that are alone follows, and
-        larger caches come last.
-        """
+        """Plans to compile what prompts of up to so many tokens need with the default strategy; returns at once."""
         self.compiler.ask({WEIGHTS: self._lay_out, "plan": lambda: self._plan(length)}, PLANNED)
 
     def _lay_out(self) -> None:
@@ -222,7 +218,7 @@ class Engine:
             batch = self._give(self._new_batch(kind, places), kind, Source("", [1]))
             logits = {False, bool(kind.method.can & {"sample", "score"})}
             for i, slots in enumerate(batch.cache_sizes):
-                order = LAST if i else PLANNED if places == self.places else LATER
+                order = LAST if i else PLANNED if places == self.places else LATER  # the first of them takes any prompt
                 for n in sources:
                     self.compiler.ask(batch.needs_of(n, memory_length(n), slots, logits, generator.adapter), order)
 
@@ -388,7 +384,6 @@ class Engine:
         return RunningBatch(programs, kind.strategy, places, self._switch, self.encodings, compiled)
 
     def _give(self, batch: RunningBatch, kind: Kind, source: Source) -> RunningBatch:
-        """The batch for answers whose rows begin as those of a source."""
         rows = wishes.rows_of(source, kind.method, self.generator.tokenizer)
         batch.give(wishes.forced_of(rows, kind.strategy), source.schema)
         return batch

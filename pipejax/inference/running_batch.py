@@ -104,6 +104,7 @@ class RunningBatch:
     and another one where tokens are sampled or scored.
 
     Attributes:
+      cache_sizes: slots of the cache, as it grows.
       lacks: for the next step, if `advance` could not take it as the programs of a larger cache are not compiled.
     """
 
@@ -122,6 +123,7 @@ class RunningBatch:
         self.places = places
         self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
         self._sizes = schedule(strategy, places)
+        self.cache_sizes = self._sizes.slots
         self._forced: np.ndarray | None = None
         self._grammar: Grammar | None = None
         self.schema: Schema | None = None
@@ -168,11 +170,6 @@ class RunningBatch:
         other = copy.copy(self)
         other.clear()
         return other
-
-    @property
-    def cache_sizes(self) -> tuple[int, ...]:
-        """Slots of the cache, as it grows."""
-        return self._sizes.slots
 
     @property
     def fullest(self) -> int:
@@ -236,10 +233,7 @@ class RunningBatch:
         return 0 if self._memory is None else self._memory.mask.shape[1]
 
     def needs(self, length: int, *, logits: bool, adapter: int | None) -> Needs:
-        """The programs to be compiled before a source of so many tokens can join those that have a place.
-
-        `logits`: whether it is sampled or scored.
-        """
+        """Those to be compiled before a source joins whoever has a place; `logits`: whether it is drawn or scored."""
         own, taken = memory_length(bucket(length)), self._in_use.any()
         slots = self._slots if taken or own == self._length else self._sizes.slots[0]
         most = max(own, self._length) if taken else own
@@ -247,8 +241,7 @@ class RunningBatch:
 
     def _kinds(self) -> list[bool]:
         """Whether each of those that have a place is sampled or scored."""
-        kinds: list[bool] = (self._scored | (self._sampling.temperature > 0))[self._in_use].tolist()
-        return kinds
+        return [*map(bool, (self._scored | (self._sampling.temperature > 0))[self._in_use])]
 
     def needs_of(
         self, source: int | None, length: int, slots: int, logits: Iterable[bool], adapter: int | None = None
@@ -265,8 +258,7 @@ class RunningBatch:
         return {key: make for key, make in found.items() if key not in self._compiled}
 
     def _of_source(self, length: int, adapter: int | None) -> tuple[Any, ...]:
-        of_each = jax.ShapeDtypeStruct((1,), np.int32)
-        source = jax.ShapeDtypeStruct((1, length), np.int32)
+        source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
         return self._ready.encoding, source, of_each, None if adapter is None else of_each
 
     def _shape(self, length: int, adapter: int | None) -> Memory:
@@ -284,17 +276,18 @@ class RunningBatch:
             self._program("place", memory, one, np.int32(0))
         while length > memory_length(1):  # shorter ones become as long
             length //= 2
-            for places in {1, self.places}:
-                shape = partial(_with_places, places=places)
-                self._program("widen", jax.tree.map(shape, self._shape(length, adapter)), slots=2 * length)
+            for n in {1, self.places}:
+                many = jax.tree.map(
+                    lambda x, n=n: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), self._shape(length, adapter)
+                )
+                self._program("widen", many, slots=2 * length)
 
     def _make_steps(self, length: int, slots: int, wishes: Wishes, adapter: int | None) -> None:
         """Compiles the steps with a cache of that size, and its growing."""
         one = self._shape(length, adapter)
         memory, carry = self._program("empty", self._ready.decoding, one, slots=self._sizes.slots[0]).out_info
         if wishes.grammar is not None:
-            states = jax.ShapeDtypeStruct(wishes.grammar.starts.shape, np.int32)
-            carry = dataclasses.replace(carry, states=states)
+            carry = dataclasses.replace(carry, states=jax.ShapeDtypeStruct(wishes.grammar.starts.shape, np.int32))
         for size in self._sizes.slots[1:]:
             if size <= slots:
                 carry = self._program("grow", self._ready.decoding, memory, carry, slots=size).out_info
@@ -436,10 +429,6 @@ class RunningBatch:
 def _shapes(tree: Any) -> tuple[Hashable, ...]:
     """The key of a tree: its structure, and the shapes and dtypes of its arrays."""
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
-
-
-def _with_places(x: jax.ShapeDtypeStruct, *, places: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((places, *x.shape[1:]), x.dtype)
 
 
 def _placed(memory: Memory, new: Memory, place: Array) -> Memory:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -26,7 +27,6 @@ from pipejax.apps.serving.refusals import Refused
 from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import template_of
-from pipejax.system import cli
 from pipejax.system.extras import extra
 
 with extra("serve", "pipejax serve"):
@@ -149,12 +149,7 @@ class Service:
         given = await run(self._readers, asked.parse, body)
         found = given.get("response_format") or given.get("text")
         pool = self._readers if not found or found in (TEXT, {"format": TEXT}) else self._schemas
-
-        def read() -> Asked:
-            with cli.unneeded():
-                return asked.read(given, form, self.models, most=self.limits.answers)
-
-        return await run(pool, read)
+        return await run(pool, partial(asked.read, given, form, self.models, most=self.limits.answers))
 
     def _tell_of_turns(self, wanted: Asked) -> None:
         """Says once that a part of a conversation was not read."""
@@ -289,8 +284,8 @@ class _Desk:
             if self._logs:
                 seconds, path = time.perf_counter() - begun, quote(scope["path"])[:200]
                 told = {"request": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
-                said = f"{told['method']} {path} {status} in {seconds:.3f} s, request {own}"
-                logger.info(said, extra={"fields": told})
+                said = "{method} {path} {status} in {seconds:.3f} s, request {request}"
+                logger.info(said.format(**told), extra={"fields": told})
 
 
 class _Door:

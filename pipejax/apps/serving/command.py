@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -77,12 +76,8 @@ def main(argv: Sequence[str]) -> int:
     seconds("--timeout", "seconds for a request (default: %(default)s)", 300)
     seconds("--keep-alive", "seconds that an idle connection stays open (default: %(default)s)", 75)
     seconds("--drain", "seconds to finish what is under way at the end (default: --timeout)", None, least=0)
-    parser.add_number(
-        "--warm-up",
-        "compile at the start for prompts of up to N tokens; 0: none (default: data.max_source)",
-        least=0,
-        most=2**16,
-    )
+    ahead = "compile at the start for prompts of up to N tokens; 0: none (default: data.max_source)"
+    parser.add_number("--warm-up", ahead, least=0, most=2**16)
     parser.add_argument("--access-log", action="store_true", help="a line for each request: no prompts, no answers")
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is logged (default: info)")
     parser.add_argument("--log-json", action="store_true", help="write each line to standard error as a JSON object")
@@ -108,9 +103,7 @@ def start(flags: argparse.Namespace) -> int:
     listener = listen(flags.host, flags.port)
     from pipejax.apps.serving.app import Limits, Service
     from pipejax.inference.engine import Engine
-    from pipejax.inference.loading import (
-        load,  # starts JAX: after the flags and the port are known to be good
-    )
+    from pipejax.inference.loading import load  # starts JAX: after the flags and the port are known to be good
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
     if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
@@ -146,13 +139,11 @@ def told_to_end() -> Iterator[None]:
         cli.note("stopped by SIGTERM before the server had started")
         sys.exit(128 + signal.SIGTERM)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, leave) if is_main else None
+    before = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)
 
 
 def origin(text: str) -> str:
@@ -225,11 +216,7 @@ def listen(host: str, port: int) -> socket.socket:
 def run(
     service: "Service", listener: socket.socket, *, keep_alive: int = 75, drain: float = 300, shown: bool = True
 ) -> None:
-    """Serves until a signal asks for the end and all requests are answered, or `drain` seconds are over.
-
-    Args:
-      shown: whether progress is.
-    """
+    """Serves until a signal asks for the end and all requests are answered, or `drain` seconds are over."""
     with extra("serve", "pipejax serve"):
         import uvicorn
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -263,16 +250,8 @@ def run(
     if not service.keys and "*" in service.origins:
         cli.note("warning: --allow-origin * and no API key: every page that a browser here shows may use this server")
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    config = uvicorn.Config(
-        make(service),
-        http=Protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_keep_alive=keep_alive,
-    )
+    ours = {"http": Protocol, "ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
+    config = uvicorn.Config(make(service), **ours, server_header=False, timeout_keep_alive=keep_alive)  # type: ignore[arg-type]
     server = Server(config)
 
     async def serve() -> None:
@@ -281,8 +260,8 @@ def run(
             await asyncio.sleep(0.01)
         cli.note(f"serving {service.name} at {where}")
         compiler, ends = service.engine.compiler, float("inf")
-        progress = Progress("compiling", compiler.planned, unit="program", shown=shown and not service.is_warm)
         is_warm = service.is_warm
+        progress = Progress("compiling", compiler.planned, unit="program", shown=shown and not is_warm)
         while not serving.done() and (service.active or not service.draining):
             await asyncio.sleep(0.1)
             progress.total = compiler.planned
