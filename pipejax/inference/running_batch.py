@@ -248,7 +248,7 @@ class RunningBatch:
     ) -> Needs:
         """Those of a source, if there is one, and of steps with that memory, cache and kinds."""
         found: dict[Hashable, Callable[[], object]] = {}
-        own = self.strategy, self.places, length
+        own: tuple[Any, ...] = self.strategy, self.places, length
         if source is not None:
             found["encode", source] = partial(self._program, "encode", *self._of_source(source, adapter))
             found["room", *own] = partial(self._make_room, length, adapter)
