@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import Sampling
+from pipejax.decoding import Decoded, Sampling
 from pipejax.inference.backends import OwnKernel
+from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import Encodings, RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from support import oracle
+from support.served import wait_until
 from support.tiny import MORE_WORDS
 
 
@@ -33,10 +35,11 @@ def generator():
 
 @pytest.fixture(scope="module")
 def fast(kernel):
-    """One that our kernel decodes; its answers are long."""
+    """One that our kernel decodes; its answers have no end, as the eos is never the likeliest."""
     sizes = dataclasses.replace(MORE_WORDS, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
     config = Config(model=sizes, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=1_000_000))
     params = oracle.random_params(sizes, np.random.default_rng(4))
+    params = {**params, "shared": {"embedding": jax.numpy.asarray(params["shared"]["embedding"]).at[1].set(0.0)}}
     return Generator(config, params, None, backend=OwnKernel("auto", kernel))
 
 
@@ -118,6 +121,7 @@ def test_answers_to_a_source_that_was_just_encoded(generator):
 def test_our_kernel_leaves_an_encoding_as_it_was(fast):
     engine, ids = Engine(fast, places=2, queue=5, encodings=4), texts(3)
     engine.warm_up(4)
+    wait_until(lambda: engine.compiler.prepared == engine.compiler.planned)
     assert engine.encodings.misses == engine.encodings.bytes == 0
     found = [
         list(engine.submit(request(i, ids[i], "sequential", max_tokens=20)).events())[:-1] for i in (0, 1, 2, 0, 1)
@@ -170,7 +174,7 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
             answers = [engine.submit(one) for one in requests]
         for answer in answers:
             list(answer.events())
-        return {lane.places: batch for lane, batch in engine._batches.items()}
+        return {lane.places: batch for lane, batch in engine._batches.items() if batch._memory is not None}
 
     assert set(lanes(given[:1])) == {1}
     assert set(lanes(given[:3])) == {1, 3}
@@ -265,7 +269,8 @@ def test_who_comes_is_not_kept_waiting_by_a_long_answer(fast):
     while not engine.running:
         time.sleep(0.01)
     record = list(engine.submit(request(1, short, "sequential", max_tokens=3, at_once=False)).events())[-1]
-    assert record["truncated"] == "max_tokens" and sum(map(len, record["row_ids"])) == 3 and engine.running == 1
+    assert record["truncated"] == "max_tokens" and sum(map(len, record["row_ids"])) == 3
+    wait_until(lambda: engine.running + engine.waiting == 1)  # the first has a place, or waits for a larger cache
     first.cancel()
     with pytest.raises(Closed):
         list(first.events())
@@ -281,4 +286,303 @@ def test_a_failure_is_told_and_the_engine_goes_on(generator, monkeypatch):
             list(engine.submit(request(0, given[0])).events())
     assert_same(list(engine.submit(request(0, given[0])).events())[-1], generator.decode([given[0]])[0])
     assert engine.failed == 1
+    engine.close(drain=True, seconds=60)
+
+
+# The compiler beside the engine.
+
+
+class Held:
+    """Holds back what an engine asks its compiler for, until it is let go."""
+
+    def __init__(self, engine):
+        self.engine, self.ask, self.kept = engine, engine.compiler.ask, []
+        engine.compiler.ask = lambda needs, order=WANTED: self.kept.append(needs)
+
+    def let_go(self):
+        self.engine.compiler.ask = self.ask
+        for needs in self.kept:
+            self.ask(needs)
+
+
+def record_in(answer):
+    return list(answer.events())[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["length", "strategy", "scores", "temperature"])
+def test_others_go_on_while_a_request_waits_for_its_programs(generator, other):
+    """Whatever is new about it; its answer is the one of decoding."""
+    engine, short = Engine(generator, places=2, queue=9), [5, 6, 7, 1]
+    for _ in range(2):  # alone and beside each other
+        for answer in [engine.submit(request(0, short, log_probs=False)) for _ in range(2)]:
+            record_in(answer)
+    held, ids, more = Held(engine), short, {"log_probs": False}
+    strategy = "sequential" if other == "strategy" else "pipelined"
+    if other == "length":
+        ids = [*short[:3] * 25, 1]
+    elif other == "scores":
+        more = {"log_probs": True}
+    elif other == "temperature":
+        more |= {"temperature": 1.0, "seed": 3}
+    waits = engine.submit(request(0, ids, strategy, **more))
+    wait_until(lambda: held.kept)
+    for _ in range(3):
+        assert record_in(engine.submit(request(0, short, log_probs=False)))["row_ids"]
+    assert (engine.waiting, engine.running) == (1, 0) and waits.awaits
+    held.let_go()
+    found = record_in(waits)
+    if other != "temperature":
+        assert found["row_ids"] == generator.decode([ids], strategy=strategy)[0]["row_ids"]
+    engine.close(drain=True, seconds=60)
+
+
+@pytest.mark.slow
+def test_an_answer_that_outgrows_what_is_compiled_makes_room(generator, monkeypatch):
+    """It begins anew when the larger cache is there: no token is told twice, and all are those of decoding."""
+    given = texts(4)
+    decoded = generator.decode(given, batch_size=1)
+    monkeypatch.setattr("pipejax.inference.programs.SLOTS", (8, 24))
+    engine = Engine(generator, places=1, queue=9)
+    events = [[] for _ in given]
+    for answer, found in zip([engine.submit(request(i, ids)) for i, ids in enumerate(given)], events, strict=True):
+        found += answer.events()
+    assert engine.failed == 0 and engine.answered == len(given)
+    engine.close(drain=True, seconds=60)
+    sizes = {key[4] for key in engine.compiler.compiled if key[0] == "steps"}
+    assert len(sizes) > 1 and min(sizes) == 8  # so that some were put off
+    for (*tokens, record), expected in zip(events, decoded, strict=True):
+        assert_same(record, {**expected, "id": record["id"]})
+        rows = [[event.token for event in tokens if event.row == r] for r in range(5)]
+        assert [row for row in rows if row] == [row for row in record["row_ids"] if row]
+
+
+class FakeBatch:
+    """Writes three tokens for each of a source, one a step; a cache has a slot a token."""
+
+    cache_sizes, _memory, made = (8, 64), True, 0
+
+    def __init__(self, programs, strategy, places, switch, encodings, compiled):
+        self.strategy, self.places, self.compiled = strategy, places, compiled
+        self.starts, self.slots, self.lacks, self.schema = np.zeros(1, np.int64), 8, {}, None
+        self.places_of = {}  # by place the tokens that are asked for, those that are written, and whether it is scored
+
+    def give(self, forced, schema):
+        self.schema = schema
+
+    def needs(self, length, *, logits, adapter):
+        kinds = {logits, *(one[2] for one in self.places_of.values())}
+        return self.needs_of(length, length, self.slots if self.places_of else 8, kinds, adapter)
+
+    def needs_of(self, source, length, slots, logits, adapter=None):
+        keys = [("encode", source), *(("steps", self.strategy, self.places, length, slots, one) for one in logits)]
+        return {key: self.make for key in keys if key not in self.compiled and key[1] is not None}
+
+    @staticmethod
+    def make():
+        FakeBatch.made += 1
+
+    def add(self, ids, sampling, *, log_probs, row_tokens, adapter):
+        if not self.places_of:
+            self.slots = 8
+        place = min({*range(self.places)} - self.places_of.keys())
+        self.length = len(ids)
+        self.places_of[place] = [3 * len(ids), 0, log_probs or sampling.temperature > 0]
+        return place
+
+    def drop(self, place):
+        del self.places_of[place]
+
+    @property
+    def fullest(self):
+        return max(self.places_of, key=lambda place: self.places_of[place][1])
+
+    def advance(self, most, *, often):
+        time.sleep(0.002)
+        self.lacks = {}
+        if max(one[1] for one in self.places_of.values()) == self.slots == 8:
+            self.lacks = self.needs_of(None, self.length, 64, {one[2] for one in self.places_of.values()})
+            self.slots = 8 if self.lacks else 64
+        if not self.lacks:
+            for one in self.places_of.values():
+                one[1] += 1
+        counts = np.asarray([self.places_of.get(place, (0, 0))[1] for place in range(self.places)])
+        tokens = np.tile(np.arange(99) % 9 + 2, (self.places, 1, 1))
+        scores = np.zeros(tokens.shape, np.float32)
+        decoded = Decoded(tokens=tokens, lengths=counts[:, None], steps=counts, truncated=0 * counts, log_probs=scores)
+        wanted = np.asarray([self.places_of.get(place, (0, 0))[0] for place in range(self.places)])
+        return decoded, counts >= wanted
+
+    def steps_for(self, tokens, taken):
+        return tokens
+
+    news = RunningBatch.news
+
+
+@pytest.fixture
+def fake(generator, monkeypatch):
+    """An engine whose batches compile nothing, but ask for it."""
+    monkeypatch.setattr("pipejax.inference.engine.RunningBatch", FakeBatch)
+    monkeypatch.setattr(FakeBatch, "made", 0)
+    engine = Engine(generator, places=2, queue=9)
+    yield engine
+    engine.close(drain=False, seconds=1)
+
+
+def plain(length, strategy="sequential", **more):
+    return request(0, [*[5] * (length - 1), 1], strategy, **{"log_probs": False, **more})
+
+
+@pytest.mark.parametrize("new", [plain(2, log_probs=True), plain(2, temperature=1.0), plain(1), plain(2, "pipelined")])
+def test_the_others_go_on(fake, new):
+    """Alone and beside others, whatever the one that waits has that is new."""
+    for answers in ([plain(2)], [plain(2)] * 3):
+        for answer in [fake.submit(one) for one in answers]:
+            assert len(record_in(answer)["row_ids"][0]) == 6
+    held = Held(fake)
+    waits = fake.submit(new)
+    wait_until(lambda: held.kept)
+    for _ in range(3):
+        assert record_in(fake.submit(plain(2)))["truncated"] is None
+    assert (fake.waiting, fake.running) == (1, 0) and len(held.kept) == 1
+    held.let_go()
+    assert len(record_in(waits)["row_ids"][0]) == 3 * len(new.source.content) and not waits.awaits
+
+
+def test_the_cache_grows_while_others_go_on(fake):
+    """The one that outgrew it tells each token once, begins again behind nobody, and keeps its bound."""
+    record_in(fake.submit(plain(2)))
+    for answer in [fake.submit(plain(2)) for _ in range(3)]:
+        record_in(answer)
+    for places in (1, 2):  # of the prompt of 9 tokens all but its larger cache is there
+        for key, make in (
+            FakeBatch(None, plain_kind(fake).strategy, places, None, None, {}).needs_of(9, 9, 8, {False}).items()
+        ):
+            make()
+            fake.compiler.compiled[key] = True
+    held = Held(fake)
+    long, cut = fake.submit(plain(9)), fake.submit(plain(9, max_tokens=20))
+    wait_until(lambda: len(held.kept) == 2 and fake.running == 0)
+    assert fake.waiting == 2 and record_in(fake.submit(plain(2)))["row_ids"]
+    held.let_go()
+    for answer, count in ((long, 27), (cut, 20)):
+        *tokens, record = answer.events()
+        assert [event.token for event in tokens] == (np.arange(count) % 9 + 2).tolist() == record["row_ids"][0]
+        assert record["truncated"] == ("max_tokens" if count == 20 else None)
+
+
+def plain_kind(engine):
+    return engine._kind(engine.generator, "sequential")
+
+
+def test_one_that_is_alone_takes_the_batch_that_is_there(fake):
+    """And waits for neither, when one of them is."""
+    for places, kept in ((2, 1), (1, 1)):
+        wanted = FakeBatch(None, plain_kind(fake).strategy, places, None, None, {}).needs_of(kept, kept, 8, {False})
+        fake.compiler.ask(wanted)
+        wait_until(lambda wanted=wanted: not wanted.keys() - fake.compiler.compiled.keys())
+        fake.compiler.compiled["weights"] = True
+        held = Held(fake)
+        assert record_in(fake.submit(plain(kept)))["row_ids"] and not held.kept
+        held.let_go()
+
+
+def test_what_a_warm_up_plans(fake):
+    """All lengths and caches of both batches; first what answers every prompt."""
+    orders, ask = {}, fake.compiler.ask
+
+    def note(needs, order=WANTED):
+        orders.setdefault(order, set()).update(needs)
+        ask(needs, order)
+
+    fake.compiler.ask = note
+    fake.warm_up(70)
+    wait_until(lambda: fake.compiler.prepared == fake.compiler.planned and not fake.compiler._asked.qsize())
+    lengths = {64: {16, 24, 32, 48, 64}, 128: {96}}
+    steps = {
+        order: {(key[2], key[3], key[4], key[5]) for key in keys if key[0] == "steps"} for order, keys in orders.items()
+    }
+    kinds = [(m, kind) for m in lengths for kind in (False, True)]
+    assert steps[PLANNED] == {(2, m, 8, kind) for m, kind in kinds}
+    assert steps[LATER] == {(1, m, 8, kind) for m, kind in kinds}
+    assert steps[LAST] == {(places, m, 64, kind) for places in (1, 2) for m, kind in kinds}
+    assert {key[1] for key in orders[PLANNED] if key[0] == "encode"} == {n for own in lengths.values() for n in own}
+    assert {"weights", "plan"} <= orders[PLANNED] and FakeBatch.made == len(fake.compiler.compiled) - 2
+
+
+def scripted(generator, monkeypatch):
+    """An engine whose weights are laid out and whose compiler is held."""
+    engine = Engine(generator, places=1, queue=9)
+    engine.compiler.compiled["weights"] = True
+    return engine, Held(engine)
+
+
+def test_who_leaves_while_it_waits_for_its_programs_is_gone_at_once(generator, monkeypatch):
+    engine, held = scripted(generator, monkeypatch)
+    answers = [engine.submit(request(i, [5, 1])) for i in range(3)]
+    wait_until(lambda: len(held.kept) >= 3)
+    answers[1].cancel()
+    with pytest.raises(Closed):
+        list(answers[1].events())
+    assert engine.waiting == 2
+    engine.close(drain=False, seconds=0)  # which waits for no compiler
+    for answer in (answers[0], answers[2]):
+        with pytest.raises(Closed):
+            list(answer.events())
+    assert engine.waiting == engine.running == 0
+
+
+def test_a_compilation_that_fails_is_told_to_those_who_wait_for_it(generator, monkeypatch):
+    engine, held = scripted(generator, monkeypatch)
+    lost = [engine.submit(request(i, [5, 1])) for i in range(2)]
+    other = engine.submit(request(0, [5, 1], "sequential"))
+    wait_until(lambda: len(held.kept) == 3)
+
+    def fail():
+        raise MemoryError("too little for a program")
+
+    held.ask({key: fail for key in held.kept[0] if key[0] == "steps"})  # the encoder is everybody's
+    for answer in lost:
+        with pytest.raises(MemoryError, match="for a program"):
+            list(answer.events())
+    assert (engine.failed, engine.waiting, bool(other.awaits)) == (2, 1, True)
+    engine.close(drain=False, seconds=0)
+
+
+def test_the_compiler_takes_what_is_waited_for_first():
+    done, begun, go_on = [], threading.Event(), threading.Event()
+    compiler = Compiler(lambda key, error: done.append((key, error is None)))
+    compiler.ask({"first": lambda: (begun.set(), go_on.wait(20))}, PLANNED)
+    begun.wait(20)
+
+    def fail():
+        raise ValueError("no")
+
+    for order, key in ((LAST, "last"), (LATER, "later"), (PLANNED, "planned"), (WANTED, "wanted"), (WANTED, "first")):
+        compiler.ask({key: lambda: None}, order)
+    compiler.ask({"bad": fail}, PLANNED)
+    assert (compiler.planned, compiler.prepared) == (3, 0)
+    go_on.set()
+    wait_until(lambda: len(done) == 7)
+    assert [key for key, _ in done] == ["first", "wanted", "first", "planned", "bad", "later", "last"]
+    assert [key for key, fine in done if not fine] == ["bad"] and "bad" not in compiler.compiled
+    wait_until(lambda: compiler.prepared == 3)  # it is no reason to wait for ever
+    compiler.close()
+    compiler.ask({"late": lambda: done.append("late")})
+    time.sleep(0.05)
+    assert len(done) == 7
+
+
+@pytest.mark.slow
+def test_after_the_warm_up_nobody_waits_for_a_compiler(generator):
+    """Sources of all lengths up to the longest, alone and together, scored or drawn or neither."""
+    engine = Engine(generator, places=2, queue=9)
+    engine.warm_up(70)
+    wait_until(lambda: not engine.compiler._asked.qsize() and engine.compiler.prepared == engine.compiler.planned, 120)
+    held = Held(engine)
+    for lengths in ([3], [70], [20, 70], [70, 40, 3]):
+        for more in ({"log_probs": False}, {}, {"log_probs": False, "temperature": 1.0}):
+            answers = [engine.submit(request(0, [*[5] * (n - 1), 1], **more)) for n in lengths]
+            assert all(map(record_in, answers))
+    assert not held.kept
     engine.close(drain=True, seconds=60)

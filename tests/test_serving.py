@@ -3,7 +3,10 @@
 import argparse
 import copy
 import json
+import logging
+import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -504,7 +507,9 @@ def test_other_places(client: TestClient, method: str, path: str, status: int, s
     assert (status == 405) == ("Allow" in reply.headers)
 
 
-@pytest.mark.parametrize("path", ["/", *app.POSTS, "/v1/models", "/v1/models/tiny", "/health", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/", *app.POSTS, "/v1/models", "/v1/models/tiny", "/health", "/livez", "/readyz", "/metrics"]
+)
 @pytest.mark.parametrize("keys", [(), ("secret",)])
 def test_every_path_says_which_methods_it_has(engine: ScriptedEngine, path: str, keys: tuple[str, ...]) -> None:
     client = connect(service(engine, *keys))
@@ -811,11 +816,277 @@ def test_a_start_with_drafts_says_that_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint.save_params(tmp_path / "run", tiny.RUN, oracle.random_params(tiny.MODEL, np.random.default_rng(7)))
-    monkeypatch.setattr(command, "run", lambda service, listener: listener.close())
+    monkeypatch.setattr(command, "run", lambda service, listener, **more: listener.close())
     for draft, said in (("none", []), ("source", ["warning: decode.draft = source"])):
         flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--warm-up", "0", f"--set=decode.draft={draft}"]
         assert command.main(flags) == 0
         assert [line.rpartition(":")[0] for line in capsys.readouterr().err.splitlines()] == said
+
+
+# What those who run it ask for.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health/",
+        "/metrics/",
+        "/v1/models/",
+        "/v1/models/tiny/",
+        "/livez/",
+        "/v1//models",
+        *(f"{p}/" for p in app.POSTS),
+    ],
+)
+def test_no_path_leads_to_another_host(client: TestClient, path: str) -> None:
+    for method in ("GET", "POST"):
+        reply = client.request(method, path, headers={"Host": "evil.example"}, json={}, follow_redirects=False)
+        assert reply.status_code in (404, 405) and "Location" not in reply.headers
+        assert "evil" not in reply.text
+
+
+def test_metrics_count_nothing_by_the_text(client: TestClient) -> None:
+    """All that is told: numbers of requests, answers and tokens, times, and the present state."""
+    client.post(PATH, json={"prompt": TEXT})
+    names = {line.split()[2] for line in client.get("/metrics").text.splitlines() if line.startswith("# TYPE")}
+    counted = {"requests_total", "answers_total", "prompt_tokens_total", "generated_tokens_total"}
+    timed = {"request_seconds", "first_token_seconds"}
+    now = {"active_requests", "places", "places_in_use", "queue_length", "draining", "warming_up"}
+    created = {f"{name.removesuffix('_total')}_created" for name in counted | timed}
+    assert names == {f"pipejax_{name}" for name in counted | timed | now | created}
+
+
+@pytest.mark.parametrize("given", ["a1", "0f8-fad_5b", "Root=1-67891233:abc/9@x.y+z", "x" * 128])
+def test_an_id_of_the_client_is_kept(client: TestClient, given: str) -> None:
+    for path, body in (
+        (PATH, {"prompt": TEXT}),
+        (PATH, {"prompt": TEXT, "stream": True}),
+        (PATH, {}),
+        ("/nowhere", {}),
+    ):
+        assert client.post(path, json=body, headers={"X-Request-Id": given}).headers["X-Request-Id"] == given
+
+
+@pytest.mark.parametrize(
+    "given", [b"", b"x" * 129, b"a b", b"a\tb", b"caf\xe9", b"<b>", b'"', b"\x1b[31m", b"a\xc2\x85b", b"{}"]
+)
+def test_another_id_is_replaced(engine: ScriptedEngine, given: bytes, said: Any) -> None:
+    client = connect(service(engine, access_log=True))
+    replies = [client.get("/health", headers=[(b"x-request-id", given)]) for _ in range(2)]
+    ids = [reply.headers["X-Request-Id"] for reply in replies]
+    assert ids[0] != ids[1] and all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
+    lines = said()
+    assert [line.rpartition(" ")[2] for line in lines] == ids and all(line.isprintable() for line in lines)
+
+
+def test_every_answer_has_an_id(engine: ScriptedEngine, capfd: Any, said: Any) -> None:
+    client = connect(service(engine, "key"))
+    headers = {"Authorization": "Bearer key"}
+    replies = [client.get("/"), client.get("/v1/models"), client.options(PATH), client.put("/health")]
+    engine.error = RuntimeError("by a test")
+    replies.append(client.post(PATH, json={"prompt": TEXT}, headers=headers))
+    assert [reply.status_code for reply in replies] == [200, 401, 204, 405, 500]
+    assert len({reply.headers["X-Request-Id"] for reply in replies}) == 5
+    assert said() == [f"request {replies[-1].headers['X-Request-Id']} failed by a mistake of the server"]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """Gives the lines of the server's log."""
+    logger = logging.getLogger("pipejax.apps.serving")
+    with caplog.at_level(logging.INFO, logger="pipejax"):
+        logger.addHandler(caplog.handler)  # others may have told it not to propagate
+        yield lambda: [record.getMessage() for record in dict.fromkeys(caplog.records)]
+        logger.removeHandler(caplog.handler)
+
+
+def test_an_access_log_has_a_line_a_request_and_no_text(engine: ScriptedEngine, said: Any) -> None:
+    client = connect(service(engine, access_log=True))
+    headers = {"X-Request-Id": "a1"}
+    client.post(PATH, json={"prompt": TEXT}, headers=headers)
+    client.post(PATH + "?secret", json={"prompt": TEXT, "stream": True}, headers=headers)
+    client.get("/v1/a%0a%1b[31mb" + "c" * 999, headers=headers)
+    first, second, third = said()
+    assert re.fullmatch(rf"POST {PATH} 200 in 0\.\d+ s, request a1", first)
+    assert re.fullmatch(rf"POST {PATH} 200 in 0\.\d+ s, request a1", second)
+    assert third.startswith("GET /v1/a%0A%1B%5B31mbcc") and len(third) < 300
+    connect(service(engine)).get("/health")
+    assert len(said()) == 3  # none if it is not asked for
+
+
+def test_lines_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from pipejax.system import cli
+
+    monkeypatch.setattr(cli._lines, "as_json", False)
+    cli.note("plain")
+    cli.write_json()
+    cli.note('a "b"\nc', request="x")
+    cli._lines.emit(logging.makeLogRecord({"msg": "slow", "levelno": 30, "levelname": "WARNING", "fields": {"n": 1.5}}))
+    plain, *lines = capsys.readouterr().err.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert plain == "plain" and len(found) == 2
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}\+00:00", one.pop("time")) for one in found)
+    assert found == [
+        {"level": "info", "message": 'a "b"\nc', "request": "x"},
+        {"level": "warning", "message": "slow", "n": 1.5},
+    ]
+
+
+def test_the_states_that_probes_ask_for(client: TestClient, engine: ScriptedEngine) -> None:
+    own = service(engine)
+    client = connect(own)
+
+    def states() -> list[int]:
+        return [client.get(path).status_code for path in ("/livez", "/health", "/readyz")]
+
+    assert states() == [200, 200, 200]
+    engine.compiler.planned, engine.compiler.prepared = 5, 4
+    assert states() == [200, 200, 503]
+    assert client.get("/readyz").json() == {"status": "warming up", "programs": {"prepared": 4, "planned": 5}}
+    assert "pipejax_warming_up 1.0" in client.get("/metrics").text
+    assert client.post(PATH, json={"prompt": TEXT}).status_code == 200  # as its programs are there
+    engine.compiler.prepared = 5
+    assert states() == [200, 200, 200]
+    own.draining = True
+    assert states() == [200, 503, 503] and client.get("/readyz").json()["status"] == "draining"
+
+
+def test_who_is_not_answered_in_time_at_the_end_is_told_so(engine: ScriptedEngine, capsys: Any) -> None:
+    own, listener = service(engine), command.listen("127.0.0.1", 0)
+    listener.listen()
+    engine.go_on.clear()
+    thread = threading.Thread(target=command.run, args=(own, listener), kwargs={"drain": 0.3})
+    thread.start()
+    body = json.dumps({"prompt": TEXT}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(listener.getsockname()[:2], timeout=20) as connection:
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: engine.under_way == 1)
+        own.draining = True
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 503 ")
+    thread.join(20)
+    assert not thread.is_alive() and "1 requests are not finished after 0.3 s" in capsys.readouterr().err
+
+
+def test_idle_connections_outlive_those_of_proxies(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+
+    made, seconds = uvicorn.Config, []
+
+    def config(*given: Any, **more: Any) -> Any:
+        seconds.append(more["timeout_keep_alive"])
+        return made(*given, **more)
+
+    monkeypatch.setattr(uvicorn, "Config", config)
+    given: tuple[dict[str, Any], ...] = ({}, {"keep_alive": 3})
+    for more in given:
+        own = service(engine)
+        own.draining = True
+        command.run(own, command.listen("127.0.0.1", 0), **more)
+    assert seconds == [75, 3] and seconds[0] > 60
+
+
+def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait for theirs to be compiled."""
+    from pipejax.apps.serving import response_format
+
+    go_on, read, begun = threading.Event(), response_format.read, []
+
+    def slow(given: Any, *more: Any) -> Any:
+        if "response_format" in given or "text" in given:
+            begun.append(1)
+            assert go_on.wait(20)
+            raise UserError("schema: found too much; expected less")
+        return read(given, *more)
+
+    monkeypatch.setattr(response_format, "read", slow)
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    asks = [(PATH, {"prompt": TEXT, "response_format": schema})] * 6
+    asks += [("/v1/responses", {"input": TEXT, "text": {"format": {"type": "json_schema", "schema": {}}}})] * 3
+    replies: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda ask=ask: replies.append(client.post(ask[0], json=ask[1]))) for ask in asks
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(begun) == app.SCHEMAS)
+    assert client.post(PATH, json={"prompt": TEXT}).status_code == 200
+    monkeypatch.setattr(response_format, "read", lambda given, generator, strategy: generator)
+    plain: tuple[dict[str, Any], ...] = ({"text": {"format": {"type": "text"}}}, {"text": {}}, {})
+    for more in plain:
+        assert client.post("/v1/responses", json={"input": TEXT, **more}).status_code == 200
+    assert not replies
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(reply.status_code for reply in replies) == [200] * (9 - app.SCHEMAS) + [400] * app.SCHEMAS
+
+
+def test_a_response_says_what_was_asked(client: TestClient) -> None:
+    asks = {"instructions": "be brief", "metadata": {"a": "b"}, "max_output_tokens": 9, "user": "u1"}
+    asks |= {"safety_identifier": "s1", "prompt_cache_key": "p", "max_tool_calls": 3}
+    found = client.post("/v1/responses", json={"input": TEXT, **asks}).json()
+    assert {name: found[name] for name in asks} == asks and found["truncation"] == "disabled"
+    plain = client.post("/v1/responses", json={"input": TEXT, "truncate": True, "metadata": None}).json()
+    assert (plain["instructions"], plain["metadata"], plain["max_output_tokens"]) == (None, {}, None)
+    assert plain["truncation"] == "auto" and not {"user", "safety_identifier"} & plain.keys()
+    events = client.post("/v1/responses", json={"input": TEXT, "stream": True, **asks}).text.split("\n\n")
+    for event in (events[0], events[1], events[-2]):
+        told = json.loads(event.partition("data: ")[2])["response"]
+        assert {name: told[name] for name in asks} == asks
+
+
+def test_a_method_that_cannot_stream_is_refused_in_one_line(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipejax.methods import Pipelined
+
+    monkeypatch.setattr(Pipelined, "can", Pipelined.can - {"stream"})
+    said = "none: pipelined decoding does not show rows as they are written"
+    for path, source in ((PATH, {"prompt": TEXT}), ("/v1/responses", {"input": TEXT})):
+        message = error(client.post(path, json={**source, "stream": True}), 400)["message"]
+        assert message == f"stream: found True; expected {said}"
+        assert error(client.post(path, json={**source, "stop": "a"}), 400)["param"] == "stop"
+    chat = {"messages": [{"role": "user", "content": TEXT}], "stream": True}
+    assert error(client.post("/v1/chat/completions", json=chat), 400)["param"] == "stream"
+    taken: tuple[dict[str, Any], ...] = (
+        {},
+        {"stream": False},
+        {"stop": []},
+        {"stream": True, "strategy": "sequential"},
+    )
+    for more in taken:
+        assert client.post(PATH, json={"prompt": TEXT, **more}).status_code == 200
+
+
+def test_what_a_user_can_mend_is_no_mistake_of_the_server(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Wherever it is found."""
+    for name in ("asked.cut_source", "asked.response_format.row_tokens", "answering.Writing"):
+        with monkeypatch.context() as patch:
+
+            def refuse(*given: Any, **more: Any) -> Any:
+                raise UserError("grid.x: found 1; expected 2")
+
+            patch.setattr(f"pipejax.apps.serving.{name}", refuse)
+            assert error(client.post(PATH, json={"prompt": TEXT}), 400)["message"] == "grid.x: found 1; expected 2"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_models_say_the_step_of_their_checkpoint(generator: Generator) -> None:
+    other = copy.copy(generator)
+    other.origin = {"step": 7, "params_fp": "x"}
+    assert connect(service(ScriptedEngine(other))).get("/v1/models/tiny").json()["step"] == 7
+    assert connect(service(ScriptedEngine(generator))).get("/v1/models/tiny").json()["step"] is None
+
+
+def test_a_start_that_is_told_to_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, command.told_to_end():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err == "stopped by SIGTERM before the server had started\n"
 
 
 def test_every_field_is_described() -> None:

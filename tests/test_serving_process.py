@@ -187,7 +187,6 @@ def test_chats_and_responses_of_the_client_of_openai(
 ) -> None:
     texts = [record["text"] for record in expected["pipelined"]]
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXTS[1]}]
-    kept = server.metric("encoding_hits")
     chat = client.chat.completions.create(model="tiny", messages=turns)
     assert chat.choices[0].message.content == texts[1]
     assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
@@ -209,7 +208,6 @@ def test_chats_and_responses_of_the_client_of_openai(
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     with pytest.raises(openai.BadRequestError, match="image_url"):
         client.chat.completions.create(model="tiny", messages=image)
-    assert server.metric("encoding_hits") >= kept + 4  # only the first of them waited for the encoder
 
 
 CLIENTS = ROOT / "build" / "peers" / "clients" / "bin" / "python"

@@ -1,7 +1,8 @@
 """Many requests at a time, each answered as if it were alone: continuous batching for a server.
 
 A thread of the engine's own decodes. It goes on with all requests that have a place, a few steps at a time, and in
-between gives places that became free to those that wait.
+between gives places that became free to those that wait. Another thread compiles: a request waits for its programs, and
+the others go on.
 """
 
 import dataclasses
@@ -10,15 +11,17 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 
+from pipejax.data.shapes import bucket, memory_length
 from pipejax.decoding import MOST_LIKELY, Decoded, Refillable, Sampling
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record, record_of
+from pipejax.inference.compiler import LAST, LATER, PLANNED, Compiler, Needs
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, Encodings, RunningBatch, Switch
 from pipejax.inference.schema import Schema
@@ -27,6 +30,9 @@ from pipejax.methods import Method
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+
+WEIGHTS = "weights"  # the key of the first need: that they are laid out
 
 
 class Full(Exception):
@@ -65,6 +71,8 @@ class Answer:
         """Nothing has come yet."""
         self.request, self.generator, self.kind = request, generator, kind
         self.cancelled = False
+        self.awaits: set[Hashable] = set()  # the needs that have to be compiled before it can have a place
+        self.earlier: _Running | None = None  # as far as it was told when it lost its place
         self._wake = wake
         self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self._hear: Callable[[Found], None] = self._found.put
@@ -139,6 +147,7 @@ class Engine:
       tokens: that were written for them.
       failed: requests that an error of the engine ended.
       encodings: of the latest sources.
+      compiler: of its programs.
     """
 
     def __init__(self, generator: Generator, *, places: int, queue: int, encodings: int = 0) -> None:
@@ -152,6 +161,8 @@ class Engine:
         self._beside = False  # whether somebody was there when the last request got its place: so it may be again
         self._change, self._switch = threading.Condition(), Switch()
         self._open, self._stops = True, False
+        self._told_of = set[Hashable]()  # needs that the log knows of
+        self.compiler = Compiler(self._met)
         self._kinds = {self._kind(one, one.default_strategy): one for one in (generator, *generator.adapters.values())}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -177,7 +188,7 @@ class Engine:
         if request.log_probs:
             kind.method.require("score", "logprobs: found some")
         wishes.rows_of(request.source, kind.method, self.generator.tokenizer)
-        answer = Answer(request, generator, kind, self._switch.throw)
+        answer = Answer(request, generator, kind, self._wake)
         with self._change:
             if not self._open:
                 raise Closed("the engine takes no more requests")
@@ -189,16 +200,41 @@ class Engine:
                 self._switch.throw()
         return answer
 
+    def _wake(self) -> None:
+        with self._change:
+            self._change.notify()
+        self._switch.throw()
+
     def warm_up(self, length: int) -> None:
-        """Compiles what prompts of so many tokens need with the default strategy; before there are requests."""
-        source = Source("", [self.generator.architecture.eos_token_id] * length)
-        for kind, places in itertools.product(self._kinds, {1, self.places}):
-            batch, generator = self._batch(_Lane(kind, places, None), source), self._kinds[kind]
-            for log_probs in (False, True):
-                place = batch.add(generator.ids_of(source), log_probs=log_probs, adapter=generator.adapter)
-                batch.advance(1)
-                batch.drop(place)
-            self.encodings.clear()  # each lane compiles an encoder of its own
+        """Plans to compile what prompts of up to so many tokens need with the default strategy; returns at once."""
+        self.compiler.ask({WEIGHTS: self._lay_out, "plan": lambda: self._plan(length)}, PLANNED)
+
+    def _lay_out(self) -> None:
+        _ = self.generator.programs
+
+    def _plan(self, length: int) -> None:
+        sources = sorted({bucket(n) for n in range(1, length + 1)})
+        for (kind, generator), places in itertools.product(self._kinds.items(), dict.fromkeys((self.places, 1))):
+            batch = self._give(self._new_batch(kind, places), kind, Source("", [1]))
+            logits = {False, bool(kind.method.can & {"sample", "score"})}
+            for i, slots in enumerate(batch.cache_sizes):
+                order = LAST if i else PLANNED if places == self.places else LATER  # the first of them takes any prompt
+                for n in sources:
+                    self.compiler.ask(batch.needs_of(n, memory_length(n), slots, logits, generator.adapter), order)
+
+    def _met(self, key: Hashable, error: Exception | None) -> None:
+        """Called by the compiler's thread."""
+        with self._change:
+            waiting = [answer for answer in self._waiting if key in answer.awaits]
+            for answer in waiting:
+                answer.awaits.discard(key)
+                if error:
+                    self._waiting.remove(answer)
+        if error:
+            self.failed += len(waiting)
+            for answer in waiting:
+                answer.give(error)
+        self._wake()
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """Takes no more requests and ends the thread; with `drain` after at most so many seconds of answering."""
@@ -210,13 +246,14 @@ class Engine:
         self._thread.join(seconds)
         with self._change:
             self._stops = True
-        self._switch.throw()
+        self._wake()
         self._thread.join()
+        self.compiler.close()
 
     def _run(self) -> None:
         while True:
             with self._change:
-                while self._open and not self._waiting and not self.running:
+                while not (self._stops or self.running or self._next()) and (self._open or self._waiting):
                     self._change.wait()
                 self._switch.reset()  # before it looks who came or what is over: what comes later throws it again
                 if self._stops or not (self._open or self._waiting or self.running):
@@ -251,37 +288,77 @@ class Engine:
                 if one.answer.cancelled:
                     self._leave(lane, place)
         while (answer := self._next()) is not None:  # others may come while one is encoded
-            request, kind = answer.request, answer.kind
+            request, source = answer.request, answer.request.source
             if answer.cancelled:
+                self._take(answer)
                 answer.give(Closed("the request was cancelled"))
                 continue
-            with self._change:
-                others = any(one.kind == kind and not one.cancelled for one in self._waiting)
-            beside = others or self._running_with(kind) > 0
-            places, self._beside = self.places if beside or self._beside else 1, beside
-            lane = _Lane(kind, places, request.source.schema)
             try:
-                batch = self._batch(lane, request.source)
-                place = batch.add(
-                    answer.generator.ids_of(request.source),
+                lane, needs = self._choose(answer)
+                if needs:
+                    self._await(answer, needs)
+                    continue
+                self._take(answer)
+                place = self._batches[lane].add(
+                    answer.generator.ids_of(source),
                     request.sampling,
                     log_probs=request.log_probs,
                     row_tokens=request.row_tokens,
                     adapter=answer.generator.adapter,
                 )
             except Exception as error:
+                self._take(answer)
                 answer.give(error)  # the others are told where this is caught
                 raise
-            self._running[lane][place] = _Running(answer, np.zeros(len(batch.starts), np.int64))
+            one = answer.earlier or _Running(answer, np.zeros(len(self._batches[lane].starts), np.int64))
+            self._running[lane][place] = one
+
+    def _choose(self, answer: Answer) -> tuple[_Lane, Needs]:
+        """The lane for an answer that may begin, and what has to be compiled first."""
+        request, kind, adapter = answer.request, answer.kind, answer.generator.adapter
+        if WEIGHTS not in self.compiler.compiled:
+            return _Lane(kind, self.places, None), {WEIGHTS: self._lay_out}
+        with self._change:
+            others = any(one.kind == kind and not one.cancelled for one in self._waiting if one is not answer)
+        beside = others or self._running_with(kind) > 0
+        length, logits = (
+            len(answer.generator.ids_of(request.source)),
+            request.log_probs or request.sampling.temperature > 0,
+        )
+        found = list[tuple[_Lane, Needs]]()
+        for places in dict.fromkeys([self.places] if beside or self._beside else [1, self.places]):
+            lane = _Lane(kind, places, request.source.schema)
+            needs = self._batch(lane, request.source).needs(length, logits=logits, adapter=adapter)
+            found.append((lane, needs))
+            if not needs:
+                break
+        else:
+            return found[0]
+        self._beside = beside
+        return found[-1]
+
+    def _await(self, answer: Answer, needs: Needs) -> None:
+        """Lets an answer wait, and others go on, until all that it needs is compiled."""
+        with self._change:
+            answer.awaits = {key for key in needs if key not in self.compiler.compiled}
+        self.compiler.ask(needs)
+        if not needs.keys() <= self._told_of | {WEIGHTS}:
+            self._told_of |= needs.keys()
+            tokens = f"a prompt of {len(answer.generator.ids_of(answer.request.source))} tokens"
+            logger.info(f"compiling for {tokens} and {answer.kind.method.label}: it waits, other requests go on")
 
     def _next(self) -> Answer | None:
-        """Takes the first of those that wait who may have a place, or was cancelled."""
+        """The first of those that wait who may begin, or was cancelled."""
         with self._change:
             for answer in self._waiting:
-                if answer.cancelled or self._running_with(answer.kind) < self.places:
-                    self._waiting.remove(answer)
+                if answer.cancelled or not (answer.awaits or self._running_with(answer.kind) >= self.places):
                     return answer
         return None
+
+    def _take(self, answer: Answer) -> None:
+        with self._change:
+            if answer in self._waiting:
+                self._waiting.remove(answer)
 
     def _running_with(self, kind: Kind) -> int:
         """Requests of the kind that have a place."""
@@ -291,7 +368,6 @@ class Engine:
     def _batch(self, lane: _Lane, source: Source) -> RunningBatch:
         """That of the lane; `source`: one of its requests, as the rows of all begin alike."""
         if lane not in self._batches:
-            made, method = lane.kind
             kin = [one for one in self._batches if one[:2] == lane[:2]]
             if idle := next((one for one in kin if not self._running[one]), None):  # it has all memory it needs
                 batch = self._batches.pop(idle)
@@ -299,11 +375,18 @@ class Engine:
             elif kin:
                 batch = self._batches[kin[0]].twin()
             else:
-                programs = self.generator.programs
-                batch = RunningBatch(programs, made, lane.places, self._switch, self.encodings)
-            batch.give(wishes.forced_of(wishes.rows_of(source, method, self.generator.tokenizer), made), source.schema)
-            self._batches[lane], self._running[lane] = batch, {}
+                batch = self._new_batch(*lane[:2])
+            self._batches[lane], self._running[lane] = self._give(batch, lane.kind, source), {}
         return self._batches[lane]
+
+    def _new_batch(self, kind: Kind, places: int) -> RunningBatch:
+        programs, compiled = self.generator.programs, self.compiler.compiled
+        return RunningBatch(programs, kind.strategy, places, self._switch, self.encodings, compiled)
+
+    def _give(self, batch: RunningBatch, kind: Kind, source: Source) -> RunningBatch:
+        rows = wishes.rows_of(source, kind.method, self.generator.tokenizer)
+        batch.give(wishes.forced_of(rows, kind.strategy), source.schema)
+        return batch
 
     def _kind(self, generator: Generator, name: str) -> Kind:
         """Without drafts, whose states hold a whole batch."""
@@ -322,6 +405,9 @@ class Engine:
         bounds = [(one, one.answer.request.max_tokens) for one in running]
         most = min((batch.steps_for(n - one.count, one.steps) for one, n in bounds if n is not None), default=NO_END)
         decoded, done = batch.advance(most, often=often)
+        if batch.lacks:
+            self._put_off(lane, batch.fullest, batch.lacks)
+            return
         for place, one in [*self._running[lane].items()]:
             self._tell(one, batch, decoded, place)
             over = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens
@@ -329,6 +415,15 @@ class Engine:
                 one.answer.give(self._record(one, lane, decoded, place, cut=over and not done[place]))
                 self.answered += 1
                 self._leave(lane, place)
+
+    def _put_off(self, lane: _Lane, place: int, needs: Needs) -> None:
+        """Takes the place from an answer that has outgrown what is compiled: it begins anew, and others go on."""
+        one = self._running[lane].pop(place)
+        self._batches[lane].drop(place)
+        one.steps, one.answer.earlier = 0, one  # of its tokens none is told twice
+        with self._change:
+            self._waiting.appendleft(one.answer)
+        self._await(one.answer, needs)
 
     def _tell(self, one: _Running, batch: RunningBatch, decoded: Decoded, place: int) -> None:
         """Gives the tokens that are new, up to as many as are asked for."""

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.data.shapes import bucket, pad
+from pipejax.data.shapes import bucket, memory_length, pad
 from pipejax.decoding import MOST_LIKELY, Carry, Decoded, Grammar, Refillable, Sampling, Stretch, Wishes
+from pipejax.inference.compiler import Needs
 from pipejax.inference.programs import Programs, encode_batch, schedule
 from pipejax.inference.schema import Schema
 from pipejax.inference.weights import Weights
@@ -29,6 +30,7 @@ Array = jax.Array
 SLICE = 0.1  # seconds between two looks at what is written; to stop and go on costs some milliseconds
 MOST_STEPS = 256  # in between, at the most
 NO_END = 1 << 30  # steps, more than any decode takes
+DONATED = {"place": 0, "go_on": 2}  # arguments whose memory the result takes
 
 
 class Encodings:
@@ -100,6 +102,10 @@ class RunningBatch:
     What an example is decoded to does not depend on the others. Programs are compiled as they are needed: an encoder
     for each padded length, a decoder for each power of two that holds the longest source and each size of the cache,
     and another one where tokens are sampled or scored.
+
+    Attributes:
+      cache_sizes: slots of the cache, as it grows.
+      lacks: for the next step, if `advance` could not take it as the programs of a larger cache are not compiled.
     """
 
     def __init__(
@@ -109,24 +115,31 @@ class RunningBatch:
         places: int,
         switch: "Switch | None" = None,
         encodings: Encodings | None = None,
+        compiled: dict[Hashable, Any] | None = None,
     ) -> None:
-        """Nothing compiles yet."""
+        """Nothing compiles yet. `compiled`: by another thread, so `advance` waits for no compiler."""
         self.strategy = strategy
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
         self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
         self._sizes = schedule(strategy, places)
+        self.cache_sizes = self._sizes.slots
         self._forced: np.ndarray | None = None
         self._grammar: Grammar | None = None
         self.schema: Schema | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
-        self._encode = jax.jit(partial(encode_batch, self._model, backend=self._backend))
-        self._empty = jax.jit(self._emptied, static_argnames=("slots", "length"))
-        self._widen = jax.jit(self._backend.widen, static_argnums=1)
-        self._place = jax.jit(_placed, donate_argnums=0)
-        self._grow = jax.jit(self._grown, static_argnames="slots")
-        self._go_on = jax.jit(self._gone_on, donate_argnums=2)
+        self._compiled, self._waits = compiled if compiled is not None else {}, compiled is None
+        self.lacks: Needs = {}
+        self._adapter: int | None = None  # of the latest source
+        self._functions: dict[str, Callable[..., Any]] = {
+            "encode": partial(encode_batch, self._model, backend=self._backend),
+            "empty": self._emptied,
+            "widen": self._backend.widen,
+            "place": _placed,
+            "grow": self._grown,
+            "go_on": self._gone_on,
+        }
         self.clear()
 
     def clear(self) -> None:
@@ -159,6 +172,12 @@ class RunningBatch:
         return other
 
     @property
+    def fullest(self) -> int:
+        """The place whose example takes the most slots of the cache."""
+        assert self._carry is not None, "nobody has a place"
+        return int(np.where(self._in_use, np.asarray(self._carry.used), -1).argmax())
+
+    @property
     def free(self) -> list[int]:
         """Places that nobody uses."""
         return np.flatnonzero(~self._in_use).tolist()
@@ -179,19 +198,17 @@ class RunningBatch:
           row_tokens: of a row at the most, if it follows a schema; None: as many as the grid holds.
           adapter: of the source; None: there are no adapters.
         """
-        place = self.free[0]
+        place, self._adapter = self.free[0], adapter
         with precision(self._model.dtype):
             memory = self._encodings.of(np.asarray(ids, np.int32), adapter, self._encoded)
             length = memory.mask.shape[1]
-            if self._memory is None or (not self._in_use.any() and self._memory.mask.shape[1] != length):
+            if self._memory is None or (not self._in_use.any() and self._length != length):
                 self._slots = self._sizes.slots[0]
-                self._memory, carry = self._empty(self._ready.decoding, memory, slots=self._slots, length=length)
+                self._memory, carry = self._call("empty", self._ready.decoding, memory, slots=self._slots)
                 self._carry = self._with_states(carry)
-            elif self._memory.mask.shape[1] < length:
-                self._memory = self._widen(self._memory, length)
-            if length < self._memory.mask.shape[1]:
-                memory = self._widen(memory, self._memory.mask.shape[1])
-            self._memory = self._place(self._memory, memory, place) if self.places > 1 else memory
+            self._memory, memory = self._widened(self._memory, length), self._widened(memory, self._length)
+            many = self.places > 1
+            self._memory = self._call("place", self._memory, memory, np.int32(place)) if many else memory
         self._scored[place] = log_probs
         if self.schema is not None and self._grammar is not None:
             self._grammar.last[place] = self.schema.grammar(self.strategy, [row_tokens]).last[0]
@@ -202,8 +219,94 @@ class RunningBatch:
 
     def _encoded(self, ids: np.ndarray, adapter: int | None) -> Memory:
         source, own = pad([ids], bucket(len(ids))), None if adapter is None else np.asarray([adapter], np.int32)
-        memory: Memory = self._encode(self._ready.encoding, source, np.asarray([len(ids)], np.int32), own)
+        memory: Memory = self._call("encode", self._ready.encoding, source, np.asarray([len(ids)], np.int32), own)
         return memory
+
+    def _widened(self, memory: Memory, length: int) -> Memory:
+        """With at least so many slots: by doubling them, which takes few programs."""
+        while (own := memory.mask.shape[1]) < length:
+            memory = self._call("widen", memory, slots=2 * own)
+        return memory
+
+    @property
+    def _length(self) -> int:
+        return 0 if self._memory is None else self._memory.mask.shape[1]
+
+    def needs(self, length: int, *, logits: bool, adapter: int | None) -> Needs:
+        """Those to be compiled before a source joins whoever has a place; `logits`: whether it is drawn or scored."""
+        own, taken = memory_length(bucket(length)), self._in_use.any()
+        slots = self._slots if taken or own == self._length else self._sizes.slots[0]
+        most = max(own, self._length) if taken else own
+        return self.needs_of(bucket(length), most, slots, {logits, *self._kinds()}, adapter)
+
+    def _kinds(self) -> list[bool]:
+        """Whether each of those that have a place is sampled or scored."""
+        return [*map(bool, (self._scored | (self._sampling.temperature > 0))[self._in_use])]
+
+    def needs_of(
+        self, source: int | None, length: int, slots: int, logits: Iterable[bool], adapter: int | None = None
+    ) -> Needs:
+        """Those of a source, if there is one, and of steps with that memory, cache and kinds."""
+        found: dict[Hashable, Callable[[], object]] = {}
+        own: tuple[Any, ...] = self.strategy, self.places, length
+        if source is not None:
+            found["encode", source] = partial(self._program, "encode", *self._of_source(source, adapter))
+            found["room", *own] = partial(self._make_room, length, adapter)
+        for kind in sorted({*logits}):
+            wishes = self._wishes(kind)
+            found["steps", *own, slots, *_shapes(wishes)] = partial(self._make_steps, length, slots, wishes, adapter)
+        return {key: make for key, make in found.items() if key not in self._compiled}
+
+    def _of_source(self, length: int, adapter: int | None) -> tuple[Any, ...]:
+        source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
+        return self._ready.encoding, source, of_each, None if adapter is None else of_each
+
+    def _shape(self, length: int, adapter: int | None) -> Memory:
+        """That of the memory of one source."""
+        if (key := ("memory", length)) not in self._compiled:
+            self._compiled[key] = jax.eval_shape(self._functions["encode"], *self._of_source(length, adapter))
+        memory: Memory = self._compiled[key]
+        return memory
+
+    def _make_room(self, length: int, adapter: int | None) -> None:
+        """Compiles all that puts a source into a memory of that length."""
+        one = self._shape(length, adapter)
+        memory, _ = self._program("empty", self._ready.decoding, one, slots=self._sizes.slots[0]).out_info
+        if self.places > 1:
+            self._program("place", memory, one, np.int32(0))
+        while length > memory_length(1):  # shorter ones become as long
+            length //= 2
+            for n in {1, self.places}:
+                many = jax.tree.map(
+                    lambda x, n=n: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), self._shape(length, adapter)
+                )
+                self._program("widen", many, slots=2 * length)
+
+    def _make_steps(self, length: int, slots: int, wishes: Wishes, adapter: int | None) -> None:
+        """Compiles the steps with a cache of that size, and its growing."""
+        one = self._shape(length, adapter)
+        memory, carry = self._program("empty", self._ready.decoding, one, slots=self._sizes.slots[0]).out_info
+        if wishes.grammar is not None:
+            carry = dataclasses.replace(carry, states=jax.ShapeDtypeStruct(wishes.grammar.starts.shape, np.int32))
+        for size in self._sizes.slots[1:]:
+            if size <= slots:
+                carry = self._program("grow", self._ready.decoding, memory, carry, slots=size).out_info
+        each = np.zeros(self.places, bool)
+        given = self._ready.decoding, memory, carry, wishes, each, each, np.int32(1), self._switch.address, each
+        self._program("go_on", *given)
+
+    def _program(self, name: str, *given: Any, **static: int) -> Any:
+        """The compiled function for arguments of these shapes, which may be shapes alone."""
+        whose = () if name == "encode" else (self.strategy, self.places)
+        key = name, *whose, *static.values(), *_shapes(given)
+        if key not in self._compiled:
+            with precision(self._model.dtype):
+                made = jax.jit(partial(self._functions[name], **static), donate_argnums=DONATED.get(name, ()))
+                self._compiled[key] = made.lower(*given).compile()
+        return self._compiled[key]
+
+    def _call(self, name: str, *given: Any, **static: int) -> Any:
+        return self._program(name, *given, **static)(*given)
 
     def drop(self, place: int) -> None:
         """Frees a place, whether its answer is over or not."""
@@ -247,13 +350,12 @@ class RunningBatch:
     def _run_steps(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """The answers as far as they are written, which are done, and the number of steps taken."""
         assert self._memory is not None, "nobody has a place"
-        wishes, is_scored = Wishes(forced=self._forced, grammar=self._grammar), self._scored.any()
-        if is_scored or self._sampling.temperature.any():  # another program: it computes all logits
-            wishes = dataclasses.replace(wishes, sampling=self._sampling, scores=True, scored=is_scored)
+        self.lacks, wishes = {}, self._wishes(any(self._kinds()))
         with precision(self._model.dtype):
             while True:
                 given = self._ready.decoding, self._memory, self._carry, wishes, self._begins, self._ends
-                decoded, done, left, self._carry = self._go_on(*given, steps, self._switch.address, self._in_use)
+                more = np.int32(steps), self._switch.address, self._in_use
+                decoded, done, left, self._carry = self._call("go_on", *given, *more)
                 self._begins, self._ends = np.zeros_like(self._begins), np.zeros_like(self._ends)
                 decoded, done, left = jax.device_get((decoded, done, left))
                 left = abs(int(left))
@@ -262,16 +364,26 @@ class RunningBatch:
                 # The first step did not fit into the cache.
                 if self._slots == self._sizes.slots[-1]:
                     raise self._sizes.full()
-                self._slots = next(n for n in self._sizes.slots if n > self._slots)
-                self._carry = self._grow(self._ready.decoding, self._memory, self._carry, slots=self._slots)
+                slots = next(n for n in self._sizes.slots if n > self._slots)
+                if not self._waits:
+                    self.lacks = self.needs_of(None, self._length, slots, self._kinds(), self._adapter)
+                    if self.lacks:
+                        return decoded, done, 0
+                self._slots = slots
+                self._carry = self._call("grow", self._ready.decoding, self._memory, self._carry, slots=slots)
+
+    def _wishes(self, logits: bool) -> Wishes:
+        """Those of all, in a program that computes all logits or the highest alone."""
+        wishes = Wishes(forced=self._forced, grammar=self._grammar)
+        scored = self._scored.any()
+        return dataclasses.replace(wishes, sampling=self._sampling, scores=True, scored=scored) if logits else wishes
 
     def _decoder(self, weights: Weights, memory: Memory) -> Any:
         return self._backend.decoder(self._model, lora.choose(weights, memory.adapter), memory)
 
-    def _emptied(self, weights: Weights, memory: Memory, *, slots: int, length: int) -> tuple[Memory, Carry]:
+    def _emptied(self, weights: Weights, memory: Memory, *, slots: int) -> tuple[Memory, Carry]:
         """A memory and a carry whose places nobody uses; `memory`: of one source."""
-        wide = self._backend.widen(memory, length)
-        many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), wide)
+        many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), memory)
         decoder = self._decoder(weights, many)
         state, wishes = self.strategy.init(self.places), Wishes(scores=True)
         state = self.strategy.stop(state, jnp.ones(self.places, bool))
@@ -314,6 +426,11 @@ class RunningBatch:
             watched=watched,
         )
         return found.decoded, strategy.done(found.carry.state), found.steps_left, found.carry
+
+
+def _shapes(tree: Any) -> tuple[Hashable, ...]:
+    """The key of a tree: its structure, and the shapes and dtypes of its arrays."""
+    return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _placed(memory: Memory, new: Memory, place: Array) -> Memory:

@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import datetime
 import difflib
 import errno
 import gc
+import json
 import logging
 import os
 import re
@@ -128,11 +130,19 @@ def _assignment(text: str) -> str:
     return text
 
 
-def note(line: str) -> None:
-    """Writes a line for the user to standard error, as standard output is for results."""
+def note(line: str, level: str = "info", **fields: object) -> None:
+    """Writes a line for the user to standard error, as standard output is for results; `fields`: for `write_json`."""
     if len(line) > LINE:
         line = f"{line[: LINE // 2]} ... {line[-LINE // 2 :]}"
+    if _lines.as_json:
+        moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": moment, "level": level, "message": line, **fields}, default=str)
     say(line)
+
+
+def write_json() -> None:
+    """Makes each line of this process to standard error a JSON object, with the time and the level."""
+    _lines.as_json = True
 
 
 LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}  # prefixes of logged lines
@@ -146,8 +156,11 @@ def line_of(record: logging.LogRecord) -> str:
 class _Lines(logging.Handler):
     """Writes the package's log records to standard error, a line each."""
 
+    as_json = False
+
     def emit(self, record: logging.LogRecord) -> None:
-        note(line_of(record))
+        line = record.getMessage() if self.as_json else line_of(record)
+        note(line, record.levelname.lower(), **getattr(record, "fields", {}))
 
 
 _lines = _Lines()

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from pipejax.inference.answers import Record
 from pipejax.inference.engine import Closed, Event, Full, Request
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import Encodings
 
 
 class ScriptedEngine:
@@ -17,10 +17,11 @@ class ScriptedEngine:
         self.generator, self.places, self._queue = generator, places, queue
         self.requests: list[Request] = []
         self.cancelled: list[Request] = []
-        self.encodings = Encodings(0)
+        self.compiler = SimpleNamespace(planned=0, prepared=0)
         self.under_way = 0
         self.go_on = threading.Event()  # answers stop after their first token until this is set
         self.go_on.set()
+        self.is_closed = threading.Event()
         self.error: Exception | None = None  # raised instead of an answer's second token
 
     @property
@@ -39,7 +40,8 @@ class ScriptedEngine:
         return _Answer(self, request)
 
     def close(self, *, drain: bool, seconds: float) -> None:
-        """It has nothing to end."""
+        if not drain:
+            self.is_closed.set()
 
     def own_tokens(self, request: Request) -> list[list[int]]:
         ids = [int(i) for i in request.source.content if i != self.generator.architecture.eos_token_id]
@@ -91,7 +93,9 @@ class _Answer:
                     count += 1
                     if count == 1:
                         while not engine.go_on.wait(0.01) and not self._ended.is_set():
-                            pass
+                            if engine.is_closed.is_set():
+                                self._end()
+                                raise Closed("the engine was closed")
                         if engine.error is not None:
                             raise engine.error
         self._end()

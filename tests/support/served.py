@@ -12,9 +12,12 @@ from pipejax.apps.serving import app
 from support.scripted_engine import ScriptedEngine
 
 
-def service(engine: ScriptedEngine, *keys: str, body: int = 4000, seconds: float = 20.0) -> app.Service:
+def service(
+    engine: ScriptedEngine, *keys: str, body: int = 4000, seconds: float = 20.0, access_log: bool = False
+) -> app.Service:
     limits = app.Limits(body=body, seconds=seconds, answers=4)
-    return app.Service(engine.generator, engine, name="tiny", limits=limits, keys=keys)  # type: ignore[arg-type]
+    more = {"name": "tiny", "limits": limits, "keys": keys, "access_log": access_log}
+    return app.Service(engine.generator, engine, **more)  # type: ignore[arg-type]
 
 
 def connect(asked_for: app.Service) -> TestClient:
@@ -37,8 +40,8 @@ def error(reply: Any, status: int) -> dict[str, Any]:
     return found
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, "it did not happen"
         time.sleep(0.005)

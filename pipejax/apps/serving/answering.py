@@ -191,7 +191,7 @@ def _request(asked: Asked, source: Source, *, log_probs: bool, adapter: str) -> 
 
 
 def _refusal(error: BaseException) -> BaseException:
-    """The refusal for an error of the engine; another error, which the server's log describes, as it is."""
+    """The refusal for an error that is no mistake of the server; another one, which its log describes, as it is."""
     if isinstance(error, Full):
         message = "the queue is full; try again"
         return Refused(429, message, code="queue_full", headers={"Retry-After": str(RETRY)})
@@ -206,6 +206,6 @@ def _refusal(error: BaseException) -> BaseException:
 
 def told(error: BaseException) -> Refused:
     """The refusal that tells a client of any error; what is none is the server's own fault."""
-    if isinstance(error, Refused):
-        return error
+    if isinstance(found := _refusal(error), Refused):
+        return found
     return Refused(500, "the server made a mistake, which its log describes", code="internal_error")

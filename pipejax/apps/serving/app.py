@@ -6,10 +6,16 @@ import dataclasses
 import hmac
 import importlib.resources
 import logging
+import re
+import secrets
 import time
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
 from typing import NamedTuple
+from urllib.parse import quote
 
 from pipejax import methods
 from pipejax.apps.serving import asked
@@ -31,13 +37,16 @@ with extra("serve", "pipejax serve"):
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
 SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
 DISCARDED = 16  # times the largest body, that is read and thrown away so that the client gets to read the refusal
 GONE = 499  # nobody sees it but the counters
+READERS, SCHEMAS = 4, 2  # threads that read requests, and those with a schema, which may have to be compiled
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # that a client may give
+TEXT = {"type": "text"}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -76,12 +85,16 @@ class Service:
         limits: Limits,
         keys: Sequence[str] = (),
         origins: Sequence[str] = (),
+        access_log: bool = False,
     ) -> None:
         """Ready to answer."""
         self.models = {name: generator} | generator.adapters
         self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins = [key.encode() for key in keys], origins
+        self.access_log = access_log
         self.counters = Counters()
+        self._readers = ThreadPoolExecutor(READERS, "reader")
+        self._schemas = ThreadPoolExecutor(SCHEMAS, "schema")
         self.active = 0  # requests for answers
         self.draining = False
         self._told_of_turns = False
@@ -91,10 +104,8 @@ class Service:
         watch("places", "Answers of a strategy that can be written at once", lambda: engine.places)
         watch("places_in_use", "Answers that are being written", lambda: engine.running)
         watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
-        kept = engine.encodings
-        watch("encoding_hits", "Sources whose encoding was still there", lambda: kept.hits)
-        watch("encoding_misses", "Sources that had to be encoded", lambda: kept.misses)
-        watch("encoding_bytes", "Bytes of the encodings that are kept", lambda: kept.bytes)
+        # None of the kept encodings: whoever asks for a text would see there whether it was asked for before.
+        watch("warming_up", "1 until all is compiled that was planned", lambda: not self.is_warm)
         watch("draining", "1 once the server has been told to end", lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +117,7 @@ class Service:
                 raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
-            wanted = await asyncio.to_thread(self._read, body, form)
+            wanted = await self._read(body, form)
             self._tell_of_turns(wanted)
             generator = self.models[wanted.model]
             completion = Completion(wanted, generator, self.engine, self.counters)
@@ -127,8 +138,18 @@ class Service:
             if status == 200:
                 self.counters.seconds.observe(time.perf_counter() - begun)
 
-    def _read(self, body: bytes, form: Form) -> Asked:
-        return asked.read(asked.parse(body), form, self.models, most=self.limits.answers)
+    @property
+    def is_warm(self) -> bool:
+        """Whether all is compiled that was planned."""
+        return self.engine.compiler.prepared >= self.engine.compiler.planned
+
+    async def _read(self, body: bytes, form: Form) -> Asked:
+        """The request in a body; one with a schema keeps none without one waiting."""
+        run = asyncio.get_running_loop().run_in_executor
+        given = await run(self._readers, asked.parse, body)
+        found = given.get("response_format") or given.get("text")
+        pool = self._readers if not found or found in (TEXT, {"format": TEXT}) else self._schemas
+        return await run(pool, partial(asked.read, given, form, self.models, most=self.limits.answers))
 
     def _tell_of_turns(self, wanted: Asked) -> None:
         """Says once that a part of a conversation was not read."""
@@ -160,6 +181,7 @@ class Service:
             "default_strategy": generator.default_strategy,
             "delays": {name: int(method.strategy(ids).start(1)) for name, method in served.items()},
             "max_prompt_tokens": config.data.max_source,
+            "step": generator.origin.get("step"),
             "template": template.text,
             "fields": [*dict.fromkeys(template.fields)],
             "has_tokenizer": generator.tokenizer is not None,
@@ -169,12 +191,22 @@ class Service:
         """GET /health: whether to send requests here."""
         return _json({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
 
+    async def live(self, request: Request) -> Response:
+        """GET /livez: whether the process answers at all."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /readyz: whether requests are taken, and none of the usual ones has to wait for a compiler."""
+        status = "draining" if self.draining else "ok" if self.is_warm else "warming up"
+        found = {"prepared": self.engine.compiler.prepared, "planned": self.engine.compiler.planned}
+        return _json({"status": status, "programs": found}, 200 if status == "ok" else 503)
+
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
         return Response(self.counters.text(), media_type=CONTENT_TYPE)
 
 
-def make(service: Service) -> Starlette:
+def make(service: Service) -> ASGIApp:
     """The application: a service behind its routes, with errors as JSON."""
     page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
@@ -199,6 +231,8 @@ def make(service: Service) -> Starlette:
         Route("/v1/models", service.show_models),
         Route("/v1/models/{name:path}", service.show_models),
         Route("/health", service.health),
+        Route("/livez", service.live),
+        Route("/readyz", service.ready),
         Route("/metrics", service.metrics),
     ]
     handlers = {HTTPException: refuse, Refused: refuse, Exception: refuse}
@@ -210,13 +244,48 @@ def make(service: Service) -> Starlette:
             allow_origins=service.origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Should-Retry"),
+            expose_headers=("Retry-After", "X-Should-Retry", "X-Request-Id"),
         )
         middleware.insert(0, sites)
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    made = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    made.router.redirect_slashes = False  # such an answer would lead to the host that the request names
+    return _Desk(made, service.access_log)
 
 
-ROUTES = (*(f"POST {path}" for path in POSTS), "GET /v1/models", "GET /health", "GET /metrics", "GET /")
+PROBES = "/health", "/livez", "/readyz", "/metrics", "/"
+ROUTES = (*(f"POST {path}" for path in POSTS), "GET /v1/models", *(f"GET {path}" for path in PROBES))
+_request_id = ContextVar("request_id", default="")  # of the request that is answered
+
+
+class _Desk:
+    """Gives each request an id: the client's own or a new one. Answers have it, and so has the log."""
+
+    def __init__(self, app: ASGIApp, access_log: bool) -> None:
+        self._app, self._logs = app, access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        own = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        status, begun = GONE, time.perf_counter()
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", own.encode())]}
+            await send(message)
+
+        _request_id.set(own)
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            if self._logs:
+                seconds, path = time.perf_counter() - begun, quote(scope["path"])[:200]
+                told = {"request": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
+                said = "{method} {path} {status} in {seconds:.3f} s, request {request}"
+                logger.info(said.format(**told), extra={"fields": told})
 
 
 class _Door:
@@ -336,10 +405,12 @@ async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
 
 def _note(error: Exception) -> Refused:
     """The refusal that the client is told; of our own mistakes the log gets the traceback."""
-    if not isinstance(error, Refused):
-        logger.error("a request failed by a mistake of the server")
+    refused = told(error)
+    if refused.status == 500:
+        own = _request_id.get()
+        logger.error(f"request {own} failed by a mistake of the server", extra={"fields": {"request": own}})
         traceback.print_exception(error)
-    return told(error)
+    return refused
 
 
 def refusal(error: Exception) -> Response:

@@ -56,7 +56,7 @@ class Asked:
     n: int
     max_tokens: int | None
     row_tokens: int | None  # of each row, in the place of `max_tokens` if answers follow a schema
-    format: Object  # of the answers, as a response says it
+    echoed: Object  # as a response says it: the format of the answers, and what was asked beside it
     logprobs: int | None
     stop: tuple[str, ...]
     stream: bool
@@ -130,6 +130,9 @@ def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int
         raise unsuitable("strategy", strategy, f"one of {', '.join(served)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
     stop = _stop(given)
+    for name, asks in (("stream", stream), ("stop", stop)):
+        if asks and "stream" not in (method := served[strategy]).can:
+            raise unsuitable(name, given[name], f"none: {method.label} does not {methods.ABILITIES['stream']}")
     if stop and rows:
         raise unsuitable("stop", given["stop"], "none with rows: a record is of a whole answer")
     options = given.get("stream_options", {})
@@ -157,7 +160,7 @@ def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int
         n=n,
         max_tokens=bound[1] if row_tokens is None else None,
         row_tokens=row_tokens,
-        format=response_format.echo(given),
+        echoed=_echo(given, bound[1]),
         logprobs=logprobs,
         stop=stop,
         stream=stream,
@@ -165,6 +168,20 @@ def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int
         rows=rows,
         unread=unread,
     )
+
+
+ECHOED: dict[str, type] = {"instructions": str, "metadata": Mapping, "user": str, "safety_identifier": str}
+ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
+
+
+def _echo(given: Object, most: int | None) -> Object:
+    found = {name: given[name] for name, kind in ECHOED.items() if isinstance(given.get(name), kind)}
+    truncation = "auto" if given.get("truncate") else "disabled"
+    return found | {
+        "text": {"format": response_format.echo(given)},
+        "max_output_tokens": most,
+        "truncation": truncation,
+    }
 
 
 def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:

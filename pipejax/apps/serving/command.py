@@ -3,15 +3,21 @@
     pipejax serve --checkpoint runs/demo [--port 8000] [--api-key-file FILE] [--set ...]
 
 http://HOST:PORT/ is a page to try it. The first SIGTERM or Ctrl-C ends it in good order: what is under way is finished,
-and nothing new is begun. A second one ends it at once. API keys are in the file or in $PIPEJAX_API_KEY, one a line;
-without any, everybody who reaches the port may ask. There is no TLS: put a proxy before it.
+within --drain seconds, and nothing new is begun. A second one ends it at once. API keys are in the file or in
+$PIPEJAX_API_KEY, one a line; without any, everybody who reaches the port may ask. There is no TLS: put a proxy before
+it.
 """
 
 import argparse
 import asyncio
+import contextlib
+import logging
 import os
+import signal
 import socket
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,9 +30,9 @@ from pipejax.system.progress import Progress
 
 if TYPE_CHECKING:
     from pipejax.apps.serving.app import Service
-    from pipejax.inference.engine import Engine
 
 KEY = "PIPEJAX_API_KEY"
+LEVELS = "debug", "info", "warning", "error"
 PORTS = {"http": 80, "https": 443}  # that an origin does not name
 
 
@@ -62,43 +68,42 @@ def main(argv: Sequence[str]) -> int:
         metavar="ORIGIN",
         help="whose pages may ask, such as https://app.example; * for all (repeatable; default: none but its own)",
     )
-    parser.add_argument(
-        "--max-body",
-        type=cli.whole(1, 2**30),
-        default=2**20,
-        metavar="BYTES",
-        help="of a request (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=cli.whole(1, 86400),
-        default=300,
-        metavar="S",
-        help="seconds for a request (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--warm-up",
-        type=cli.whole(0, 2**16),
-        default=64,
-        metavar="N",
-        help="compile for prompts of up to N tokens before the port opens (default: %(default)s)",
-    )
+
+    def seconds(flag: str, text: str, default: int | None, least: int = 1) -> None:
+        parser.add_argument(flag, type=cli.whole(least, 86400), default=default, metavar="S", help=text)
+
+    parser.add_number("--max-body", "bytes of a request (default: %(default)s)", most=2**30, default=2**20)
+    seconds("--timeout", "seconds for a request (default: %(default)s)", 300)
+    seconds("--keep-alive", "seconds that an idle connection stays open (default: %(default)s)", 75)
+    seconds("--drain", "seconds to finish what is under way at the end (default: --timeout)", None, least=0)
+    ahead = "compile at the start for prompts of up to N tokens; 0: none (default: data.max_source)"
+    parser.add_number("--warm-up", ahead, least=0, most=2**16)
+    parser.add_argument("--access-log", action="store_true", help="a line for each request: no prompts, no answers")
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is logged (default: info)")
+    parser.add_argument("--log-json", action="store_true", help="write each line to standard error as a JSON object")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
+    logging.getLogger("pipejax").setLevel(flags.log_level.upper())
+    if flags.log_json:
+        cli.write_json()
 
     with extra("serve", "pipejax serve"):
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
 
+    with told_to_end():
+        return start(flags)
+
+
+def start(flags: argparse.Namespace) -> int:
+    """Reads the checkpoint, and serves it."""
     keys, name = read_keys(flags.api_key_file), flags.name or Path(os.path.abspath(flags.checkpoint)).name
     adapters = read_adapters(flags.adapter, name)
     listener = listen(flags.host, flags.port)
     from pipejax.apps.serving.app import Limits, Service
     from pipejax.inference.engine import Engine
-    from pipejax.inference.loading import (
-        load,  # starts JAX: after the flags and the port are known to be good
-    )
+    from pipejax.inference.loading import load  # starts JAX: after the flags and the port are known to be good
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
     if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
@@ -111,13 +116,34 @@ def main(argv: Sequence[str]) -> int:
         limits=Limits(body=flags.max_body, seconds=flags.timeout, answers=flags.places + flags.queue),
         keys=keys,
         origins=flags.allow_origin,
+        access_log=flags.access_log,
     )
+    longest = generator.config.data.max_source
     try:
-        warm_up(engine, min(flags.warm_up, generator.config.data.max_source))
-        run(service, listener)
+        if length := longest if flags.warm_up is None else min(flags.warm_up, longest):
+            engine.warm_up(length)
+            said = "requests are answered as their programs are there, and /readyz tells when all are"
+            cli.note(f"compiling for prompts of up to {length} tokens: {said}; --warm-up 0 leaves it to the requests")
+        drain = flags.timeout if flags.drain is None else flags.drain
+        run(service, listener, keep_alive=flags.keep_alive, drain=drain, shown=not flags.log_json)
     finally:
         engine.close(drain=False, seconds=5.0)
     return 0
+
+
+@contextlib.contextmanager
+def told_to_end() -> Iterator[None]:
+    """A block that SIGTERM ends in a line; while the server runs, it has a handler of its own."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        cli.note("stopped by SIGTERM before the server had started")
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def origin(text: str) -> str:
@@ -187,22 +213,10 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def warm_up(engine: "Engine", length: int) -> None:
-    """Has the engine compile what prompts of up to so many tokens need with the default strategy."""
-    from pipejax.data.shapes import bucket
-
-    sizes = sorted({min(bucket(n), length) for n in range(1, length + 1)})
-    if sizes:
-        cli.note(f"compiling for prompts of up to {length} tokens; --warm-up 0 leaves that to the first requests")
-    progress = Progress("compiling", len(sizes), unit="length")
-    for size in sizes:
-        engine.warm_up(size)
-        progress.add(1)
-    progress.close()
-
-
-def run(service: "Service", listener: socket.socket) -> None:
-    """Serves until a signal asks for the end and all requests are answered."""
+def run(
+    service: "Service", listener: socket.socket, *, keep_alive: int = 75, drain: float = 300, shown: bool = True
+) -> None:
+    """Serves until a signal asks for the end and all requests are answered, or `drain` seconds are over."""
     with extra("serve", "pipejax serve"):
         import uvicorn
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -236,9 +250,8 @@ def run(service: "Service", listener: socket.socket) -> None:
     if not service.keys and "*" in service.origins:
         cli.note("warning: --allow-origin * and no API key: every page that a browser here shows may use this server")
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    config = uvicorn.Config(
-        make(service), http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False
-    )
+    ours = {"http": Protocol, "ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
+    config = uvicorn.Config(make(service), **ours, server_header=False, timeout_keep_alive=keep_alive)  # type: ignore[arg-type]
     server = Server(config)
 
     async def serve() -> None:
@@ -246,8 +259,26 @@ def run(service: "Service", listener: socket.socket) -> None:
         while not (serving.done() or server.started):
             await asyncio.sleep(0.01)
         cli.note(f"serving {service.name} at {where}")
+        compiler, ends = service.engine.compiler, float("inf")
+        is_warm = service.is_warm
+        progress = Progress("compiling", compiler.planned, unit="program", shown=shown and not is_warm)
         while not serving.done() and (service.active or not service.draining):
             await asyncio.sleep(0.1)
+            progress.total = compiler.planned
+            if (more := compiler.prepared - progress.count) and not is_warm:
+                progress.add(more)
+            if service.is_warm and not is_warm:
+                is_warm = True
+                progress.close()
+                cli.note("ready: what usual requests need is compiled; what lone and long ones need follows")
+            ends = min(ends, time.monotonic() + drain) if service.draining else ends
+            if time.monotonic() >= ends:
+                cli.note(f"{service.active} requests are not finished after {drain:g} s; they are told so")
+                await asyncio.to_thread(service.engine.close, drain=False, seconds=0.0)
+                await asyncio.sleep(1)  # so that they hear it
+                server.force_exit = True
+                break
+        progress.close()
         server.should_exit = True
         await serving
 

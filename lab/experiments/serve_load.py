@@ -1,0 +1,171 @@
+"""A crowd asks `pipejax serve` with its default flags and a fresh cache of programs: how long does each of them wait?
+
+    python -m lab.experiments.serve_load --checkpoint DIR [--clients 64] [--bad 5] [--requests 2000] [--seconds 120]
+
+Sources are random ids of all lengths up to the longest that the run takes; requests are whole or streamed, greedy,
+drawn or scored, with the strategy of the run. Some of the clients (`--other`) ask by the other strategy, whose programs
+no warm-up compiles, and some (`--bad`) send schemas that are made to be slow. The load begins once /readyz is 200.
+Tells the seconds until then, the waits of each kind of client until their first byte and their end, statuses, and how
+the server's memory grew from a tenth of the requests on. Needs Linux. The exit code is 1 if one of the usual clients
+waited longer than `--most` seconds, or there was a 500, or something was left under way.
+"""
+
+import collections
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.serve import PATIENCE, server
+from lab.experiments.serve_stress import metrics, resident
+from pipejax.system import cli
+from pipejax.system.errors import UserError
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"rows": True},
+    {"stream": True},
+    {"logprobs": 0},
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 1.0, "n": 2, "stream": True},
+)
+SLOW = (
+    "^((a{0,1000}){0,1000}){0,1000}$",
+    "a.{15}b",
+    "(a|b|ab)*c.{12}d",
+    "^(.{0,99}x){0,99}$",
+    "(a{0,99}b{0,99}){0,99}",
+)
+IDS = 3, 60  # of words that any vocabulary has
+SHARES = (0.5, 0.9, 0.99, 1.0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = cli.Parser(prog="python -m lab.experiments.serve_load", description=__doc__)
+    parser.add_checkpoint()
+    parser.add_argument("--clients", type=cli.whole(1, 256), default=64, metavar="N")
+    parser.add_argument("--bad", type=cli.whole(0, 64), default=5, metavar="N", help="of them, with slow schemas")
+    parser.add_argument("--other", type=cli.whole(0, 64), default=2, metavar="N", help="of them, by the other strategy")
+    parser.add_argument("--requests", type=cli.whole(1, 10**5), default=2000, metavar="N")
+    parser.add_argument("--seconds", type=cli.whole(1, 3600), default=120, metavar="S", help="of the load, at the most")
+    parser.add_argument("--most", type=cli.whole(1), default=2, metavar="S", help="that a usual client may wait")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    flags = parser.parse_args(argv)
+    command = ["pipejax", "serve", "--checkpoint", flags.checkpoint, "--port", "0", *(["--best"] if flags.best else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PIPEJAX_CACHE"] = f"{folder}/cache"  # the server's
+        with server(command, Path(folder) / "log") as started:
+            begun = time.monotonic()
+            while get(started.port, "/readyz")[0] != 200:
+                if time.monotonic() > begun + PATIENCE:
+                    raise UserError(f"/readyz: found no 200 after {PATIENCE:g} s")
+                time.sleep(0.1)
+            cli.note(f"ready after {time.monotonic() - begun:.1f} s")
+            report = {"ready_s": time.monotonic() - begun} | load(flags, started.port, started.process.pid)
+            started.process.terminate()
+            report["exit_code"] = started.process.wait(60)
+    print(json.dumps(report, indent=1))
+    statuses, slowest = report["statuses"], report["waits"]["usual"]["first"][-1]
+    failed = any(status not in ("200", "429") for status in statuses["usual"]) or "500" in str(statuses)
+    return int(failed or slowest > flags.most or any(report["left"].values()) or report["exit_code"] != 0)
+
+
+def load(flags: Any, port: int, pid: int) -> dict[str, Any]:
+    """Asks with all clients; gives waits in seconds by kind of client at SHARES, and the rest of the report."""
+    model = json.loads(get(port, "/v1/models")[1])["data"][0]
+    others = [name for name in model["strategies"] if name != model["default_strategy"]]
+    kinds = ["bad"] * flags.bad + ["other"] * (flags.other if others else 0)
+    kinds += ["usual"] * (flags.clients - len(kinds))
+    waits: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    statuses: dict[str, collections.Counter[str]] = {kind: collections.Counter() for kind in kinds}
+    memory, numbers, ends = list[int](), itertools.count(), time.monotonic() + flags.seconds
+    lock = threading.Lock()
+
+    def ask(kind: str) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        with contextlib.closing(connection):
+            while (number := next(numbers)) < flags.requests and time.monotonic() < ends:
+                rng = random.Random(flags.seed << 32 | number)
+                ids = [rng.randint(*IDS) for _ in range(rng.randint(1, model["max_prompt_tokens"] - 1))]
+                body = {"prompt": [*ids, 1]} | rng.choice(WAYS)
+                if kind == "other":
+                    body["strategy"] = others[0]
+                elif kind == "bad":
+                    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": rng.choice(SLOW)}}}
+                    body = {
+                        "prompt": [*ids, 1],
+                        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+                    }
+                status, first, end = timed(connection, body)
+                with lock:
+                    waits[kind].append((first, end))
+                    statuses[kind][status] += 1
+                    if number >= flags.requests // 10 and number % max(flags.requests // 10, 1) == 0:
+                        memory.append(resident(pid))
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        list(pool.map(ask, kinds))
+    seconds = time.monotonic() - begun
+    left, ends = metrics(port), time.monotonic() + 60
+    while any(left.values()) and time.monotonic() < ends:
+        left = metrics(port)
+        time.sleep(0.1)
+    return {
+        "clients": dict(collections.Counter(kinds)),
+        "requests": sum(map(len, waits.values())),
+        "requests_per_s": sum(map(len, waits.values())) / seconds,
+        "shares": SHARES,
+        "waits": {kind: told(found) for kind, found in waits.items() if found},
+        "statuses": statuses,
+        "resident_mb": [size >> 20 for size in memory],
+        "left": left,
+    }
+
+
+def told(waits: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+    """Seconds until the first byte and until the end, at SHARES of the requests."""
+    found = {}
+    for name, column in zip(("first", "end"), zip(*waits, strict=True), strict=True):
+        rising = sorted(column)
+        found[name] = [round(rising[int(share * (len(rising) - 1))], 3) for share in SHARES]
+    return found
+
+
+def timed(connection: http.client.HTTPConnection, body: dict[str, Any]) -> tuple[str, float, float]:
+    """Asks; the status, or the error, and the seconds until the first byte of the body and until the last."""
+    begun = time.perf_counter()
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        reply.read(1)
+        first = time.perf_counter() - begun
+        reply.read()
+        status = str(reply.status)
+    except (OSError, http.client.HTTPException) as error:
+        connection.close()  # the next request opens it again
+        status, first = type(error).__name__, time.perf_counter() - begun
+    return status, first, time.perf_counter() - begun
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    """The status and text of a page."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+if __name__ == "__main__":
+    cli.run(main, sys.argv[1:])
