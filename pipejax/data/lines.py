@@ -4,6 +4,7 @@ Lines that cannot be used: the first one ends the work, or all are left out, cou
 """
 
 import datetime
+import decimal
 import functools
 import io
 import json
@@ -13,7 +14,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pipejax.data.packed import open_file, unpacked
 from pipejax.system.errors import UserError
@@ -210,9 +211,17 @@ def id_of(value: Object, place: str) -> str | int:
     found = value.get("id")
     if found != "" and is_blank(found):
         return place.rpartition(":")[2]
+    if isinstance(found, numbers.Real | decimal.Decimal) and _is_exact(found):
+        found = int(found)
     if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):  # of NumPy, too
         raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')
     return _check_unicode(found, "id", place) if isinstance(found, str) else int(found)
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether a whole number became this one in a column that lacks some; from 2**53 on floats have lost digits."""
+    is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    return (abs(value) < 2**53 if is_float else isinstance(value, decimal.Decimal)) and value % 1 == 0
 
 
 def _check_unicode(text: str, key: str, place: str) -> str:

@@ -9,6 +9,7 @@ from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
+from pipejax.data.tables import KEYS
 from pipejax.inference.generator import Generator
 from pipejax.inference.settings import LOADED
 from pipejax.methods import Method
@@ -17,7 +18,7 @@ from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 # What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", "data.csv_delimiter")
+DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", *KEYS)
 
 
 def load(

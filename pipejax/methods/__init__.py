@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
 from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
-from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
+from pipejax.methods.sequential import Beams, Sequential, joined_change, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, separator_ids, shown, spell
 from pipejax.system.errors import UserError, did_you_mean
 
@@ -33,6 +33,7 @@ __all__ = [
     "check_training",
     "default",
     "doubts",
+    "joined_change",
     "make",
     "make_strategy",
     "names",
