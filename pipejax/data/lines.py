@@ -208,20 +208,15 @@ def check_text(value: object, key: str, place: str) -> str:
 
 def id_of(value: Object, place: str) -> str | int:
     """The object's id, or the line number of its `place` if it has none."""
-    found = value.get("id")
+    found: Any = value.get("id")
     if found != "" and is_blank(found):
         return place.rpartition(":")[2]
-    if isinstance(found, numbers.Real | decimal.Decimal) and _is_exact(found):
-        found = int(found)
+    is_float = isinstance(found, numbers.Real) and not isinstance(found, numbers.Integral)
+    if (abs(found) < 2**53 if is_float else isinstance(found, decimal.Decimal)) and found % 1 == 0:
+        found = int(found)  # which a column that lacks some has as this; larger floats have lost digits
     if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):  # of NumPy, too
         raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')
     return _check_unicode(found, "id", place) if isinstance(found, str) else int(found)
-
-
-def _is_exact(value: Any) -> bool:
-    """Whether a whole number became this one in a column that lacks some; from 2**53 on floats have lost digits."""
-    is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
-    return (abs(value) < 2**53 if is_float else isinstance(value, decimal.Decimal)) and value % 1 == 0
 
 
 def _check_unicode(text: str, key: str, place: str) -> str:

@@ -20,9 +20,8 @@ def is_remote(path: str | Path) -> bool:
 
 def name_of(path: str | Path) -> str:
     """The path without the places that a URL chains after it: "zip://a.csv" of "zip://a.csv::s3://bucket/b.zip"."""
-    if not is_remote(path):
-        return str(path)
-    return next((part for part in str(path).split("::") if part.partition("://")[2]), str(path))
+    parts = str(path).split("::") if is_remote(path) else []
+    return next((part for part in parts if part.partition("://")[2]), str(path))
 
 
 def files_of(path: str) -> list[str]:

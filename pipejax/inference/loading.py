@@ -62,6 +62,7 @@ def load(
     generator.checkpoint = str(path)
     generator.trained = restored.config
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    generator.learned = restored.metadata.get("data_whole", "")
     for number, (name, own) in enumerate(found.items(), 1):
         adapted = copy.copy(generator)
         of_base = {key: getattr(config.decode, key) for key in (*LOADED, "draft")}
