@@ -168,8 +168,8 @@ def test_blocks_hold_the_rows_of_a_table(tmp_path: Path, pack: Callable[[bytes],
     for other in (TABLE.replace("source", "text"), TABLE.replace("id;", "no;")):
         path.write_bytes(pack(("\ufeff" + other).encode()))
         assert not {block.digest for block in cut(str(path), size)} & {block.digest for block in blocks}
-    for other in (Dialect(","), Dialect(quotes="letters")):
-        assert not {b.digest for b in cut(str(path), size, dialect=other)} & {b.digest for b in cut(str(path), size)}
+    for dialect in (Dialect(","), Dialect(quotes="letters")):
+        assert not {b.digest for b in cut(str(path), size, dialect=dialect)} & {b.digest for b in cut(str(path), size)}
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])

@@ -115,7 +115,7 @@ def test_lists_are_parted_by_commas() -> None:
         assert not accepts(automaton, text.encode())
     automaton, found = texts_of({"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2})
     for text in ("a,b", "a, b;c"):
-        assert accepts(automaton, text.encode()) and len(found.read(text)) == 2  # type: ignore[call-overload]
+        assert accepts(automaton, text.encode()) and found.read(text) == re.split(", ?", text)
     for text in ("a,b,c", "a, b, c", "a,b,c,d", "a"):  # no item has a comma within it
         assert not accepts(automaton, text.encode())
     automaton, found = texts_of({"type": "array", "items": items, "maxItems": 2})

@@ -106,8 +106,8 @@ class Worker:
 
     def __init__(self, work: Work) -> None:
         """Loads nothing yet."""
-        self.work, self.shards = work, Shards(Path(work.output), work.run)
-        self.reader = Reader(Path(work.root), Dialect(*map((work.settings or {}).get, KEYS)))
+        self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
+        self.reader = Reader(Path(work.root), Dialect(*(known[key] for key in KEYS if key in known)))
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> Said:
@@ -206,7 +206,7 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
 
 def _read(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
     """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
-    inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect(*map(described["settings"].get, KEYS))
+    inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect(*(described["settings"][key] for key in KEYS))
     reader = Reader(Path(), dialect)
     with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
         for path in files:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipejax.config import DataConfig
 from pipejax.data.lines import LONGEST, Placed, Refusal, bounded, decoded, refuse
@@ -103,7 +103,7 @@ class Table:
                     own.append(line.decode("utf-8", "replace"))  # the row goes on
                 yield own[-1]
 
-        quoting = csv.QUOTE_NONE if self.letters else csv.QUOTE_MINIMAL
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if self.letters else csv.QUOTE_MINIMAL
         reader = csv.reader(texts(), delimiter=self.delimiter, strict=True, quoting=quoting)
         told, long, longest = set[str](), 0, (0, 0)
         while True:
