@@ -389,9 +389,16 @@ def test_cells_of_several_lines_with_delimiters_are_told(tmp_path, said):
     said.clear()
     read(tmp_path, 'id,source,targets\na,"no\ncomma","x\ny"\n', "b.csv", **TARGETS)
     assert not said
+    longer = 'id,source,targets\n1.0,"no\ncomma\nat\nall",x\n2.0,"a, b\nc, d",x\n3.0,"a, b\nc, d",x\n'
+    read(tmp_path, longer, "c.csv", **TARGETS)  # the first row is told for its id
+    assert said[-1].endswith("c.csv: 2 rows have such a cell, the longest in lines 8 to 9")
+    said.clear()
+    # A comma in each line, as many as a row of two columns has, but with a space after it.
+    prose = 'source,targets\n"Yes, it\ndid, no",x\nb,"Yes\nNo, no"\n'
+    assert [e.source for e in read(tmp_path, prose, "e.csv", **TARGETS)] == ["Yes, it\ndid, no", "b"]
     settings = {"rows": "delimiter", "targets": "source"}
     assert len(read(tmp_path, 'source\na\n"b\nc"\nd\n', "one.csv", **settings)) == 3
-    assert said[0].endswith("one.csv:3: found a cell that holds ends of lines in lines 3 to 4")
+    assert said[-1].endswith("one.csv:3: found a cell that holds ends of lines in lines 3 to 4")
 
 
 def test_quotes_that_a_tsv_means_are_told(tmp_path, said):
@@ -424,6 +431,11 @@ def test_whole_numbers_are_ids_whatever_their_type(name, tmp_path):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), path)
     found = [e.id for e in make_task(DataConfig(train=str(path))).examples("train")]
     assert found == ["1", f"{path}:2", "2", "-3", str(2**52), "10", "7"]
+    twice = [{"id": 9}, {}, {}, {}, {"id": 5}, {"id": 5}]
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"source": f"s{i}", "targets": [], **x}) + "\n" for i, x in enumerate(twice)))
+    with pytest.raises(UserError, match=r"c\.jsonl:6: \"id\": found '5' again; it was used in line 5"):
+        make_task(DataConfig(train=str(path))).examples("train")
     later = [{"id": 3.0}, {"id": 4.0}, {}, {}]  # the line's number is another's id already
     path = tmp_path / "b.jsonl"
     path.write_text("".join(json.dumps({"source": f"s{i}", "targets": [], **x}) + "\n" for i, x in enumerate(later)))

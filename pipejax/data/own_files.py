@@ -138,7 +138,7 @@ class FilesTask:
                 has_id = not is_blank(value.get("id"))
                 name = str(id_of(value, place)) if has_id or not several else place
                 source, rows = self._filled(value, place), tuple(self._rows(value, place))
-                if whole and has_id and name in numbered:
+                if whole and name in numbered:
                     i = numbered.pop(name)
                     examples[i] = dataclasses.replace(examples[i], id=examples[i].place)
                 elif whole and name in seen and not has_id:
