@@ -98,8 +98,8 @@ def _list(pattern: str, path: str) -> list[str]:
     try:
         found, parts = sorted(system.glob(name)), pattern.split("::")
         caches = [part for part in parts[:1] if "://" not in part]  # have no names of their own
-        own, after = system.fs if caches else system, parts[len(caches) + 1 :]
-        return ["::".join([*caches, own.unstrip_protocol(file), *after]) for file in found]
+        after = parts[len(caches) + 1 :]
+        return ["::".join([*caches, system.unstrip_protocol(file), *after]) for file in found]
     except Exception as error:  # as in `open_remote`
         raise UserError(f"{path}: cannot be listed ({_words(error)}); expected files at a URL") from error
 
