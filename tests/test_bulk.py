@@ -27,6 +27,7 @@ from pipejax.data import demo
 from pipejax.data.blocks import Block, Reader, cut
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines
+from pipejax.data.tables import FOUND, Dialect
 from pipejax.inference import loading
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
@@ -167,7 +168,44 @@ def test_blocks_hold_the_rows_of_a_table(tmp_path: Path, pack: Callable[[bytes],
     for other in (TABLE.replace("source", "text"), TABLE.replace("id;", "no;")):
         path.write_bytes(pack(("\ufeff" + other).encode()))
         assert not {block.digest for block in cut(str(path), size)} & {block.digest for block in blocks}
-    assert not {b.digest for b in cut(str(path), size, delimiter=",")} & {b.digest for b in cut(str(path), size)}
+    for dialect in (Dialect(","), Dialect(quotes="letters")):
+        assert not {b.digest for b in cut(str(path), size, dialect=dialect)} & {b.digest for b in cut(str(path), size)}
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize("name, dialect", [("x.tsv", FOUND), ("x.csv", Dialect("\t", "letters"))])
+def test_each_line_of_a_tsv_is_a_row_in_a_block(tmp_path: Path, name: str, dialect: Dialect, size: int) -> None:
+    """Whatever quotes it has; a quote of a CSV in which rows are lost ends the work, though bad lines are skipped."""
+    texts = ['"open', "b", 'c "d" e', 'f"', '"', '"whole"', "g"]
+    path = tmp_path / name
+    path.write_text("id\tsource\n" + "".join(f"r{i}\t{text}\n" for i, text in enumerate(texts)))
+    blocks, reader = cut(str(path), size, dialect=dialect), Reader(tmp_path, dialect)
+    assert [block.lines for block in blocks] == [len(texts[i : i + size]) for i in range(0, len(texts), size)]
+    found = [value for block in blocks for _, value in reader.read(block)]
+    assert found == [{"id": f"r{i}", "source": text} for i, text in enumerate(texts)]
+    path = tmp_path / "y.csv"
+    path.write_text("id,source\n" + "".join(f"r{i},{text}\n" for i, text in enumerate(texts)))
+    bad = BadLines("y.csv", skip=True)
+    with pytest.raises(UserError, match=r"y\.csv:2: found a quote that encloses what look like rows in lines 2 to "):
+        [value for block in cut(str(path), size) for value in Reader(tmp_path).read(block, bad)]
+
+
+@pytest.mark.parametrize("flags", [(), ("data.csv_quotes=quote",)])
+def test_a_worker_reads_quotes_as_its_leader_does(run: Run, flags: tuple[str, ...], monkeypatch: Any) -> None:
+    """By the setting of the checkpoint or the command; the manifest has it."""
+    read = list[object]()
+
+    def seen(generator: Generator, placed: Any, *more: Any) -> Iterator[Any]:
+        read.extend(value["source"] for _, value in placed)
+        return iter(())
+
+    monkeypatch.setattr(records, "read_sources", seen)
+    Path("a.tsv").write_text('source\n"the baker"\n"a\n')
+    if flags:
+        Path("a.tsv").write_text('source\n"the baker"\n"a\nb"\n')
+    run("a.tsv", overrides=flags)
+    assert read == (["the baker", "a\nb"] if flags else ['"the baker"', '"a'])
+    assert manifest()["settings"]["data.csv_quotes"] == ("quote" if flags else "auto")
 
 
 def test_a_block_of_parquet_is_known_by_its_rows(tmp_path: Path) -> None:
@@ -357,6 +395,7 @@ def test_a_worker_that_outlives_its_leader_does_not_stop_the_next(tmp_path: Path
         ("block", "out: holds other work: found --block = 6; expected 5"),
         ("skipping", "out: holds other work: found --skip-bad = False; expected True"),
         ("delimiter", "out: holds other work: found data.csv_delimiter = ''; expected ';'"),
+        ("quotes", "out: holds other work: found data.csv_quotes = 'auto'; expected 'letters'"),
         ("more", "out: holds other work: found the number of inputs = 1; expected 2"),
         ("renamed", "out: holds other work: found input 1 = 'a.jsonl'; expected 'b.jsonl'"),
         ("line", "found a shard of lines that the input does not have at this place"),
@@ -377,6 +416,8 @@ def test_other_work_is_refused(run: Run, change: str, words: str) -> None:
         options["skip_bad"] = True
     elif change == "delimiter":
         options["overrides"] = ("data.csv_delimiter=;",)
+    elif change == "quotes":
+        options["overrides"] = ("data.csv_quotes=letters",)
     elif change == "more":
         Path("b.jsonl").write_text(lines_of(VALUES))
     elif change == "renamed":

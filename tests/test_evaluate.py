@@ -14,12 +14,13 @@ from pipejax import methods, metrics
 from pipejax.apps import evaluation
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo, make_task
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, fingerprint
 from pipejax.inference.loading import load
 from pipejax.inference.programs import CPU_BATCH
 from pipejax.metrics import __main__ as command
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
+from support import schemas
 from support.tiny import RUN_ON_ONE as CONFIG
 from support.tiny import change
 
@@ -146,6 +147,28 @@ def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
     assert 0 < count < 20 and any(f": {20 - count} train, {count} test" in line for line in said)
     with pytest.raises(UserError, match=r"data\.dev: found no file"):
         evaluation.main([*parted, "--split", "dev"])
+
+
+@pytest.mark.parametrize(
+    "learned, others, told",
+    [("the same", [], False), ("", [], False), ("others", [], True), ("others", ["data.train={}.jsonl"], False)],
+)
+def test_a_part_of_which_some_may_be_learned_is_told(learned, others, told, tmp_path, monkeypatch, capsys):
+    """Where a file is parted otherwise than it was for the run: it has changed, or the rule has."""
+    texts = "".join(json.dumps({"source": f"text {i}", "targets": ["x"]}) + "\n" for i in range(40))
+    for name in ("a", "a.jsonl"):
+        (tmp_path / name).write_text(texts)
+    generator = schemas.generator()
+    generator.config = change(generator.config, data={"train": str(tmp_path / "a"), "split": "0.5,0,0.5"})
+    generator.trained, generator.learned = generator.config, learned
+    if learned == "the same":
+        generator.learned = fingerprint(make_task(generator.config.data).examples("train"), None)
+    monkeypatch.setattr(evaluation, "load", lambda *args, **settings: generator)
+    monkeypatch.setattr(evaluation, "evaluate", None)
+    flags = [f"--set={other.format(tmp_path / 'a')}" for other in others]
+    with pytest.raises(TypeError):
+        evaluation.main(["--checkpoint", "x", "--json", str(tmp_path / "out.json"), *flags])
+    assert ("found other training examples than the run had" in capsys.readouterr().err) == told
 
 
 @pytest.mark.slow

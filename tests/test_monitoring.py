@@ -12,6 +12,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from pipejax import checkpoint
 from pipejax import config as config_lib
@@ -28,6 +29,7 @@ from pipejax.training.loop import fit
 from pipejax.training.monitoring import Clock, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.trackers import Trackers, name_of
+from support import schemas
 from support.tiny import RUN_ON_ONE as CONFIG
 from support.tiny import change, metrics
 
@@ -114,6 +116,39 @@ def test_texts_that_do_not_come_back_are_told_at_the_start(tokenizer, said):
     warn_of_examples(many, tokenizer, change(CONFIG, train={"batch_size": 2000, "length_group": 16}))
     assert said[0] == "21000 examples are encoded before the first step: train.length_group batches of them"
     assert "1000 of 1000 examples that were looked at, of 21000, have sources" in said[1] and len(said) == 2
+
+
+@pytest.mark.parametrize(
+    "separator, rows, change_of",
+    [
+        (" ; ", ("baker ; clerk", "river"), "'baker ; clerk' comes back as 'baker'"),
+        (" ; ", ("baker ; clerk",), "'baker ; clerk' comes back as 'baker'"),
+        (" ; ", ("baker", "; clerk", "river"), "'; clerk' comes back as 'clerk'"),
+        (" ; ", ("baker ;", "clerk"), "'baker ;' comes back as 'baker'"),
+        (" ; ", ("river", ";"), "';' comes back as ''"),
+        (", ", ("baker, the old", "river"), "'baker, the old' comes back as 'baker'"),
+        (" , ", ("baker", "clerk , river"), "'clerk , river' comes back as 'clerk'"),
+        (" ,; ", ("baker ,", "; clerk ,; river"), "'; clerk ,; river' comes back as '; clerk'"),
+        (";", ("baker", "river; clerk"), "'river; clerk' comes back as 'river'"),
+        (" ; ", ("baker \uff1b clerk", "river"), "'baker ; clerk' comes back as 'baker'"),  # to the tokenizer the same
+        (" ; ", ("baker;clerk", "river"), ""),
+        (" ; ", ("baker, clerk", "river", "baker, clerk"), ""),
+        (" ; ", ("</s>", "~"), ""),
+        (" ; ", (), ""),
+        (" ", ("baker ; clerk", "river"), ""),  # rows need not be told apart
+    ],
+)
+def test_rows_that_hold_the_separator_are_told_at_the_start(separator, rows, change_of, said):
+    """For answers in one piece alone, as on the grid a row is a row."""
+    tokenizer = schemas.tokenizer(normalizers.NFKC())
+    examples = [Example(str(i), "the baker", rows if i == 3 else ("baker", "clerk"), f"a.jsonl:{i}") for i in range(8)]
+    for objective in ("sequential", "pipelined"):
+        config = change(CONFIG, data={"separator": separator}, train={"objective": objective})
+        said.clear()
+        warn_of_examples(examples, tokenizer, config)
+        told = [line for line in said if "data.separator" in line]
+        begin = "warning: 1 of 8 examples have rows that hold data.separator, so that an answer parts into other ones: "
+        assert told == ([f"{begin}{change_of} (a.jsonl:3)"] if change_of and objective == "sequential" else [])
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import lzma
+import unicodedata
 from collections import Counter
 
 import numpy as np
@@ -19,9 +20,9 @@ from pipejax.config import Config, DataConfig, check, override
 from pipejax.data import make_task
 from pipejax.data.encoding import answered
 from pipejax.data.examples import Example
-from pipejax.data.lines import kind
+from pipejax.data.lines import id_of, kind
 from pipejax.data.own_files import FilesTask
-from pipejax.data.text import Template, keyphrases, plain
+from pipejax.data.text import Template, keyphrases, normalized, plain
 from pipejax.system.errors import UserError
 
 
@@ -138,8 +139,8 @@ def test_tables(pack, name, content, told, tmp_path, said):
     """Told by their names or the task, packed or not; what parts the columns is found."""
     path = tmp_path / name
     path.write_bytes(pack(content.encode()))
-    task = "csv" if name.endswith("txt") else "jsonl"
-    assert make_task(DataConfig(task=task, train=str(path), **CELLS)).examples("train") == TWO
+    settings = {"task": "csv" if name.endswith("txt") else "jsonl", "csv_quotes": "quote" if "TSV" in name else "auto"}
+    assert make_task(DataConfig(train=str(path), **settings, **CELLS)).examples("train") == TWO
     assert [line for line in said if "parted by" in line] == (
         [f"{path}: columns are parted by {told}, as the line of their names shows"] if told else []
     )
@@ -297,6 +298,189 @@ def test_ragged_rows_are_skipped_and_open_quotes_are_not(tmp_path, said):
     assert "a.csv:4: found byte 0xe9" in message and message.endswith("in lines 3 to 4")
 
 
+# Quotes that are text, and quotes that enclose cells.
+
+TARGETS = {"rows": "delimiter", "delimiter": "/"}
+
+
+def table(between, count=2000, **stray):
+    """Lines of names and rows, numbered as in the file, of which some are other ones."""
+    lines = [between.join(["id", "source", "targets"])]
+    lines += [between.join([f"r{i}", f"text {i}", f"a{i}/b"]) for i in range(2, count + 2)]
+    for number, cells in stray.items():
+        lines[int(number[1:]) - 1] = between.join(cells)
+    return lines
+
+
+STRAY = {"n14": ["r14", '"Yes," she said', "x"], "n1990": ["r1990", 'he said "no"', 'x"']}
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("stray", [STRAY, {"n7": ["r7", '"never closed', "x"]}, {"n9": ["r9", '12"', '"/"']}])
+@pytest.mark.parametrize("name, quotes", [("a.tsv", "auto"), ("A.TSV", "letters"), ("a.csv", "letters")])
+def test_quotes_are_text_in_a_tsv(name, quotes, stray, pack, tmp_path, said):
+    """Each line is a row, and its cells are the parts between its tabs; in CSV if a setting says so."""
+    lines = [x for x in table("\t", **stray) if quotes == "auto" or "," not in x]
+    path = tmp_path / (name + (".gz" if pack is gzip.compress else ""))
+    path.write_bytes(pack("\r\n".join(lines).encode()))
+    found = make_task(DataConfig(train=str(path), csv_quotes=quotes, **TARGETS)).examples("train")
+    assert [(e.id, e.source, e.targets) for e in found] == [
+        (name, source, tuple(filter(None, rows.split("/"))))
+        for name, source, rows in (x.split("\t") for x in lines[1:])
+    ]
+    told = [f"{path}:9: found a cell in quotes, which are text here, unless data.csv_quotes = quote"]
+    assert [x for x in said if "in quotes" in x] == (told if "n9" in stray and quotes == "auto" else [])
+
+
+@pytest.mark.parametrize("between", [",", ";", "\t", "|"])
+@pytest.mark.parametrize(
+    "first, last",
+    [
+        (["r14", '"Yes', "x"], ["r1990", 'no"', "x"]),
+        (['"r14', "x", "y"], ["r1990", "x", 'no"']),  # fewer columns than are expected
+        (["r14", "x", '"y'], ["r1990", "x", 'y"']),
+        (["r14", '"Yes', "x"], ["r1990", 'he said "no" to', "x"]),  # that is no CSV at all
+        (["r14", '"Yes', "x"], ["r1990", 'é"', "x"]),  # and that is no UTF-8
+    ],
+)
+def test_rows_that_are_lost_in_a_quote_are_refused(first, last, between, tmp_path):
+    """Two stray quotes take the rows between them for one cell, `skip_bad` or not; two settings say it is right."""
+    lines = table(between, n14=first, n1990=last)
+    content = "\n".join(lines).encode("latin-1")
+    for skip in (False, True):
+        message = refusal(tmp_path, content, "a.csv", skip_bad=skip, **TARGETS)
+        words = (
+            "a.csv:14: found a quote that encloses what look like rows in lines 14 to 1990; expected it closed in its"
+        )
+        assert words in message and "data.csv_quotes = letters" in message
+    if "é" in last[1]:
+        return
+    found = read(tmp_path, content, "a.csv", csv_quotes="letters", **TARGETS)
+    assert [e.source for e in found] == [x.split(between)[1] for x in lines[1:]]
+    if first[1] == '"Yes' and last[1] == 'no"':
+        assert len(read(tmp_path, content, "a.csv", csv_quotes="quote", **TARGETS)) == 2000 - 1976
+
+
+def test_two_lines_are_rows_too_and_a_tenth_may_be_others(tmp_path):
+    lines = table(",", 40, n3=["r3", '"a', "x"], n4=["r4", 'b"', "y"])
+    assert "in lines 3 to 4" in refusal(tmp_path, "\n".join(lines), "a.csv", **TARGETS)
+    lines = table(",", 40, n3=["r3", '"a', "x"], n12=["r12", "a", "b", "c"], n30=["r30", 'b"', "y"])
+    assert "in lines 3 to 30" in refusal(tmp_path, "\n".join(lines), "a.csv", **TARGETS)
+    spaced = [line.replace(",", ", ") for line in table(",", 40, n3=["r3", "x", "y"])]
+    spaced[2], spaced[9] = 'r3,"a, x', 'r10, b",y'
+    assert "in lines 3 to 10" in refusal(tmp_path, "\n".join(spaced), "a.csv", **TARGETS)
+
+
+def test_cells_of_several_lines_with_delimiters_are_told(tmp_path, said):
+    """Of prose they are right: the first is told with its lines, then how many there are, and the longest."""
+    prose = '"It rained, it snowed,\nand then, at last, it stopped."'
+    lines = [
+        "id,source,targets",
+        f"a,{prose},x",
+        'b,"no\ncomma",x',
+        "c,one line,x",
+        f'd,"{prose[1:-1]}\nNo,\nit did not",x',
+    ]
+    assert len(read(tmp_path, "\n".join(lines), "a.csv", **TARGETS)) == 4
+    assert [line.rpartition("/")[2] for line in said] == [
+        "a.csv:2: found a cell that holds ends of lines and ',' in lines 2 to 3",
+        "a.csv: 2 rows have such a cell, the longest in lines 7 to 10",
+    ]
+    said.clear()
+    read(tmp_path, 'id,source,targets\na,"no\ncomma","x\ny"\n', "b.csv", **TARGETS)
+    assert not said
+    longer = 'id,source,targets\n1.0,"no\ncomma\nat\nall",x\n2.0,"a, b\nc, d",x\n3.0,"a, b\nc, d",x\n'
+    read(tmp_path, longer, "c.csv", **TARGETS)  # the first row is told for its id
+    assert said[-1].endswith("c.csv: 2 rows have such a cell, the longest in lines 8 to 9")
+    said.clear()
+    # A comma in each line, as many as a row of two columns has, but with a space after it.
+    prose = 'source,targets\n"Yes, it\ndid, no",x\nb,"Yes\nNo, no"\n'
+    assert [e.source for e in read(tmp_path, prose, "e.csv", **TARGETS)] == ["Yes, it\ndid, no", "b"]
+    settings = {"rows": "delimiter", "targets": "source"}
+    assert len(read(tmp_path, 'source\na\n"b\nc"\nd\n', "one.csv", **settings)) == 3
+    assert said[-1].endswith("one.csv:3: found a cell that holds ends of lines in lines 3 to 4")
+
+
+def test_quotes_that_a_tsv_means_are_told(tmp_path, said):
+    """A row that falls apart says why; with the setting it is whole."""
+    content = 'source\ttargets\n"a ""b"""\tx\n"c\td"\ty\n"e\nf"\tz\n'
+    assert refusal(tmp_path, content, "a.tsv", **TARGETS).endswith(
+        "a.tsv:3: found 3 columns; expected 2 (source, targets); quotes are text here, unless data.csv_quotes = quote"
+    )
+    assert [x.rpartition("/")[2] for x in said] == [
+        "a.tsv:2: found a cell in quotes, which are text here, unless data.csv_quotes = quote"
+    ]
+    said.clear()
+    found = read(tmp_path, content, "a.tsv", csv_quotes="quote", **TARGETS)
+    assert [e.source for e in found] == ['a "b"', "c\td", "e\nf"] and not said
+    with pytest.raises(UserError, match=r"data\.csv_quotes: found 'on'; expected one of auto, quote, letters"):
+        check(Config(data=DataConfig(csv_quotes="on")), where="here")
+
+
+# Ids that a missing one made floats.
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_whole_numbers_are_ids_whatever_their_type(name, tmp_path):
+    """Where one is missing, the others become floats; the number of its line is its id, if no other has that."""
+    ids = [1.0, None, 2.0, -3.0, 2.0**52, 10.0, None]
+    path, values = tmp_path / name, [{"id": x, "source": f"s{i}", "targets": ["x"]} for i, x in enumerate(ids)]
+    if name == "a.jsonl":
+        path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), path)
+    found = [e.id for e in make_task(DataConfig(train=str(path))).examples("train")]
+    assert found == ["1", f"{path}:2", "2", "-3", str(2**52), "10", "7"]
+    twice = [{"id": 9}, {}, {}, {}, {"id": 5}, {"id": 5}]
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"source": f"s{i}", "targets": [], **x}) + "\n" for i, x in enumerate(twice)))
+    with pytest.raises(UserError, match=r"c\.jsonl:6: \"id\": found '5' again; it was used in line 5"):
+        make_task(DataConfig(train=str(path))).examples("train")
+    later = [{"id": 3.0}, {"id": 4.0}, {}, {}]  # the line's number is another's id already
+    path = tmp_path / "b.jsonl"
+    path.write_text("".join(json.dumps({"source": f"s{i}", "targets": [], **x}) + "\n" for i, x in enumerate(later)))
+    found = [e.id for e in make_task(DataConfig(train=str(path))).examples("train")]
+    assert found == ["3", "4", f"{path}:3", f"{path}:4"]
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (np.float32(7), 7),
+        (np.float64(-7), -7),
+        (decimal.Decimal("12345678901234567890"), 12345678901234567890),
+        (decimal.Decimal("3.00"), 3),
+        (np.int64(2**60), 2**60),
+        ("1.0", "1.0"),  # text is text
+        (float("nan"), "5"),
+    ],
+    ids=repr,
+)
+def test_ids_that_are_read(given, expected):
+    found = id_of({"id": given}, "a.parquet:5")
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "given", [1.5, float("inf"), 2.0**53, 1.2345e18, True, decimal.Decimal("1.5"), decimal.Decimal("NaN"), 1j], ids=repr
+)
+def test_ids_that_are_none(given):
+    """From 2**53 on a float may stand for several whole numbers."""
+    with pytest.raises(UserError, match=r'^a\.parquet:5: "id": found .*; expected text or a whole number'):
+        id_of({"id": given}, "a.parquet:5")
+
+
+def test_an_id_of_a_table_that_ends_in_0_is_told(tmp_path, said):
+    """It may be the number of a section, so it stays as it is."""
+    content = "id,source,targets\n1.0,a,x\n,b,x\n2.0,c,x\n"
+    assert [e.id for e in read(tmp_path, content, "a.csv", **TARGETS)] == ["1.0", "3", "2.0"]
+    line = "a.csv:2: found an id that ends in .0, as whole numbers do in a column with a gap; it stays so"
+    assert [x.rpartition("/")[2] for x in said] == [line]
+    said.clear()
+    read(tmp_path, "id,source,targets\n1.1,a,x\nv1.0,b,x\n10,c,x\n", "b.csv", **TARGETS)
+    assert not said
+
+
 # Answers that are none.
 
 
@@ -352,6 +536,55 @@ def test_one_file_is_parted(tmp_path, said):
     other = parted(path, seed=1)
     assert {e.id for e in other["dev"]} != {e.id for e in later["dev"]}
     assert parted(path, "1,0,0")["dev"] == [] and len(parted(path, "0.5,0.5")["dev"]) > 500
+
+
+TWINS = [
+    "the baker sang ; it was late",
+    "the baker sang ; it was late ",
+    "the  baker sang ; it was late",
+    "the\u00a0baker sang ; it was late",
+    "the baker sang ; it was late\n",
+    "\tthe baker\r\nsang ; it was late",
+    "the baker sang \uff1b it was late",  # full width
+    "the baker\u3000sang ; it was late",
+    "\ufeffthe baker sang ; it was late",
+    "the\u200bbaker sang ; it was late",
+    "the baker sa\x07ng ; it was late",
+    "the baker sang \u037e it was late",  # Greek
+]
+
+
+def test_sources_that_read_alike_are_on_one_side(tmp_path, said):
+    """White space of all kinds and Unicode's other forms of a letter make no other source; letters and case do."""
+    texts = [text.replace("late", f"late {i}") for i in range(40) for text in TWINS]
+    texts += [f"caf{e} {i}" for i in range(40) for e in ("\u00e9", "e\u0301")]
+    values = [{"source": text, "targets": []} for text in texts]
+    path = tmp_path / "all.jsonl"
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    parts = parted(path, "0.5,0.3,0.2")
+    where = {e.source: split for split, part in parts.items() for e in part}
+    for i in range(40):
+        assert len({where[text.replace("late", f"late {i}")] for text in TWINS}) == 1
+        assert where[f"caf\u00e9 {i}"] == where[f"cafe\u0301 {i}"]
+    assert {len({where[f"caf\u00e9 {i}"] for i in range(40)}), len(parts["dev"]) > 0} == {3, True}
+    assert said[-1].endswith(f"; {len(texts)} have the source of another, in the same part")
+    others = ["The baker sang", "the baker sang", "the bakersang", "the baker sang."]
+    assert len({*map(normalized, others)}) == 4
+
+
+def test_texts_are_read_as_sentencepiece_reads_them():
+    """By the rule of T5's and mT5's vocabularies, for each character; what Unicode learned since is left out."""
+    import sentencepiece
+
+    rule = sentencepiece.SentencePieceNormalizer(
+        rule_name="nmt_nfkc", remove_extra_whitespaces=True, escape_whitespaces=False, add_dummy_prefix=False
+    )
+    other = [
+        code
+        for code in (*range(1, 0xD800), *range(0xE000, 0x11000))
+        if unicodedata.category(chr(code)) != "Cn" and rule.normalize(f"a{chr(code)}b") != normalized(f"a{chr(code)}b")
+    ]
+    assert [*map(hex, other)] == ["0x85", "0x344", "0xff5e"]  # a line's end, a sign that is two, and a wide tilde
 
 
 @pytest.mark.parametrize(

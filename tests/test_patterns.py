@@ -113,6 +113,11 @@ def test_lists_are_parted_by_commas() -> None:
         assert accepts(automaton, text.encode()) and found.read(text) == value
     for text in ("", "a,,b", "a,  b", "a,", ",a", "a,b,c,d", "abcde", "  a"):
         assert not accepts(automaton, text.encode())
+    automaton, found = texts_of({"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2})
+    for text in ("a,b", "a, b;c"):
+        assert accepts(automaton, text.encode()) and found.read(text) == re.split(", ?", text)
+    for text in ("a,b,c", "a, b, c", "a,b,c,d", "a"):  # no item has a comma within it
+        assert not accepts(automaton, text.encode())
     automaton, found = texts_of({"type": "array", "items": items, "maxItems": 2})
     assert accepts(automaton, b"") and found.read("") == found.read(" ") == []
 

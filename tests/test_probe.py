@@ -248,6 +248,24 @@ def test_sentences() -> None:
     assert summary.summary(noise)["says"] == "Δt = 1 costs nothing, and neither does hiding the rows above."
 
 
+# The examples.
+
+
+def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: Path, said: list[str]) -> None:
+    """Other spaces make no other source, nor do other forms of a letter; other letters do. A TSV's quotes are text."""
+    twins = ["the baker sang ", "the  baker slept", "the\u00a0clerk sang", "\uff54he clerk slept", "The baker sang"]
+    measured = ["the baker sang", "the baker slept", "the clerk sang", "the clerk slept", "a baker sang"]
+    paths = [str(tmp_path / name) for name in ("in.tsv", "more.jsonl")]
+    lines = ["source\ttargets", *(f'{text}\t"{i} | b' for i, text in enumerate(measured))]
+    Path(paths[0]).write_text("\n".join(lines))
+    rows = "data.rows=delimiter", "data.delimiter=|"
+    with Path(paths[1]).open("w") as file:
+        file.writelines(json.dumps({"source": text, "targets": "a | b"}) + "\n" for text in twins)
+    work = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, lessons=100, overrides=rows)
+    assert [example.source for example in work.examples] == measured
+    assert any(line.endswith("more.jsonl: 4 of 5 sources are measured, too: costs may be too low") for line in said)
+
+
 # The command.
 
 

@@ -353,7 +353,7 @@ def test_statistics_of_tokens(capsys):
     }
     assert found["cut_percent"] == {name: pytest.approx(100 * n / len(examples)) for name, n in cuts.items()}
     assert 0 < sum(late) < sum(many) < len(examples)
-    assert found["changed_percent"] == {"sources": 0, "targets": 0} and found["changed_first"] == {}
+    assert found["changed_percent"] == {"sources": 0, "targets": 0, "joined": 0} and found["changed_first"] == {}
 
 
 def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_files, capsys):
@@ -374,22 +374,39 @@ def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_f
     kept = [encode(e, tokenizer, config, MODEL).target for e in make_task(config.data).examples("train")]
     steps = [int(target.time.max()) + 1 for target in kept]  # the last query of each
     assert steps == [6, 1, 2, 1] and found["tokens"]["pipelined_steps"]["most"] == max(steps)
-    assert found["changed_percent"] == {"sources": 25, "targets": 50}
+    assert found["changed_percent"] == {"sources": 25, "targets": 50, "joined": 0}
     place = f"{tmp_path / 'own.jsonl'}:1"
     assert found["changed_first"] == {
         "sources": f"{place}: '</s>' comes back as ''",
         "targets": f"{place}: '</s>' comes back as ''",
     }
     out = run(capsys, *flags)[1].splitlines()
-    row = next(i for i, line in enumerate(out) if line.split()[-2:] == ["sources", "targets"])
+    row = next(i for i, line in enumerate(out) if line.split()[-3:] == ["sources", "targets", "joined"])
     assert (
-        out[row + 1].split()[-2:] == ["25.0", "50.0"] and out[-1] == f"train, targets: {place}: '</s>' comes back as ''"
+        out[row + 1].split()[-3:] == ["25.0", "50.0", "0.0"]
+        and out[-1] == f"train, targets: {place}: '</s>' comes back as ''"
     )
     skipped = run(capsys, *flags, "--json", "--set", "data.empty_targets=skip")
     assert json.loads(skipped[1])["splits"]["train"]["examples"] == 2
     assert "2 of 4 training examples have no answer" in skipped[2] and f"{place[:-1]}2" in skipped[2]
     code, _, err = run(capsys, *flags, "--set", "data.empty_targets=refuse")
     assert code == 2 and f"{place[:-1]}2: found no answer (2 of 4 training examples" in err
+
+
+def test_rows_that_hold_the_separator_are_counted(tmp_path, tokenizer_files, capsys):
+    """Where the answer in one piece parts into others than the rows; on the grid they are what they are."""
+    rows = [["the ; baker", "clerk"], ["baker", "clerk"], ["; the", "baker"], ["baker"], ["</s>"], []]
+    lines = [{"source": "the baker", "targets": given} for given in rows]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["stats", "jsonl", "--tokenizer", str(tokenizer_files), "--set", f"data.train={tmp_path / 'own.jsonl'}"]
+    found = json.loads(run(capsys, *flags, "--json")[1])["splits"]["train"]
+    assert found["changed_percent"]["joined"] == pytest.approx(100 * 2 / 6)
+    assert found["changed_first"]["joined"] == f"{tmp_path / 'own.jsonl'}:1: 'the ; baker' comes back as 'the'"
+    out = run(capsys, *flags)[1].splitlines()
+    assert f"train, joined: {tmp_path / 'own.jsonl'}:1: 'the ; baker' comes back as 'the'" in out
+    for separator in (" clerk ", " "):
+        found = json.loads(run(capsys, *flags, "--json", "--set", f"data.separator={separator}")[1])["splits"]["train"]
+        assert found["changed_percent"]["joined"] == pytest.approx(100 * (separator != " ") * 2 / 6)
 
 
 @pytest.mark.parametrize(

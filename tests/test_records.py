@@ -32,12 +32,14 @@ from pipejax import checkpoint
 from pipejax.apps import record_tables, records, unfinished
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
+from pipejax.data.lines import BadLines
 from pipejax.decoding import Decoded, Stretch
 from pipejax.inference import programs, sources
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
+from pipejax.training import labels
 from support import oracle
 from support.tiny import MODEL
 
@@ -613,7 +615,8 @@ def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
         rows.writeheader()
         rows.writerows([value | {"note": "a, b; c"} for value in values])
         (tmp_path / name).write_bytes(pack(text.getvalue().encode()))
-        _, err = run(*flags, "--input", tmp_path / name, "--output", tmp_path / "from.jsonl")
+        read = [*flags, "--set=data.csv_quotes=quote"] if ".tsv" in name else flags
+        _, err = run(*read, "--input", tmp_path / name, "--output", tmp_path / "from.jsonl")
         assert [json.loads(line) for line in (tmp_path / "from.jsonl").read_text().splitlines()] == expected
         assert ("columns are parted by ';'" in err) == (delimiter == ";")
     given = "--input", tmp_path / "in.jsonl"
@@ -635,6 +638,35 @@ def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
         (tmp_path / "in.jsonl").write_text(as_lines(lines))
         run("--checkpoint", checkpoints / "none", *given, "--output", tmp_path / "ids.parquet")
         assert pyarrow.parquet.read_table(tmp_path / "ids.parquet").column("id").to_pylist() == column
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
+    """Also for labels; a CSV whose rows are lost in a quote is refused, and nothing of it is answered."""
+    lines = [f"r{i}\tthe baker {i}" for i in range(40)]
+    lines[3], lines[30] = 'r3\t"the baker', 'r30\tsang"'
+    (tmp_path / "in.tsv").write_text("\n".join(["id\tsource", *lines]))
+    generator, bad = load(checkpoints / "none"), BadLines("in", skip=skip_bad)
+    checked = records._check_whole(generator, str(tmp_path / "in.tsv"), "sequential", bad)
+    assert [(source.id, source.content) for source in checked] == [tuple(line.split("\t")) for line in lines]
+    assert labels.read(generator, str(tmp_path / "in.tsv")) == checked
+    (tmp_path / "in.csv").write_text("\n".join(["id,source", *lines]).replace("\t", ","))
+    for read in (
+        lambda path: records._check_whole(generator, path, "sequential", bad),
+        lambda path: labels.read(generator, path),
+    ):
+        with pytest.raises(
+            UserError, match=r"in\.csv:5: found a quote that encloses what look like rows in lines 5 to 32"
+        ):
+            read(str(tmp_path / "in.csv"))
+    generator = load(checkpoints / "none", overrides=["data.csv_quotes=letters"])
+    for read in (
+        lambda path: records._check_whole(generator, path, "sequential", bad),
+        lambda path: labels.read(generator, path),
+    ):
+        assert [(source.id, source.content) for source in read(str(tmp_path / "in.csv"))] == [
+            tuple(line.split("\t")) for line in lines
+        ]
 
 
 def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):

@@ -1,8 +1,11 @@
 """Training data elsewhere: URLs, patterns, splits of the hub, and files that are read as they are needed."""
 
 import gzip
+import io
 import json
+import re
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from pipejax.config import DataConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
+from pipejax.data.remote import files_of, name_of
 from pipejax.data.streams import Shuffled, Stream
 from pipejax.system.errors import UserError
 from pipejax.training.loop import Examples, fit
@@ -115,8 +119,11 @@ def test_a_split_of_the_hub(memory: MemoryFileSystem) -> None:
     assert sources(of("hub:someone/notes/other[train]")) == ["text 5"]
     for path, words in {
         "hub:someone/notes[train]": r"found the parts other, plain; expected one of them, as hub:someone/notes/PART",
-        "hub:someone/notes/plain[dev]": "found no files; expected some of that name",
-        "hub:someone/notes": r"found no data set of the hub; expected hub:OWNER/NAME\[SPLIT\]",
+        "hub:someone/notes/plain[dev]": r"the splits test, train; expected one .* as hub:someone/notes/plain\[SPLIT\]",
+        "hub:someone/notes/plain": r"the splits test, train; expected one .* as hub:someone/notes/plain\[SPLIT\]",
+        "hub:someone/notes": r"found the parts other, plain; expected one of them, as hub:someone/notes/PART\[SPLIT\]",
+        "hub:someone/notes/other[test]": "found the splits train; expected",
+        "hub:notes[train]": r"found no data set of the hub; expected hub:OWNER/NAME\[SPLIT\]",
         "hub:someone/else[train]": "found the parts none",
     }.items():
         with pytest.raises(UserError, match=words):
@@ -135,6 +142,86 @@ def test_a_split_of_the_hub(memory: MemoryFileSystem) -> None:
 def test_a_url_that_cannot_be_read_is_one_line(memory: MemoryFileSystem, path: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         of(path)
+
+
+def packed(tmp_path: Path, **members: bytes) -> Path:
+    """A zip archive of files in a directory `d`."""
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        for name, data in members.items():
+            archive.writestr(f"d/{name.replace('_', '.')}", data)
+    return tmp_path / "b.zip"
+
+
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+
+
+@pytest.mark.parametrize(
+    "url, names",
+    [
+        ("zip://d/a.jsonl::file://{}", ["zip://d/a.jsonl::file://{}"]),
+        ("zip://d/*.jsonl::file://{}", ["zip://d/a.jsonl::file://{}"]),
+        ("zip://d/b.csv.gz::file://{}", ["zip://d/b.csv.gz::file://{}"]),  # a table by its own name
+        ("zip://d/c.parquet::file://{}", ["zip://d/c.parquet::file://{}"]),
+        ("zip://d/*.gz::memory://b.zip", ["zip://d/b.csv.gz::memory://b.zip"]),
+        ("zip://d/a.jsonl::simplecache::memory://b.zip", ["zip://d/a.jsonl::simplecache::memory://b.zip"]),
+        ("simplecache::zip://d/*.csv.gz::memory://b.zip", ["simplecache::zip://d/b.csv.gz::memory://b.zip"]),
+        ("simplecache::memory://d/a.jsonl", ["simplecache::memory://d/a.jsonl"]),
+        ("filecache::memory://d/*.jsonl", ["filecache::memory:///d/a.jsonl"]),
+        ("simplecache::file://{}.jsonl", ["simplecache::file://{}.jsonl"]),
+        ("simplecache::file://{}*.jsonl", ["simplecache::file://{}.jsonl"]),
+    ],
+)
+def test_urls_in_a_chain(memory: MemoryFileSystem, tmp_path: Path, url: str, names: list[str]) -> None:
+    """A member of an archive stays open although nobody else holds the archive; a pattern keeps the chain."""
+    cells = "source,targets\n" + "".join(f"text {i},row {i}\n" for i in range(23))
+    table = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), table)
+    members = {"a_jsonl": LINES, "b_csv_gz": gzip.compress(cells.encode()), "c_parquet": table.getvalue()}
+    path = packed(tmp_path, **members)
+    (tmp_path / "b.zip.jsonl").write_bytes(LINES)
+    memory.pipe("/b.zip", path.read_bytes())
+    memory.pipe("/d/a.jsonl", LINES)
+    url, names = url.format(path), [name.format(path) for name in names]
+    assert files_of(url) == names
+    rows = "delimiter" if ".csv" in names[0] else "list"
+    assert sources(of(url, rows=rows)) == [f"text {i}" for i in range(23)]
+    streamed = of(url, rows=rows, stream=5)
+    assert isinstance(streamed, Stream)
+    drawn = Shuffled(streamed, seed=0)
+    assert Counter(drawn[i].source for i in range(46)) == Counter(2 * [f"text {i}" for i in range(23)])
+
+
+def test_a_chain_that_breaks_is_one_line(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    """No archive, none of that name, no such member, and a member that is damaged in its middle."""
+    path = packed(tmp_path, a_jsonl=LINES * 400)
+    (tmp_path / "bad.zip").write_bytes(path.read_bytes().replace(b"text 7", b"text 8", 1))
+    memory.pipe("/a.zip", LINES)
+    for url, words in {
+        f"zip://d/a.jsonl::file://{tmp_path}/no.zip": "FileNotFoundError: .*expected a URL that fsspec can open",
+        "zip://d/a.jsonl::memory://a.zip": "BadZipFile: .*expected a URL that fsspec can open",
+        f"zip://d/no.jsonl::file://{path}": r"cannot be read \(.*expected a file of JSON lines",
+        f"zip://no/*.jsonl::file://{path}": "found no files",
+        f"zip://d/a.jsonl::file://{tmp_path}/bad.zip": r"cannot be read on \(BadZipFile: Bad CRC-32",
+    }.items():
+        with pytest.raises(UserError, match=f"^{re.escape(url)}: {words}") as caught:
+            of(url)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    {
+        "a.csv": "a.csv",
+        "a::b/c.csv": "a::b/c.csv",  # no URL
+        "s3://b/c.tsv.gz": "s3://b/c.tsv.gz",
+        "zip://d/a.csv::s3://b/c.zip": "zip://d/a.csv",
+        "simplecache::s3://b/c.tsv": "s3://b/c.tsv",
+        "zip://d/a.pq::blockcache::https://h/c.zip": "zip://d/a.pq",
+        "gzip://::s3://b/c.csv.gz": "s3://b/c.csv.gz",
+    }.items(),
+)
+def test_the_name_of_a_file_in_a_chain(path: str, name: str) -> None:
+    assert name_of(path) == name
 
 
 def test_a_bad_line_elsewhere_is_named(memory: MemoryFileSystem) -> None:
@@ -171,6 +258,45 @@ def test_each_pass_has_each_example_once_in_another_order(
             assert numbers == sorted(numbers)
     else:
         assert len({found[0] for found in passes}) > 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_the_files_are_in_another_order_in_every_pass(seed: int) -> None:
+    """Of four files six passes have at least four orders, each with all of them; the seed and the pass decide."""
+    orders = list[tuple[str, ...]]()
+
+    def read(files: Sequence[str]) -> Iterator[list[Example]]:
+        orders.append(tuple(files))
+        return iter([[Example(name, name, ())] for name in files])
+
+    def passes(seed: int) -> list[tuple[str, ...]]:
+        drawn = Shuffled(Stream("abcd", read, 1), seed)
+        orders.clear()
+        found = ["".join(drawn[4 * k + i].source for i in range(4)) for k in range(6)]
+        return [tuple(text) for text in found]
+
+    found = passes(seed)
+    assert len({*found}) >= 4 and all(sorted(order) == [*"abcd"] for order in found)
+    assert orders[:5] == found[1:]  # as they were asked for
+    assert passes(seed) == found != passes(seed + 1)
+
+
+def test_a_stream_of_tables_says_once(memory: MemoryFileSystem, said: list[str]) -> None:
+    """All passes over: quotes are text in a TSV; a CSV in whose quotes rows are lost ends the run."""
+    memory.pipe("/t/a.tsv", "\n".join(["source\ttargets", *[f'"s{i}"\tx' for i in range(9)], 's9\t"', 't\t"']).encode())
+    given = of("memory://t/*.tsv", stream=4, rows="delimiter")
+    assert isinstance(given, Stream)
+    drawn = Shuffled(given, seed=0)
+    assert {drawn[i].source for i in range(33)} == {*[f'"s{i}"' for i in range(9)], "s9", "t"}
+    assert sum("a cell in quotes, which are text here" in line for line in said) == 1
+    lost = ["source,targets", *[f"s{i},x" for i in range(9)], 's9,"x', "s10,x", 's11,x"']
+    memory.pipe("/c/a.csv", "\n".join(lost).encode())
+    given = of("memory://c/a.csv", stream=4, rows="delimiter", skip_bad=True)
+    assert isinstance(given, Stream)
+    with pytest.raises(
+        UserError, match=r"a\.csv:11: found a quote that encloses what look like rows in lines 11 to 13"
+    ):
+        [Shuffled(given, seed=0)[i] for i in range(12)]
 
 
 def test_an_example_depends_on_its_number_and_the_seed_alone(memory: MemoryFileSystem) -> None:

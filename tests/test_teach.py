@@ -153,6 +153,14 @@ def test_equal_texts_share_their_lot(seed):
     assert chosen == labels.choose_held_out(sources, 4, seed) != labels.choose_held_out(sources, 4, seed + 1)
 
 
+def test_texts_that_read_alike_share_their_lot():
+    for seed in range(20):
+        sources = [Source(i, text) for i, text in enumerate(["a b", "a  b ", "c", "\uff43\n", "d", "e"])]
+        chosen = labels.choose_held_out(sources, 2, seed)
+        assert (0 in chosen) == (1 in chosen) and (2 in chosen) == (3 in chosen)
+        assert len({sources[i].content.strip() for i in chosen} - {"a  b", "\uff43"}) == 2
+
+
 @pytest.mark.parametrize("count, expected", [(2, 1), (25, 2), (9000, 512)])
 def test_a_tenth_is_held_out(count, expected):
     assert len(labels.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected

@@ -19,6 +19,7 @@ from pipejax.apps.shards import Input, Output, Plan, Shard, Shards, names
 from pipejax.apps.unfinished import settings_of
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.data.lines import BadLines
+from pipejax.data.tables import KEYS, Dialect
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
@@ -31,7 +32,6 @@ Said = dict[str, Any]  # JSON that a worker answers with: settings, counts, or a
 logger = logging.getLogger(__name__)
 
 BLOCK = 1000  # lines of a shard
-DELIMITER = "data.csv_delimiter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _open(work: Work) -> Generator:
 def _settings(work: Work, generator: Generator) -> Said:
     """As they are read back from JSON; digests of whole files stand for the input."""
     settings = settings_of(generator, work.strategy or generator.default_strategy, [])
-    more = {DELIMITER: generator.config.data.csv_delimiter, "--skip-bad": work.skip_bad}
+    more = {**dict(zip(KEYS, Dialect.of(generator.config.data), strict=True)), "--skip-bad": work.skip_bad}
     return {key: json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
 
 
@@ -106,8 +106,8 @@ class Worker:
 
     def __init__(self, work: Work) -> None:
         """Loads nothing yet."""
-        self.work, self.shards = work, Shards(Path(work.output), work.run)
-        self.reader = Reader(Path(work.root), (work.settings or {}).get(DELIMITER, ""))
+        self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
+        self.reader = Reader(Path(work.root), Dialect(*(known[key] for key in KEYS if key in known)))
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> Said:
@@ -206,11 +206,11 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
 
 def _read(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
     """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
-    inputs, blocks, delimiter = list[Input](), list[list[Block]](), described["settings"][DELIMITER]
-    reader = Reader(Path(), delimiter)
+    inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect(*(described["settings"][key] for key in KEYS))
+    reader = Reader(Path(), dialect)
     with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
         for path in files:
-            blocks.append(cut(path, block, delimiter=delimiter))
+            blocks.append(cut(path, block, dialect=dialect))
             ignored = BadLines(path, skip=True, tell=False)  # a worker comes to them
             placed = chain.from_iterable(reader.read(part, ignored) for part in blocks[-1])
             check_fields(described["fields"], (value for _, value in placed), path)

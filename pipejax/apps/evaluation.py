@@ -18,7 +18,7 @@ import jax
 from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.data import OWN_FILES, make_task
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import sentences
 from pipejax.inference.answers import Record, texts
@@ -202,6 +202,9 @@ def main(argv: Sequence[str]) -> int:
     examples = task.examples(flags.split)[: flags.limit]
     if not len(examples):
         raise UserError(f"--split {flags.split}: found no examples in it; expected some")
+    same = data.split and generator.trained and generator.trained.data.train == data.train
+    if same and generator.learned and generator.learned != fingerprint(task.examples("train"), None):
+        cli.note("warning: data.split: found other training examples than the run had; some of these may be of them")
     strategy = flags.strategy or generator.default_strategy
     progress = Progress("evaluating", len(examples), unit="example")
     size = generator.batch_size_for(min(flags.batch_size, len(examples)))

@@ -16,6 +16,7 @@ from pipejax.apps.unfinished import NOTHING, Kept, Unfinished, settings_of
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
+from pipejax.data.tables import Dialect
 from pipejax.inference.answers import Record, count
 from pipejax.inference.generator import WINDOW, Generator
 from pipejax.inference.report import Report
@@ -134,7 +135,7 @@ def decode_file(
 
 def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines) -> list[Source]:
     """Reads and checks all sources of a file."""
-    given = list(read_records(source, delimiter=generator.config.data.csv_delimiter, bad=bad))
+    given = list(read_records(source, dialect=Dialect.of(generator.config.data), bad=bad))
     check_fields(fields_of(generator.config), (value for _, value in given), source)
     checked = list(read_sources(generator, given, strategy, bad))
     bad.end(sum(s.sample == 0 for s in checked))

@@ -24,6 +24,7 @@ DEFAULTS = {
     **config_lib.flat(GridConfig(), "grid."),
     **config_lib.flat(DecodeConfig(), "decode."),
     "data.csv_delimiter": "",
+    "data.csv_quotes": "auto",
     "--skip-bad": False,
 }
 

@@ -20,6 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 LIMITS = ("none", "source")  # on the tokens that may be written
 ROWS = ("list", "delimiter", "sentences")
+QUOTES = ("auto", "quote", "letters")
 EMPTY_TARGETS = ("keep", "skip", "refuse")
 METRICS = ("exact", "exact_caseless", "spans", "keyphrases", "keyphrases_kp20k", "rouge", "rouge_score")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
@@ -49,6 +50,7 @@ class DataConfig:
     split: str = setting("")  # `jsonl`, `csv`: shares of train, dev and test in `train`, such as "0.8,0.1,0.1"
     split_seed: int = setting(0, least=0)  # another one parts it otherwise
     csv_delimiter: str = setting("")  # between columns; "": a tab in .tsv, else found by the line of names
+    csv_quotes: str = setting("auto", choices=QUOTES)  # "quote": they may enclose a cell; "auto": text in .tsv alone
     skip_bad: bool = setting(False)  # `jsonl`, `csv`: lines that are no examples are left out and counted
     empty_targets: str = setting("keep", choices=EMPTY_TARGETS)  # training examples without an answer
     source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"

@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 from pipejax.data.formats import is_parquet, read_parquet
 from pipejax.data.lines import Placed, Refusal, bounded, read_objects, refuse
 from pipejax.data.packed import open_file, unpacked
-from pipejax.data.tables import Table, is_table, lines_of
+from pipejax.data.tables import FOUND, Dialect, Table, is_table, lines_of
 from pipejax.system.errors import UserError
 
 EXPECTED = "JSON lines, CSV or Parquet"
@@ -24,14 +24,11 @@ class Block(NamedTuple):
     first: int  # line, from 1
     lines: int
     offset: int  # bytes before the first line, unpacked; 0 in a Parquet file
-    digest: str  # of the lines; of CSV with the names and the delimiter; of Parquet: of the rows
+    digest: str  # of the lines; of CSV with the names and `Table.key`; of Parquet: of the rows
 
 
-def cut(path: str, size: int, *, delimiter: str = "") -> list[Block]:
-    """The blocks of a file, `size` lines or rows each; the last one may be smaller.
-
-    `delimiter`: between the columns of CSV; "": it is found.
-    """
+def cut(path: str, size: int, *, dialect: Dialect = FOUND) -> list[Block]:
+    """The blocks of a file, `size` lines or rows each; the last one may be smaller."""
     if is_parquet(path):
         rows, blocks = read_parquet(Path(path)), list[Block]()
         while part := [_row(value) for value in islice(rows, size)]:
@@ -39,11 +36,11 @@ def cut(path: str, size: int, *, delimiter: str = "") -> list[Block]:
         return blocks
     with open_file(path, EXPECTED) as file, unpacked(file, path) as content:
         if is_table(path):
-            return list(_cut_table(content, path, size, delimiter))
+            return list(_cut_table(content, path, size, dialect))
         return list(_blocks(path, ([line] for line in bounded(content, path)), size))
 
 
-def _cut_table(content: BinaryIO, path: str, size: int, delimiter: str) -> Iterator[Block]:
+def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Iterator[Block]:
     read: list[bytes] = []  # since the last row
 
     def lines() -> Iterator[bytes]:
@@ -56,10 +53,10 @@ def _cut_table(content: BinaryIO, path: str, size: int, delimiter: str) -> Itera
         read.clear()
         return part
 
-    table = Table(lines(), path, delimiter=delimiter)
+    table = Table(lines(), path, dialect)
     names = taken()
-    key = [*names, table.delimiter.encode()]
-    yield from _blocks(path, (taken() for _ in table.rest), size, 1 + len(names), sum(map(len, names)), key)
+    offset = sum(map(len, names))
+    yield from _blocks(path, (taken() for _ in table.rest), size, 1 + len(names), offset, [*names, table.key])
 
 
 def _blocks(
@@ -89,9 +86,9 @@ def _digest(lines: Iterable[bytes]) -> str:
 class Reader:
     """Reads blocks. A packed file stays open, so that its beginning is not unpacked again for the next block."""
 
-    def __init__(self, root: Path, delimiter: str = "") -> None:
-        """`root`: the directory that paths are relative to; `delimiter` as for `cut`."""
-        self.root, self.delimiter, self._path, self._stack = root, delimiter, "", contextlib.ExitStack()
+    def __init__(self, root: Path, dialect: Dialect = FOUND) -> None:
+        """`root`: the directory that paths are relative to."""
+        self.root, self.dialect, self._path, self._stack = root, dialect, "", contextlib.ExitStack()
         self._file: BinaryIO
         self._table: Table | None
         self._names: list[bytes]
@@ -114,7 +111,7 @@ class Reader:
         split = lines_of if self._table else bounded
         lines = list(islice(split(self._file, block.path), block.lines))
         if self._table:
-            self._check(block, [*self._names, self._table.delimiter.encode(), *lines])
+            self._check(block, [*self._names, self._table.key, *lines])
             yield from self._table.records(lines, block.first, bad)
         else:
             self._check(block, lines)
@@ -128,7 +125,7 @@ class Reader:
         self._table = None
         if is_table(path):
             lines = lines_of(self._file, path)
-            self._table = Table(lines, path, delimiter=self.delimiter, tell=False)
+            self._table = Table(lines, path, self.dialect, tell=False)
             self._file.seek(0)
             self._names = list(islice(lines_of(self._file, path), self._table.lines))
         self._path = path

@@ -9,8 +9,8 @@ from typing import Any
 
 from pipejax.data.lines import Placed, Refusal, read_file, refuse
 from pipejax.data.packed import open_file, unpacked
-from pipejax.data.remote import is_remote, open_remote
-from pipejax.data.tables import Table, is_table, lines_of
+from pipejax.data.remote import is_remote, name_of, open_remote
+from pipejax.data.tables import FOUND, Dialect, Table, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module
 from pipejax.system.fields import shown
@@ -21,30 +21,26 @@ EXPECTED = "JSON lines, CSV, Parquet, or a directory that the library datasets h
 
 
 def read_records(
-    path: str | Path, *, table: bool = False, delimiter: str = "", bad: Refusal = refuse
+    path: str | Path, *, table: bool = False, dialect: Dialect = FOUND, bad: Refusal = refuse
 ) -> Iterator[Placed]:
-    """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote.
-
-    Args:
-      delimiter: between the columns of CSV; "": it is found.
-    """
+    """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote."""
     if not is_remote(path) and Path(path).is_dir():
         return _read_dataset(Path(path))
     if is_parquet(path):
         return read_parquet(path)
     if table or is_table(path):
-        return _read_table(path, delimiter, bad)
+        return _read_table(path, dialect, bad)
     return read_file(path, bad)
 
 
-def _read_table(path: str | Path, delimiter: str, bad: Refusal) -> Iterator[Placed]:
+def _read_table(path: str | Path, dialect: Dialect, bad: Refusal) -> Iterator[Placed]:
     with open_file(path, "a CSV file") as file, unpacked(file, str(path)) as content:
-        yield from Table(lines_of(content, str(path)), str(path), delimiter=delimiter).records(bad=bad)
+        yield from Table(lines_of(content, str(path)), str(path), dialect).records(bad=bad)
 
 
 def is_parquet(path: str | Path) -> bool:
     """Whether the file is one of Parquet, by its name."""
-    return Path(path).suffix.lower() in PARQUET
+    return Path(name_of(path)).suffix.lower() in PARQUET
 
 
 def is_dataset(path: Path) -> bool:

@@ -4,6 +4,7 @@ Lines that cannot be used: the first one ends the work, or all are left out, cou
 """
 
 import datetime
+import decimal
 import functools
 import io
 import json
@@ -13,7 +14,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pipejax.data.packed import open_file, unpacked
 from pipejax.system.errors import UserError
@@ -207,9 +208,12 @@ def check_text(value: object, key: str, place: str) -> str:
 
 def id_of(value: Object, place: str) -> str | int:
     """The object's id, or the line number of its `place` if it has none."""
-    found = value.get("id")
+    found: Any = value.get("id")
     if found != "" and is_blank(found):
         return place.rpartition(":")[2]
+    is_float = isinstance(found, numbers.Real) and not isinstance(found, numbers.Integral)
+    if (abs(found) < 2**53 if is_float else isinstance(found, decimal.Decimal)) and found % 1 == 0:
+        found = int(found)  # which a column that lacks some has as this; larger floats have lost digits
     if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):  # of NumPy, too
         raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')
     return _check_unicode(found, "id", place) if isinstance(found, str) else int(found)

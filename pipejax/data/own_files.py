@@ -3,6 +3,7 @@
 A record is `{"id", "source", "targets": [row, ...]}`, unless the config names other fields.
 """
 
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -18,7 +19,8 @@ from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
 from pipejax.data.remote import files_of
 from pipejax.data.streams import Stream
-from pipejax.data.text import Template, sentences, split
+from pipejax.data.tables import Dialect
+from pipejax.data.text import Template, normalized, sentences, split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
@@ -100,9 +102,9 @@ class FilesTask:
         return examples
 
     def _records(self, files: Iterable[str], bad: BadLines) -> Iterator[Placed]:
-        table, delimiter = self.config.task == "csv", self.config.csv_delimiter
+        table, dialect = self.config.task == "csv", Dialect.of(self.config)
         for file in files:
-            yield from read_records(file, table=table, delimiter=delimiter, bad=bad)
+            yield from read_records(file, table=table, dialect=dialect, bad=bad)
 
     def stream(self) -> Stream:
         """The examples to train on, read as they are needed: those of `data.train`, `data.stream` at a time."""
@@ -130,27 +132,30 @@ class FilesTask:
         several: bool = False,
         whole: bool = True,
     ) -> list[Example]:
-        """The examples that records make; a record without an id has what follows the last colon of its place.
-
-        Args:
-          bad: takes the errors of records; None: each is raised.
-        """
-        examples, seen, fields = [], dict[str, str](), dict[str, None]()
+        """The examples of records; `bad` takes errors (None: raised). A record without an id has its line's number."""
+        examples, seen, fields = list[Example](), dict[str, str](), dict[str, None]()
+        numbered = dict[str, int]()  # by its line's number: the example that has no id
         bad = bad or BadLines(where, skip=False)
         for place, value in placed:
             fields |= dict.fromkeys(value)
             try:
-                name = str(id_of(value, place))
-                if several and name != str(value.get("id")):
-                    name = place
+                has_id = not is_blank(value.get("id"))
+                name = str(id_of(value, place)) if has_id or not several else place
                 source, rows = self._filled(value, place), tuple(self._rows(value, place))
-                if whole and name in seen:
+                if whole and name in numbered:
+                    i = numbered.pop(name)
+                    examples[i] = dataclasses.replace(examples[i], id=examples[i].place)
+                elif whole and name in seen and not has_id:
+                    name = place
+                elif whole and name in seen:
                     line = seen[name] if several else f"line {seen[name].rpartition(':')[2]}"
                     raise UserError(f'{place}: "id": found {name!r} again; it was used in {line}')
             except UserError as error:
                 bad(error)
                 continue
             seen[name] = place
+            if not has_id:
+                numbered[name] = len(examples)
             document = self._filled(value, place, self._document) if self._document else ""
             examples.append(Example(name, source, rows, place, document))
         if examples and whole:
@@ -161,17 +166,17 @@ class FilesTask:
         return examples
 
     def _part(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
-        """The examples by split, as the hash of its source says: equal ones stay together, and new lines move none."""
+        """The examples by split, by a hash of the source: those that read alike stay together; new lines move none."""
         parts: dict[str, list[Example]] = {name: [] for name in SPLITS}
         ends = list(itertools.accumulate(self._shares))
         for example in examples:
-            digest = hashlib.sha256(f"{self.config.split_seed}:{example.source}".encode()).digest()
+            digest = hashlib.sha256(f"{self.config.split_seed}:{normalized(example.source)}".encode()).digest()
             lot = int.from_bytes(digest[:6], "big") / 2**48 * ends[-1]
             parts[next(name for name, end in zip(SPLITS, ends, strict=True) if lot < end)].append(example)
         counts = ", ".join(
             f"{len(parts[name])} {name}" for name, share in zip(SPLITS, self._shares, strict=True) if share
         )
-        twice = sum(count for count in Counter(example.source for example in examples).values() if count > 1)
+        twice = sum(count for count in Counter(normalized(e.source) for e in examples).values() if count > 1)
         shared = f"; {twice} have the source of another, in the same part" if twice else ""
         logger.info(f"{self.config.train}: {len(examples)} examples, parted by data.split: {counts}{shared}")
         return parts

@@ -1,8 +1,8 @@
 """Files that are elsewhere: at a URL that fsspec knows (s3, gs, https, ...), or in a data set of Hugging Face's hub."""
 
 import glob
+import io
 import re
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -10,12 +10,18 @@ from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module
 
 HUB = "hub:"
-_DATA_SET = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?\[([\w.-]+)\]")
+_DATA_SET = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:\[([\w.-]+)\])?")
 
 
 def is_remote(path: str | Path) -> bool:
     """Whether a path of the config is a URL or names a split of the hub."""
     return isinstance(path, str) and ("://" in path or path.startswith(HUB))
+
+
+def name_of(path: str | Path) -> str:
+    """The path without the places that a URL chains after it: "zip://a.csv" of "zip://a.csv::s3://bucket/b.zip"."""
+    parts = str(path).split("::") if is_remote(path) else []
+    return next((part for part in parts if part.partition("://")[2]), str(path))
 
 
 def files_of(path: str) -> list[str]:
@@ -36,9 +42,35 @@ def open_remote(url: str, expected: str) -> BinaryIO:
     """Opens a file at a URL to read bytes; raises a UserError, which says `expected`, if that is impossible."""
     system, name = _system_of(url)
     try:
-        return cast(BinaryIO, BufferedReader(system.open(name, "rb")))
+        return cast(BinaryIO, io.BufferedReader(_File(url, system, system.open(name, "rb"))))
     except Exception as error:  # each protocol has its own
         raise UserError(f"{url}: cannot be read ({_words(error)}); expected {expected}") from error
+
+
+class _File(io.RawIOBase):
+    """A file at a URL, with its file system: an archive is closed once nobody holds it."""
+
+    def __init__(self, url: str, system: Any, file: Any) -> None:
+        self.url, self.system, self.file = url, system, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self.file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return int(self.file.readinto(buffer))
+        except Exception as error:  # whatever a connection that breaks off may raise, or a damaged archive
+            raise UserError(f"{self.url}: cannot be read on ({_words(error)})") from error
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self.file.seek(offset, whence))
+
+    def close(self) -> None:
+        super().close()
+        self.file.close()
 
 
 def _pattern_of(path: str) -> str:
@@ -46,18 +78,28 @@ def _pattern_of(path: str) -> str:
     named = _DATA_SET.fullmatch(path)
     if named is None:
         raise UserError(f"{path}: found no data set of the hub; expected hub:OWNER/NAME[SPLIT]")
-    root = f"hf://datasets/{named[1]}@refs/convert/parquet"
+    owner, split = named[1], named[3] or ""
+    root = f"hf://datasets/{owner}@refs/convert/parquet"
     parts = [found.rpartition("/")[2] for found in _list(f"{root}/*", path)]
     if (part := named[2] or (parts[0] if len(parts) == 1 else "default")) not in parts:
         kinds = ", ".join(parts) or "none"
-        raise UserError(f"{path}: found the parts {kinds}; expected one of them, as hub:{named[1]}/PART[{named[3]}]")
-    return f"{root}/{part}/{named[3]}/*.parquet"
+        raise UserError(
+            f"{path}: found the parts {kinds}; expected one of them, as hub:{owner}/PART[{split or 'SPLIT'}]"
+        )
+    splits = [found.rpartition("/")[2] for found in _list(f"{root}/{part}/*", path)]
+    if split not in splits:
+        kinds = ", ".join(splits) or "none"
+        raise UserError(f"{path}: found the splits {kinds}; expected one of them, as {path.partition('[')[0]}[SPLIT]")
+    return f"{root}/{part}/{split}/*.parquet"
 
 
 def _list(pattern: str, path: str) -> list[str]:
     system, name = _system_of(pattern)
     try:
-        return [system.unstrip_protocol(file) for file in sorted(system.glob(name))]
+        found, parts = sorted(system.glob(name)), pattern.split("::")
+        caches = [part for part in parts[:1] if "://" not in part]  # have no names of their own
+        after = parts[len(caches) + 1 :]
+        return ["::".join([*caches, system.unstrip_protocol(file), *after]) for file in found]
     except Exception as error:  # as in `open_remote`
         raise UserError(f"{path}: cannot be listed ({_words(error)}); expected files at a URL") from error
 
@@ -67,7 +109,7 @@ def _system_of(url: str) -> tuple[Any, str]:
     fsspec = module("fsspec", "remote", url)
     try:
         system, name = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a protocol that needs a library, or that nobody knows
+    except Exception as error:  # a protocol that needs a library or that nobody knows, or an archive that is none
         raise UserError(f"{url}: {_words(error)}; expected a URL that fsspec can open") from error
     return system, name
 

@@ -13,10 +13,11 @@ from pipejax.data.encoding import place_of
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
-from pipejax.methods import shown, spell, tells_rows_apart
+from pipejax.methods import joined_change, shown, spell, tells_rows_apart
 
 _UNBOUNDED = 2**30  # a bound that no target reaches
-TEXTS = ("sources", "targets")  # of which the tokenizer may not give all back
+# Of what the tokenizer may not give all back; "joined": rows of the text that `data.separator` makes of a target.
+TEXTS = ("sources", "targets", "joined")
 
 
 class Statistics(TypedDict):
@@ -37,8 +38,8 @@ class Statistics(TypedDict):
     # All sequential steps, and those for what is kept, over the pipelined ones under time_max and sub_max.
     bounded_ratio: NotRequired[float]
     kept_ratio: NotRequired[float]
-    changed_percent: NotRequired[dict[str, float]]  # examples whose sources, and targets, do not come back from ids
-    changed_first: NotRequired[dict[str, str]]  # of both, where the first one is, and what comes back instead
+    changed_percent: NotRequired[dict[str, float]]  # by TEXTS: examples of which these do not come back from ids
+    changed_first: NotRequired[dict[str, str]]  # of each, where the first one is, and what comes back instead
 
 
 @dataclasses.dataclass
@@ -70,9 +71,6 @@ def measure(
     """Computes the statistics of a split; those in tokens need a tokenizer.
 
     Words are separated by white space. Token counts include eos in `source` and in the steps only, and never bos.
-
-    Args:
-      tokenizer: None: the result has no statistics in tokens.
     """
     lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:
@@ -114,6 +112,7 @@ def _count(
     changes = (
         tokenizer.change(example.source, ids),
         next(filter(None, map(tokenizer.change, example.targets, spelled)), None),
+        joined_change(example.targets, tokenizer, data.separator),
     )
     for name, change in zip(TEXTS, changes, strict=True):
         if change:
@@ -168,7 +167,8 @@ def table(splits: dict[str, Statistics]) -> list[str]:
         cells = (s["tokens"][c] for c in columns)
         spreads = (f"{c['median']:.0f} / {c['percentile_95']:.0f} / {c['most']:.0f}" for c in cells)
         lines.append(f"{name:8}" + "".join(f"{spread:>20}" for spread in spreads) + f"{s['step_ratio']:>8.2f}")
-    lines += ["", "in %: examples cut, tokens kept by the bounds, and texts that the tokenizer does not give back"]
+    lines += ["", "in %: examples cut, tokens kept by the bounds, texts that the tokenizer does not give back,"]
+    lines += ["and rows that are not found again in a sequential answer, which joins them by data.separator"]
     lines += [f"{'split':8}" + "".join(f"{n:>14}" for n in (*_Lengths().cuts, "kept", *TEXTS))]
     for name, s in measured.items():
         percents = (*s["cut_percent"].values(), s["kept_percent"], *s["changed_percent"].values())

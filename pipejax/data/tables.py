@@ -1,29 +1,50 @@
 """Reads the rows of tables of text, which are CSV or the like, as records."""
 
 import csv
+import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+from pipejax.config import DataConfig
 from pipejax.data.lines import LONGEST, Placed, Refusal, bounded, decoded, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
+from pipejax.data.remote import name_of
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".csv", ".tsv")
 DELIMITERS = (",", ";", "\t", "|")  # that are found by themselves
+KEYS = ("data.csv_delimiter", "data.csv_quotes")  # of a `Dialect`
 
 
-class _NeverClosed(UserError):
-    """A quote that no other closes, so that no row can be found after it."""
+class Dialect(NamedTuple):
+    """The settings by which a table of text is read."""
+
+    delimiter: str = ""  # between columns; "": a tab in .tsv, else the one of DELIMITERS that parts the names the most
+    quotes: str = "auto"  # "quote": cells may stand in quotes; "letters": quotes are text; "auto": letters in .tsv
+
+    @classmethod
+    def of(cls, config: DataConfig) -> "Dialect":
+        """That of a config."""
+        return cls(config.csv_delimiter, config.csv_quotes)
+
+
+_ENDS, _QUOTED, _WHOLE = re.compile(r"[\r\n]"), re.compile(r'"(?:[^"]|"")*"'), re.compile(r"-?\d+\.0")
+FOUND = Dialect()  # by the name of the file, and by its first line
+
+
+class _Lost(UserError):
+    """A quote that is never closed, or closed rows later: rows are lost in its cell, so no bad one can be skipped."""
 
 
 def suffix_of(path: str | Path) -> str:
     """The suffix of a name, in lower case, without that of a packed file: ".csv" of "a.CSV.gz"."""
-    path = Path(path)
+    path = Path(name_of(path))
     return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
@@ -44,19 +65,17 @@ def lines_of(content: Iterable[bytes], where: str) -> Iterator[bytes]:
 class Table:
     """A table whose first row has been read: it has the names of the columns."""
 
-    def __init__(self, lines: Iterator[bytes], where: str, *, delimiter: str = "", tell: bool = True) -> None:
-        """Reads the first row.
-
-        Args:
-          delimiter: between the columns; "": a tab where the name ends in .tsv, else the one of DELIMITERS that parts
-            the names into the most.
-        """
-        self.where = where
-        first = next(lines, b"")
-        named = "\t" if suffix_of(where) == ".tsv" else ""
-        self.delimiter = delimiter or named or _likeliest(decoded(first, where, 1))
-        if tell and self.delimiter not in (",", delimiter, named):
-            logger.info(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
+    def __init__(self, lines: Iterator[bytes], where: str, dialect: Dialect = FOUND, *, tell: bool = True) -> None:
+        """Reads the first row."""
+        self.where, self.tell, self.quotes = where, tell, dialect.quotes
+        first, is_tsv = next(lines, b""), suffix_of(where) == ".tsv"
+        self.letters = self.quotes == "letters" or (self.quotes == "auto" and is_tsv)
+        named, line = "\t" if is_tsv else "", decoded(first, where, 1)
+        self.delimiter = dialect.delimiter or named or _likeliest(line)
+        self._spaced = self.delimiter == "\t" or f"{self.delimiter} " in line
+        if tell and self.delimiter not in (",", dialect.delimiter, named):
+            _say_once(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
+        self.names = list[str]()
         self.rest = self.rows(chain([first], lines)) if first else iter(())  # as `rows`: those after the names
         number, self.lines, cells = next(self.rest, (1, 0, list[str]()))
         if isinstance(cells, UserError):
@@ -65,51 +84,86 @@ class Table:
         if first and (len({*self.names}) < len(self.names) or not any(self.names)):
             raise UserError(f"{where}:{number}: found the column names {', '.join(self.names)}; expected each once")
 
+    @property
+    def key(self) -> bytes:
+        """The way of reading, which a digest of lines is to tell apart."""
+        return self.delimiter.encode() + b"letters" * self.letters
+
     def rows(self, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, int, list[str] | UserError]]:
         """Yields for each row its first line, how many lines it has, and its cells or why it has none."""
         csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB
-        broken: list[UserError] = []
+        broken, own = list[UserError](), list[str]()  # of the row
 
         def texts() -> Iterator[str]:
             for number, line in enumerate(lines, start=first):
                 try:
-                    yield decoded(line, self.where, number)
+                    own.append(decoded(line, self.where, number))
                 except UserError as error:
                     broken.append(error)
-                    yield line.decode("utf-8", "replace")  # the row goes on
+                    own.append(line.decode("utf-8", "replace"))  # the row goes on
+                yield own[-1]
 
-        reader = csv.reader(texts(), delimiter=self.delimiter, strict=True)
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if self.letters else csv.QUOTE_MINIMAL
+        reader = csv.reader(texts(), delimiter=self.delimiter, strict=True, quoting=quoting)
+        told, long, longest = set[str](), 0, (0, 0)
         while True:
             broken.clear()
+            own.clear()
             begun = first + reader.line_num
             cells: list[str] | UserError
             try:
                 cells = next(reader)
             except StopIteration:
-                return
+                break
             except csv.Error as error:
                 if str(error) == "unexpected end of data":
-                    cells = _NeverClosed(f"{self.where}:{begun}: not CSV (a quote is never closed)")
+                    cells = _Lost(f"{self.where}:{begun}: not CSV (a quote is never closed)")
                 else:
                     cells = UserError(f"{self.where}:{begun}: not CSV ({error}){_span(begun, reader.line_num + first)}")
             count = first + reader.line_num - begun
-            if broken and not isinstance(cells, _NeverClosed):  # after that quote nothing is a row any more
+            if count > 1 and self.quotes == "auto" and not isinstance(cells, _Lost) and self._are_rows(own):
+                cells = _Lost(
+                    f"{self.where}:{begun}: found a quote that encloses what look like rows"
+                    f"{_span(begun, begun + count)}; expected it closed in its own (data.csv_quotes = letters takes "
+                    "quotes as text, quote takes such cells)"
+                )
+            elif broken and not isinstance(cells, _Lost):  # after that quote nothing is a row any more
                 cells = UserError(f"{broken[0]}{_span(begun, begun + count)}")
+            elif self.tell and isinstance(cells, list):
+                is_long = count > 1 and any(_ENDS.search(x) and (self.delimiter in x or len(cells) < 2) for x in cells)
+                long, longest = long + is_long, max(longest, (is_long * count, begun))
+                for doubt in self._doubts(cells, is_long):
+                    if doubt not in told:
+                        told.add(doubt)
+                        _say_once(f"{self.where}:{begun}: found {doubt}{_span(begun, begun + count)}")
             yield begun, count, cells
+        if long > 1:
+            _say_once(f"{self.where}: {long} rows have such a cell, the longest{_span(longest[1], sum(longest))}")
+
+    def _doubts(self, cells: Sequence[str], is_long: bool) -> Iterator[str]:
+        """All that may be meant otherwise in a row."""
+        if is_long:
+            yield f"a cell that holds ends of lines{f' and {self.delimiter!r}' * (len(cells) > 1)}"
+        if self.letters and self.quotes == "auto" and any(map(_QUOTED.fullmatch, cells)):
+            yield "a cell in quotes, which are text here, unless data.csv_quotes = quote"
+        if "id" in self.names and _WHOLE.fullmatch(dict(zip(self.names, cells, strict=False)).get("id", "")):
+            yield "an id that ends in .0, as whole numbers do in a column with a gap; it stays so"
+
+    def _are_rows(self, lines: Sequence[str]) -> bool:
+        """Whether nearly all of several lines have a row's delimiters, with no space after them, as prose has."""
+        parts, most, prose = [x for x in lines if x.strip()], len(self.names) - 1, f"{self.delimiter} "
+        alike = sum(x.count(self.delimiter) == most and (self._spaced or prose not in x) for x in parts)
+        return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
 
     def records(self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
-        """Yields ("FILE:LINE", {column name: text}) for each row that is not blank; LINE is the row's first.
+        """Yields ("FILE:LINE", {column name: text}) for each row of `lines` (None: all) that is not blank.
 
-        A row of another length goes to `bad`, and one that is no CSV in UTF-8; but for a quote that is never closed: no
-        row is found after it.
-
-        Args:
-          lines: of this table; None: those after the names.
+        A row of another length goes to `bad`, and one that is no CSV in UTF-8; but for a quote in which rows are lost.
         """
         for number, count, cells in self.rest if lines is None else self.rows(lines, first):
             place = f"{self.where}:{number}"
             if isinstance(cells, UserError):
-                (refuse if isinstance(cells, _NeverClosed) else bad)(cells)
+                (refuse if isinstance(cells, _Lost) else bad)(cells)
             elif len(cells) == len(self.names):
                 record = dict(zip(self.names, cells, strict=True))
                 if not record.get("id", "id").strip():
@@ -117,7 +171,14 @@ class Table:
                 yield place, record
             elif cells:
                 found = f"found {len(cells)} columns{_span(number, number + count)}"
-                bad(UserError(f"{place}: {found}; expected {len(self.names)} ({', '.join(self.names)})"))
+                hint = self.letters and any(cell.startswith('"') for cell in cells)
+                more = "; quotes are text here, unless data.csv_quotes = quote" if hint else ""
+                bad(UserError(f"{place}: {found}; expected {len(self.names)} ({', '.join(self.names)}){more}"))
+
+
+@functools.lru_cache(maxsize=1024)  # a stream reads its files again and again
+def _say_once(line: str) -> None:
+    logger.info(line)
 
 
 def _span(first: int, end: int) -> str:

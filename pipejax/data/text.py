@@ -1,6 +1,8 @@
 """Text rules of tasks: spelling for T5's vocabulary, templates of fields, and splitting a target into rows."""
 
+import re
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 
 from pipejax.system.errors import UserError
@@ -8,6 +10,9 @@ from pipejax.system.extras import extra
 
 # Treebank tokenizers write quotation marks so, but T5's vocabulary has no backtick.
 _QUOTES = (("``", '"'), ("''", '"'), ("`", "'"))
+# SentencePiece's nmt_nfkc drops the first; the second are spaces for it, though not for Unicode.
+_CONTROLS = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]")
+_SPACES = re.compile(r"[\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
 
 
 def plain(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
@@ -15,6 +20,11 @@ def plain(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
     for old, new in (*placeholders, *_QUOTES):
         text = text.replace(old, new)
     return " ".join(text.split())
+
+
+def normalized(text: str) -> str:
+    """The text as T5's tokenizers read it, whichever comes: NFKC, single spaces, no control characters."""
+    return " ".join(unicodedata.normalize("NFKC", _SPACES.sub(" ", _CONTROLS.sub("", text))).split())
 
 
 def lines(text: str) -> list[str]:

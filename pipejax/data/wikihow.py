@@ -11,7 +11,7 @@ from pipejax.config import GridConfig
 from pipejax.data.lines import decode_lines, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
-from pipejax.data.tables import Table, lines_of
+from pipejax.data.tables import Dialect, Table, lines_of
 from pipejax.data.text import split
 
 _COLUMNS = ("headline", "title", "text")
@@ -29,7 +29,7 @@ def _records(table: File, titles: File) -> Records:
     with titles.open() as file:
         wanted = {line.strip() for _, line in decode_lines(file, str(titles))}
     with table.open() as file:
-        rows = Table(lines_of(file, str(table)), str(table), delimiter=",").records()
+        rows = Table(lines_of(file, str(table)), str(table), Dialect(",", "quote"), tell=False).records()
         for number, (place, row) in enumerate(rows):
             headline, title, text = (str(value_of(row, column, place)).strip() for column in _COLUMNS)
             if headline and len(headline) < _MOST * len(text) and title.replace(" ", "") in wanted:

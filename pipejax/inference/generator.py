@@ -68,6 +68,7 @@ class Generator:
         self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
         self.checkpoint = ""  # the directory that the weights are from
         self.origin: dict[str, Any] = {}  # its step, and params_fp
+        self.learned = ""  # the fingerprint of its training examples; "": unknown
         self.trained: Config | None = None  # that they were trained with; None: unknown
         self._told: set[str] = set()  # lines that are logged once
         self._asked: frozenset[str] = frozenset()  # keys of the settings that a call gave

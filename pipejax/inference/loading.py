@@ -9,6 +9,7 @@ from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
+from pipejax.data.tables import KEYS
 from pipejax.inference.generator import Generator
 from pipejax.inference.settings import LOADED
 from pipejax.methods import Method
@@ -17,7 +18,7 @@ from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 # What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", "data.csv_delimiter")
+DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", *KEYS)
 
 
 def load(
@@ -61,6 +62,7 @@ def load(
     generator.checkpoint = str(path)
     generator.trained = restored.config
     generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    generator.learned = restored.metadata.get("data_whole", "")
     for number, (name, own) in enumerate(found.items(), 1):
         adapted = copy.copy(generator)
         of_base = {key: getattr(config.decode, key) for key in (*LOADED, "draft")}

@@ -10,7 +10,7 @@ from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
 from pipejax.methods.contract import check_target, strategy_of, unread
 from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
 from pipejax.methods.pipelined import NamedRows, Pipelined
-from pipejax.methods.sequential import Beams, Sequential, split_rows, tells_rows_apart
+from pipejax.methods.sequential import Beams, Sequential, joined_change, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, separator_ids, shown, spell
 from pipejax.system.errors import UserError, did_you_mean
 
@@ -35,6 +35,7 @@ __all__ = [
     "check_training",
     "default",
     "doubts",
+    "joined_change",
     "make",
     "make_strategy",
     "names",

@@ -1,6 +1,7 @@
 """Token by token: the whole answer is one row, in which a separator parts its rows. Greedily, or by beam search."""
 
 import dataclasses
+import itertools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -166,6 +167,20 @@ def split_rows(text: str, separator: str) -> list[str]:
         return [text] if text else []
     parts = re.split(separator_pattern(separator), text)
     return [row for row in map(str.strip, parts) if row]
+
+
+def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[str, str] | None:
+    """The first row that is not found again in the text that joins all, and the one in its place; None: all are.
+
+    Rows are compared as the tokenizer gives them back one by one; white space does not count.
+    """
+    kept = [row for row in rows if not spells.vanishes(row)]
+    if not kept or not tells_rows_apart(separator):
+        return None
+    texts = map(spells.decode, spell([*kept, separator.join(kept)], spells, spells.eos))
+    *alone, whole = (" ".join(text.split()) for text in texts)
+    before, after = [text for text in alone if text], [" ".join(text.split()) for text in split_rows(whole, separator)]
+    return next((pair for pair in itertools.zip_longest(before, after, fillvalue="") if pair[0] != pair[1]), None)
 
 
 def separator_pattern(separator: str) -> str:

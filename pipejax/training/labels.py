@@ -13,7 +13,8 @@ from pipejax.config import Config
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
 from pipejax.data.lines import read_file
-from pipejax.data.text import sentences
+from pipejax.data.tables import Dialect
+from pipejax.data.text import normalized, sentences
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.methods import split_rows, tells_rows_apart
@@ -58,7 +59,7 @@ class Labels:
 def read(generator: Generator, path: str) -> list[Source]:
     """The sources of a file, in the form that `pipejax decode` reads."""
     sources = []
-    for place, value in read_records(path, delimiter=generator.config.data.csv_delimiter):
+    for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
         if "source_ids" in value:
             raise UserError(f'{place}: found "source_ids"; expected text, which training reads')
         sources.append(generator.source(value, place, place.rpartition(":")[2]))
@@ -68,17 +69,14 @@ def read(generator: Generator, path: str) -> list[Source]:
 
 
 def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> frozenset[int]:
-    """The indices of the sources that are held out; equal texts share their lot.
-
-    Args:
-      count: so many different texts; None: a tenth of them, 512 at the most.
-    """
-    lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in {str(s.content) for s in sources}}
+    """The indices of the sources held out: `count` texts (None: a tenth, 512 at the most), with all that read alike."""
+    texts = [normalized(str(source.content)) for source in sources]
+    lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in texts}
     count = count or max(min(len(lot) // 10, 512), 1)
     if count >= len(lot):
         raise UserError(f"--held-out: found {count}; expected fewer than the {len(lot)} different sources")
     chosen = set(sorted(lot, key=lambda text: lot[text])[:count])
-    return frozenset(i for i, source in enumerate(sources) if source.content in chosen)
+    return frozenset(i for i, text in enumerate(texts) if text in chosen)
 
 
 def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, held_out: int) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from pipejax import methods
 from pipejax.config import Config
 from pipejax.data.batches import Batch
 from pipejax.data.encoding import place_of
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.methods import shown
+from pipejax.methods import joined_change, shown
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -27,7 +28,11 @@ FEW = 0.05  # of the examples: with more the user had better know
 ENOUGH = 1000  # examples tell how many of all are concerned
 MANY = 20_000  # examples take a while to be encoded
 CHARACTERS = 2_000_000  # of sources, too
-CHANGED = {"targets": "so that no answer can be them", "sources": "so that the model reads other ones"}
+CHANGED = {
+    "targets that the tokenizer does not give back": "so that no answer can be them",
+    "sources that the tokenizer does not give back": "so that the model reads other ones",
+    "rows that hold data.separator": "so that an answer parts into other ones",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -190,7 +195,7 @@ class Window:
 
 
 def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: Config) -> None:
-    """Says at the start of a run if batches are large, and which texts the tokenizer does not give back.
+    """Says at the start of a run if batches are large, and which texts do not come back from tokens.
 
     ENOUGH examples are looked at, drawn at random, or fewer long ones.
     """
@@ -203,11 +208,13 @@ def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: 
             f"{size / total:.1f} times, so fewer do"
         )
     looked, characters = 0, 0
+    separator = config.data.separator if methods.trained(config).parts_text else ""
     changed, first = dict.fromkeys(CHANGED, 0), dict[str, str]()
     for i in np.random.default_rng(0).permutation(total)[:ENOUGH]:
         example = examples[int(i)]
         targets = (change for row in example.targets if (change := tokenizer.change(row)))
-        for which, change in zip(CHANGED, (next(targets, None), tokenizer.change(example.source)), strict=True):
+        joined = joined_change(example.targets, tokenizer, separator)
+        for which, change in zip(CHANGED, (next(targets, None), tokenizer.change(example.source), joined), strict=True):
             if change:
                 changed[which] += 1
                 first.setdefault(which, f"{shown(change)} ({place_of(example)})")
@@ -217,7 +224,7 @@ def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: 
     for which, count in changed.items():
         if count:
             of = f"{count} of {looked} examples" + (f" that were looked at, of {total}," if looked < total else "")
-            logger.warning(f"{of} have {which} that the tokenizer does not give back, {CHANGED[which]}: {first[which]}")
+            logger.warning(f"{of} have {which}, {CHANGED[which]}: {first[which]}")
 
 
 def few(ids: list[str]) -> str:

@@ -58,7 +58,8 @@ EXAMPLES = {
     "data.train": ("data",),
     "data.dev": ("dev",),
     **dict.fromkeys(
-        ("data.data_dir", "data.split", "data.split_seed", "data.csv_delimiter", "data.skip_bad"), ("data", "dev")
+        ("data.data_dir", "data.split", "data.split_seed", "data.csv_delimiter", "data.csv_quotes", "data.skip_bad"),
+        ("data", "dev"),
     ),
 }
 PLACES = (*EXAMPLES, "data.tokenizer", "train.init_from", "train.init_best")

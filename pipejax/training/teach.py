@@ -36,7 +36,7 @@ COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_e
 # What overrides may change: sections and keys. All else is as the checkpoint has it.
 FREE = (
     *("name", "grid", "decode", "train", "mesh"),
-    *("data.max_source", "data.max_target", "data.separator", "data.csv_delimiter", "data.metric"),
+    *("data.max_source", "data.max_target", "data.separator", "data.csv_delimiter", "data.csv_quotes", "data.metric"),
 )
 # Labels are not drawn, whatever the checkpoint does.
 GREEDILY = ("decode.beams=1", "decode.temperature=0", "decode.top_k=0", "decode.top_p=1", "decode.samples=1")

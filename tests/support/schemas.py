@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data.tokenizer import Tokenizer
@@ -69,9 +69,12 @@ def many(count: int) -> list[dict[str, Any]]:
     return [schema(names[i % len(names)], *rng.permutation(names[:i] + names[i + 1 :])[: i % 4]) for i in range(count)]
 
 
-def tokenizer() -> Tokenizer:
+def tokenizer(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
     """Of the pieces."""
-    return Tokenizer(TokenizerFile(_backend(), {"eos_token": "</s>", "unk_token": "<unk>"}, False, {}))
+    made = _backend()
+    if normalizer:
+        made.normalizer = normalizer
+    return Tokenizer(TokenizerFile(made, {"eos_token": "</s>", "unk_token": "<unk>"}, False, {}))
 
 
 def _backend() -> tokenizers.Tokenizer:

@@ -23,6 +23,7 @@ from pipejax.data import OWN_FILES, make_task
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
 from pipejax.data.shapes import choose
+from pipejax.data.text import normalized
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.loading import override
 from pipejax.methods import Ids, Method
@@ -111,8 +112,8 @@ def prepare(
     if len(found) > lessons:
         logger.info(f"{learned}: {lessons} of {len(found)} examples are drawn at random, to learn from")
         found = [found[i] for i in sorted(random.Random(config.train.seed).sample(range(len(found)), lessons))]
-    measured = {example.source for example in examples}
-    if both := sum(example.source in measured for example in found):
+    measured = {normalized(example.source) for example in examples}
+    if both := sum(normalized(example.source) in measured for example in found):
         logger.warning(f"{learned}: {both} of {len(found)} sources are measured, too: costs may be too low")
     taught = _encode(learned, found, config, method, tokenizer)
     return Work(config, restored.items["params"], origin, examples, targets, taught)
