@@ -18,7 +18,7 @@ from pipejax.data import tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import look, stand_in
+from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -235,7 +235,7 @@ def digests(directory: Path) -> dict[str, str]:
         return {}
     try:
         files = sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file")
-        return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+        return {p.name: hashlib.sha256(read_small(p, VOCABULARY)).hexdigest() for p in files}
     except OSError as error:
         raise UserError(f"{error.filename or directory}: cannot be read ({error.strerror})") from error
 
@@ -261,6 +261,10 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
     if not any(look(directory / name) == "file" for name in _FILES):
         raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(_FILES)}")
+    for file in sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file"):
+        require_own(file)
+        if (size := file.stat().st_size) > VOCABULARY:
+            raise UserError(f"{file}: found {size:,} bytes; expected at most {VOCABULARY:,}")
     try:
         return tokenizer_file.read(directory)
     except tokenizer_file.Unsuited as unsuited:
