@@ -44,7 +44,7 @@ DAMAGES = (
     ValueError,
 )
 OLD = (b"\x80\x02\x8a\x0a", b"\x80\x02}")  # how files begin that torch wrote before it wrote archives
-MOST = 2**21  # bytes of a pickle: some hundred for each tensor
+MOST = 2**20  # bytes of a pickle: some hundred for each tensor
 DIMENSIONS = 8
 SHARED = 4  # times that a number is in tensors: T5's table has four names
 
