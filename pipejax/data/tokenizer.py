@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A tokenizer's directory has at least one of these; ByT5's has only the last, as it needs no vocabulary.
-_FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
+FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
 # The names of all files by which transformers' tokenizers may decide on ids.
 _READ = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
@@ -259,8 +259,8 @@ def _is_read(name: str) -> bool:
 
 def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
     """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
-    if not any(look(directory / name) == "file" for name in _FILES):
-        raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(_FILES)}")
+    if not any(look(directory / name) == "file" for name in FILES):
+        raise UserError(f"{named}: found no tokenizer; expected one of {', '.join(FILES)}")
     for file in sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file"):
         require_own(file)
         if (size := file.stat().st_size) > VOCABULARY:
