@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if sys.version_info < (3, 11):  # noqa: UP036  # a clone is run without pip, which would have looked
     raise ImportError(f"pipejax: found Python {sys.version.split()[0]} ({sys.executable}); expected 3.11 or newer")
 
-from pipejax.system import environment  # before anything imports JAX: it pins settings
+from pipejax.system import VERSION, environment  # before anything imports JAX: it pins settings
 from pipejax.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipejax.methods import Method
 
 __all__ = ["Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load", "testing"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
 _PLACES = {

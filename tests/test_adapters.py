@@ -1,6 +1,7 @@
 """Adapters: PEFT's in and out, whose own library has the last word."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from pipejax import checkpoint
-from pipejax.convert import from_hf, to_hf
+from pipejax.convert import adapters, from_hf, read_hf, to_hf
 from pipejax.convert.__main__ import main as convert_main
 from pipejax.system.cli import run
 from pipejax.system.errors import UserError
@@ -130,12 +131,29 @@ def put(name: str, shape: tuple[int, ...]) -> Any:
 
 
 Q = "base_model.model.decoder.block.0.layer.0.SelfAttention.q"
+SLOW = r"(\w+\.?)+!"
 FAULTS: dict[str, tuple[Any, str]] = {
     "dora": (change(use_dora=True), "adapter_config.json: use_dora: found True; expected none"),
     "loha": (change(peft_type="LOHA"), "peft_type: found 'LOHA'; expected LORA"),
     "bias": (change(bias="all"), "bias: found 'all'; expected none"),
     "modules_to_save": (change(modules_to_save=["lm_head"]), "modules_to_save: found ['lm_head']; expected none"),
     "a changed base": (change(init_lora_weights="pissa"), "init_lora_weights: found 'pissa'; expected True or"),
+    "another changed base": (change(init_lora_weights="pissa_niter_4"), "init_lora_weights: found 'pissa_niter_4'"),
+    "a base by gradients": (change(init_lora_weights="lora_ga"), "init_lora_weights: found 'lora_ga'; expected"),
+    "a base of residuals": (change(init_lora_weights="olora"), "init_lora_weights: found 'olora'; expected"),
+    "layer 0 alone": (change(layers_to_transform=0), "layers_to_transform: found 0; expected none"),
+    "a bias": (change(lora_bias=True), "lora_bias: found True; expected none"),
+    "tokens": (change(trainable_token_indices=[0]), "trainable_token_indices: found [0]; expected none"),
+    "a revision of nothing": (change(base_model_name_or_path="a/b", revision=3), "revision: found 3; expected a name"),
+    "a rank in parts": (change(r=2.5), "r: found 2.5; expected a number above 0"),
+    "a slow expression": (change(target_modules=SLOW), r"target_modules: found '(\\w+\\.?)+!'"),
+    "a slow exception": (change(exclude_modules=SLOW), r"exclude_modules: found '(\\w+\\.?)+!'"),
+    "a slow pattern": (change(rank_pattern={SLOW: 3}), "not matched within 3 s; expected a simpler one"),
+    "a long expression": (change(alpha_pattern={"q" * 70000: 3}), "expressions of 70,009 characters; expected at most"),
+    "a deep expression": (change(target_modules="(" * 5000 + "a" + ")" * 5000), "expected a regular expression"),
+    "an expression that is none": (change(rank_pattern={"q)": 3}), "rank_pattern: q)"),
+    "a number as a target": (change(target_modules=3), "target_modules: found 3; expected a list of names"),
+    "a number in targets": (change(target_modules=["q", 3]), "target_modules: found ['q', 3]; expected a list"),
     "a new key": (change(use_marvels=True), "use_marvels: found True; expected none"),
     "no rank": (change(r=0), "r: found 0; expected a number above 0"),
     "no alpha": (change(lora_alpha=None), "lora_alpha: found None; expected a number above 0"),
@@ -161,6 +179,63 @@ def adapter(base: Path, tmp_path_factory: Any) -> Path:
     place: Path = tmp_path_factory.mktemp("adapter") / "adapter"
     adapt(base, place, KINDS["names"])
     return place
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "orthogonal": {"init_lora_weights": "orthogonal", "revision": "v1.0"},
+    "minor components": {"init_lora_weights": "mica", "revision": ""},
+    "drawn": {"init_lora_weights": False, "lora_dropout": 0.3, "inference_mode": False, "revision": None},
+    "nothing more": {"corda_config": None, "loftq_config": {}, "task_type": None, "bias": "none", "eva_config": {}},
+    "turned": {
+        "fan_in_fan_out": True,
+        "megatron_config": {"x": 1},
+        "layers_pattern": "block",
+        "auto_mapping": {"a": 1},
+    },
+    "no layers": {
+        "layers_to_transform": [],
+        "layers_pattern": [],
+        "modules_to_save": [],
+        "trainable_token_indices": {},
+    },
+    "a pattern with its dot": {
+        "rank_pattern": {".*none": 3},
+        "target_modules": ["SelfAttention.q", "EncDecAttention.q", "v"],
+    },
+    "an expression": {"target_modules": r"(?!.*wi).*\.(q|v)", "exclude_modules": r"nothing.*"},
+    "lists of ends": {"target_modules": ["q", "v", "k"], "exclude_modules": ["k", "tention.q", "ayer.0"]},
+    "other scales": {"lora_alpha": 3.5, "use_rslora": True, "alpha_pattern": {"q": 1, r"\.q": 9, "v": 2}},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's, that it does not follow some of these
+@pytest.mark.parametrize("kind", PLAIN)
+def test_fields_that_leave_lora_plain_are_accepted(kind: str, base: Path, adapter: Path, tmp_path: Path) -> None:
+    """The merged matrices are those that PEFT merges."""
+    shutil.copytree(adapter, tmp_path / "adapter")
+    change(**PLAIN[kind])(tmp_path / "adapter")
+    merged = peft.PeftModel.from_pretrained(whole(base), tmp_path / "adapter").merge_and_unload().state_dict()
+    model, params = read_hf(base)
+    flat, factors = flatten_dict(params, sep="/"), adapters.read(tmp_path / "adapter", model)
+    assert sum(path.endswith("lora_a") for path in factors) == 2 * 2 + 2 * 4
+    for path, (name, _) in model.tensors().items():
+        if path.endswith("kernel"):
+            stem, array = path.removesuffix("/kernel"), flat[path]
+            if f"{stem}/lora_a" in factors:
+                array = array + factors[f"{stem}/lora_a"] @ factors[f"{stem}/lora_b"]
+            np.testing.assert_allclose(array, merged[name].numpy().T, atol=1e-5)
+
+
+def test_the_base_of_an_adapter_is_of_its_revision(base: Path, tmp_path: Path) -> None:
+    for given, expected in (
+        ({"revision": "v2"}, "some/t5@v2"),
+        ({"revision": "main"}, "some/t5"),
+        ({"revision": None}, "some/t5"),
+        ({}, "some/t5"),
+        ({"revision": "v2", "base_model_name_or_path": str(base)}, str(base)),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/t5"} | given))
+        assert adapters.base_of(tmp_path) == expected
 
 
 @pytest.mark.parametrize("fault", FAULTS)

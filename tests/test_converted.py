@@ -1,7 +1,9 @@
 """Opening a Hugging Face model by its place or name: converted once, as `pipejax convert from-hf` does."""
 
+import contextlib
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,13 @@ import numpy as np
 import pytest
 
 import pipejax
-from pipejax.convert import from_hf
+from pipejax.convert import converted, from_hf
 from pipejax.convert.huggingface import write_hf
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
 PARAMS = oracle.random_params(tiny.MODEL, np.random.default_rng(5))
+OTHERS = oracle.random_params(tiny.MODEL, np.random.default_rng(6))
 SOURCES = [[3, 4, 5, 1], [7, 1]]
 
 
@@ -50,9 +53,109 @@ def test_a_directory_is_converted_once(
     assert f"{there}: converting it once, into {tmp_path}/cache/models/some-t5-" in capsys.readouterr().err
     assert records == pipejax.load(tmp_path / "run").decode(SOURCES) == pipejax.load(there).decode(SOURCES)
     assert made == [there]
-    os.utime(there / "config.json", ns=(1, 1))
-    pipejax.load(there)
+    with kept_time(there / "model.safetensors"):
+        write_hf(tiny.MODEL, OTHERS, tmp_path / "others", None)
+        shutil.copy(tmp_path / "others/model.safetensors", there)
+    from_hf(there, tmp_path / "again")
+    assert records != pipejax.load(tmp_path / "again").decode(SOURCES) == pipejax.load(there).decode(SOURCES)
     assert made == [there, there]
+
+
+def flip(file: Path, place: int = -1) -> None:
+    """Changes one bit of a file, and neither its size nor its time."""
+    with kept_time(file):
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(content)
+
+
+@contextlib.contextmanager
+def kept_time(file: Path) -> Iterator[None]:
+    before = file.stat()
+    yield
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def shards(directory: Path) -> Path:
+    """Puts the weights into a file that an index names."""
+    (directory / "model.safetensors").rename(directory / "other.name")
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "other.name"}}')
+    return directory / "other.name"
+
+
+def torchs(directory: Path) -> Path:
+    return (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def adapter(directory: Path) -> Path:
+    """Makes an adapter of the directory, beside its base; the weights of the base."""
+    shutil.copytree(directory, base := directory.with_name("base"))
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')
+    return base / "model.safetensors"
+
+
+PARTS: dict[str, Callable[[Path], Path]] = {
+    "weights": lambda d: d / "model.safetensors",
+    "config": lambda d: d / "config.json",
+    "generation": lambda d: d / "generation_config.json",
+    "tokenizer": lambda d: d / "tokenizer.json",
+    "a shard": shards,
+    "an index": lambda d: shards(d).with_name("model.safetensors.index.json"),
+    "torch": torchs,
+    "an adapter": lambda d: adapter(d).parents[1] / d.name / "adapter_model.safetensors",
+    "an adapter's settings": lambda d: adapter(d).parents[1] / d.name / "adapter_config.json",
+    "an adapter's base": adapter,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_bit_of_any_file_makes_another_conversion(part: str, there: Path) -> None:
+    changed = PARTS[part](there)
+    before = place_of(there)
+    os.utime(changed, ns=(1, 1))
+    (there / "README.md").write_text("read by nobody")
+    assert place_of(there) == before, "neither time nor other files count"
+    if changed.name in ("adapter_config.json", "model.safetensors.index.json"):  # which have to stay JSON
+        changed.write_text(changed.read_text().replace(": ", " :"))
+    else:
+        flip(changed)
+    assert place_of(there) != before
+
+
+def place_of(directory: Path, name: str = "name") -> Path:
+    return converted._place(Path("cache"), name, directory)
+
+
+def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = place_of(there)
+    assert place_of(there, "other").name[6:] != before.name[5:]
+    shutil.copytree(there, tmp_path / "copy")
+    assert place_of(tmp_path / "copy") == before, "where a directory lies changes no answer"
+    monkeypatch.setattr(converted, "VERSION", "0.0.9")
+    assert place_of(there) not in (before, place_of(there, "other"))
+    monkeypatch.undo()
+    monkeypatch.setattr(converted, "PIECE", 16)
+    file, content = tmp_path / "file", bytes(range(40))
+    digests = set()
+    for start in (content, content[16:32] + content[:16] + content[32:], content[:-1], content[:32]):
+        file.write_bytes(start)
+        digests.add(converted._digest(file))
+    assert len(digests) == 4
+
+
+def test_a_blob_of_the_hub_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only within the hub's cache: a directory of somebody may have links that look so."""
+    blob = tmp_path / "hub/models--a--b/blobs" / ("5" * 64)
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(b"content")
+    (tmp_path / "model.safetensors").symlink_to(blob)
+    other = converted._digest(tmp_path / "model.safetensors")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert converted._digest(tmp_path / "model.safetensors") == "5" * 64 != other
+    short = blob.rename(blob.with_name("5" * 40))
+    assert converted._digest(short) == other
 
 
 def test_a_name_of_the_hub(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +175,7 @@ def test_a_name_of_the_hub(there: Path, tmp_path: Path, monkeypatch: pytest.Monk
     asked.clear()
     assert pipejax.load("somebody/some-t5").decode(SOURCES) == t5.decode(SOURCES) and len(made) == 1
     assert not asked, "the kept one is opened without the hub"
-    os.utime(there / "config.json", ns=(1, 1))  # as after a download of another version
+    flip(there / "model.safetensors")  # as after a download of another version
     pipejax.load("somebody/some-t5")
     assert asked and len(made) == 2
 

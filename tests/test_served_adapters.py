@@ -1,5 +1,8 @@
 """Several adapters on one base: each answer is that of its own checkpoint, opened alone."""
 
+import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +18,8 @@ from pipejax.apps.serving import app
 from pipejax.apps.serving.command import read_adapters
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import to_hf
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference import adapters as inference_adapters
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
@@ -171,3 +176,34 @@ def test_names_of_adapters() -> None:
     ):
         with pytest.raises(UserError, match=words):
             read_adapters(given, "base")
+
+
+@pytest.mark.parametrize("kind", ["run", "peft", "peft by its main file", "peft by its pieces"])
+def test_an_adapter_of_another_tokenizer_is_refused(kind: str, tokenizer_files: Path, tmp_path: Path) -> None:
+    """It would be given other words than those that it learned; with the base's own it is read."""
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer_files, other)
+    main = json.loads((other / "tokenizer.json").read_text())
+    vocab = main["model"]["vocab"]
+    one, two = [*vocab][-2:]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (other / "tokenizer.json").write_text(json.dumps(main))
+    model = dataclasses.replace(tiny.MORE_WORDS, vocab_size=Tokenizer.load(other).size)
+    config, params = dataclasses.replace(CONFIG, model=model), oracle.random_params(model, np.random.default_rng(4))
+    checkpoint.save_params(tmp_path / "base", config, params, tokenizer_source=tokenizer_files)
+    base = checkpoint.open_run(tmp_path / "base")
+    for name, files in (("same", tokenizer_files), ("another", other)):
+        place = tmp_path / name
+        checkpoint.save_params(place, config, adapted(params, 2), tokenizer_source=files)
+        if kind != "run":
+            to_hf(place, tmp_path / f"{name}-hf", adapter=True, base_model="some/t5")
+            place = tmp_path / f"{name}-hf"
+        if "main" in kind:
+            (place / "tokenizer_config.json").unlink()
+        if "pieces" in kind:
+            (place / "tokenizer_config.json").rename(place / "special_tokens_map.json")
+        if name == "same":
+            assert inference_adapters.read(place, base, checkpoint.tokenizer_of(base)).factors
+        else:
+            with pytest.raises(UserError, match=rf"^{place}: found another tokenizer; expected that of the base$"):
+                inference_adapters.read(place, base, checkpoint.tokenizer_of(base))

@@ -2,6 +2,10 @@
 
 import collections
 import os
+import struct
+import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +106,146 @@ def test_all_else_is_refused(wants: Any, named: str, tmp_path: Path, monkeypatch
 
 
 def test_a_tensor_stays_within_its_storage(tmp_path: Path) -> None:
-    """Numbers of a pickle that reach beyond the bytes of the archive, or before them."""
-    storage = torch_files.Storage("FloatStorage", "x", 6)
-    for offset, shape, strides in (
+    """Numbers of a pickle that reach beyond the bytes of the archive, or before them, or that are no numbers."""
+    storage: Any = torch_files.Storage("FloatStorage", "x", 6)
+    wrong: list[Any] = [
         (3, (2, 2), (2, 1)),
         (-1, (2,), (1,)),
         (0, (7,), (1,)),
         (5, (2,), (-1,)),
         (0, (2,), (6,)),
         (0, (10**12,), (0,)),  # which would be read into memory
-    ):
+        (0, (0, 10**30), (1, 1)),
+        (0, (1,), (10**30,)),
+        (True, (2,), (1,)),
+        (0, (2.0,), (1,)),
+        (0, (2,), (1, 1)),
+        (0, (1,) * 9, (1,) * 9),
+    ]
+    for offset, shape, strides in wrong:
         with pytest.raises(ValueError, match="outside of its storage"):
             torch_files._rebuild_tensor(storage, offset, shape, strides)
     assert torch_files._rebuild_tensor(storage, 2, (2, 2), (2, 1)).offset == 2
+
+
+COMPLEX = torch.tensor([1 + 2j])
+UNPLAIN: dict[str, tuple[Callable[[], Any], str]] = {  # with the words that refuse each
+    "negative": (lambda: torch._neg_view(WIDE), "'neg' beside"),
+    "a parameter": (lambda: torch.nn.Parameter(torch._neg_view(WIDE)), "'neg' beside"),
+    "imaginary": (lambda: COMPLEX.conj().imag, "'neg' beside"),
+    "complex": (lambda: COMPLEX, "torch.ComplexFloatStorage"),
+    "conjugate": (lambda: COMPLEX.conj(), "torch.ComplexFloatStorage"),
+    "quantized": (lambda: torch.quantize_per_tensor(WIDE, 0.1, 0, torch.qint8), "_rebuild_qtensor"),
+    "sparse": (lambda: WIDE.to_sparse(), "_rebuild_sparse_tensor"),
+    "rows": (lambda: WIDE.to_sparse_csr(), "_rebuild_sparse_tensor"),
+    "no numbers": (lambda: torch.empty(2, device="meta"), "_rebuild_meta_tensor"),
+    "unsigned": (lambda: torch.ones(2, dtype=torch.uint16), "_rebuild_tensor_v3"),
+    "eight bits": (lambda: torch.ones(2).to(torch.float8_e4m3fn), "float8|_rebuild_tensor_v3"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's, of what it will give up
+@pytest.mark.parametrize("kind", UNPLAIN)
+def test_numbers_that_are_not_plain_are_refused(kind: str, tmp_path: Path) -> None:
+    make, words = UNPLAIN[kind]
+    torch.save({"a": make()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/pytorch_model.bin: found .*({words})[^\n]*$"):
+        open_tensors(tmp_path)
+
+
+def archive(file: Path, pickled: bytes, packing: int = zipfile.ZIP_STORED, **members: bytes) -> None:
+    """Writes a file as torch's, of a pickle and members."""
+    with zipfile.ZipFile(file, "w", packing) as out:
+        for name, content in {"data.pkl": pickled, "data/0": bytes(24), **members}.items():
+            out.writestr(f"x/{name}", content)
+
+
+GLOBAL, SIX = b"ctorch._utils\n_rebuild_tensor_v2\n", b"K\x06"
+
+
+def one(size: bytes = SIX, shape: bytes = b"K\x06\x85", metadata: bytes = b"", key: bytes = b"X\x01\0\0\x000") -> bytes:
+    """The pickle of a tensor "a" of 6 zeros, written by hand."""
+    storage = b"(X\7\0\0\0storagectorch\nFloatStorage\n" + key + b"X\3\0\0\0cpu" + size + b"tQ"
+    tensor = GLOBAL + b"(" + storage + b"K\0" + shape + b"K\1\x85\x89ccollections\nOrderedDict\n)R" + metadata + b"tR"
+    return b"\x80\2}X\1\0\0\0a" + tensor + b"s."
+
+
+def deep(times: int = 60) -> bytes:
+    """A tuple of the tuple before it, twice: 2^times parts when it is written out."""
+    return b")" + b"q\0h\0\x86" * times
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "a size beyond the bytes": ((one(b"K\7"),), "of another size"),
+    "a smaller size": ((one(b"K\5", b"K\5\x85"),), "of another size"),
+    "a size that is no number": ((one(b"X\1\0\0\x006"),), "damaged file"),
+    "a size of 2^62": ((one(b"\x8a\x08" + b"\0" * 7 + b"\x40"),), "outside of its storage"),
+    "a truth for a size": ((one(b"\x88", b"K\1\x85"),), "outside of its storage"),
+    "a member that is not there": ((one(key=b"X\1\0\0\x001"),), "x/data/1"),
+    "a persistent id of nested tuples": ((b"\x80\2" + deep() + b"Q.",), "damaged file"),
+    "nested tuples for a kind": ((one(deep(), deep()),), "outside of its storage"),
+    "nested tuples for a key": ((b"\x80\2}" + deep() + b"Ns.",), "a key that is no text"),
+    "nested tuples for a storage's key": ((one(key=deep()),), "a persistent id"),
+    "metadata of nested tuples": ((one(metadata=b"}X\1\0\0\0x" + deep() + b"s"),), "'x' beside its numbers"),
+    "a set": ((b"\x80\4\x8f(" + deep() + b"\x90.",), "the operation EMPTY_SET"),
+    "a memo of 2^32": ((b"\x80\2Nr\xff\xff\xff\xff.",), "no dict of tensors"),
+    "marks in a long stack": ((b"\x80\2" + b"N" * 100_000 + b"(t" * 100_000 + b".",), "damaged file"),
+    "a long pickle": ((b"\x80\2" + b"N" * 2**20 + b".",), "a pickle of 1,048,579 bytes; expected at most"),
+    "a call of a call": ((one().replace(b"tR" + b"s.", b"tR)Rs."),), "a call that makes no plain tensor"),
+    "an instance": ((b"\x80\2ctorch\nFloatStorage\n)\x81.",), "the operation NEWOBJ"),
+    "a name with a line's end": ((b"\x80\4\x8c\x03a\nb\x8c\x01c\x93.",), r"found 'a\nb.c' in its pickle"),
+    "big-endian": ((one(),), "bytes in the order b'big'; expected little-endian"),
+    "packed": ((one(), zipfile.ZIP_DEFLATED), "'x/data.pkl' compressed"),
+    "packed by bzip2": ((one(), zipfile.ZIP_BZIP2), "'x/data.pkl' compressed"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_one_line_at_once(kind: str, tmp_path: Path) -> None:
+    given, words = HOSTILE[kind]
+    more = {"byteorder": b"big"} if kind == "big-endian" else {}
+    archive(tmp_path / "pytorch_model.bin", *given, **more)
+    begun = time.process_time()
+    with pytest.raises(UserError) as told:
+        {name: stored.read() for name, stored in open_tensors(tmp_path)[1].items()}
+    assert words in str(told.value) and "\n" not in str(told.value) and len(str(told.value)) < 400
+    assert time.process_time() - begun < 4
+
+
+def test_the_file_by_hand_is_read(tmp_path: Path) -> None:
+    """Else the refusals above could be of a mistake in it."""
+    for metadata in (b"", b"}", b"N"):
+        archive(tmp_path / "pytorch_model.bin", one(metadata=metadata), byteorder=b"little", version=b"3\n")
+        [found] = open_tensors(tmp_path)[1].values()
+        assert found.read().tolist() == [0] * 6
+    assert torch.load(tmp_path / "pytorch_model.bin")["a"].tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_of_pickles(protocol: int, tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
+    for name, stored in open_tensors(tmp_path)[1].items():
+        np.testing.assert_array_equal(stored.read().astype(np.float32), in_numpy(TENSORS[name]))
+
+
+def test_one_storage_is_no_more_than_a_tied_table(tmp_path: Path) -> None:
+    """A small file of many names for the same numbers would fill the memory."""
+    torch.save(dict.fromkeys("abcd", WIDE), tmp_path / "pytorch_model.bin")
+    assert len(open_tensors(tmp_path)[1]) == 4
+    torch.save(dict.fromkeys("abcde", WIDE), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="the same numbers more than 4 times"):
+        open_tensors(tmp_path)
+
+
+def test_members_that_overlap_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    archive(file, one(), **{"data/1": bytes(500)})
+    content, own = file.read_bytes(), zipfile.ZipFile(file).getinfo("x/data/0")
+    place = content.rindex(b"PK\1\2", 0, content.rindex(b"x/data/1"))
+    file.write_bytes(content[: place + 20] + struct.pack("<II", 4000, 4000) + content[place + 28 :])
+    assert own.file_size == 24
+    with pytest.raises(UserError, match="members that overlap"):
+        open_tensors(tmp_path)
 
 
 def test_older_files_are_named(tmp_path: Path) -> None:

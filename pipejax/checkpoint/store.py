@@ -24,7 +24,7 @@ from pipejax.config import Config
 from pipejax.data.tokenizer import check_digests, digests
 from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
-from pipejax.system.files import look, make_directories, writing
+from pipejax.system.files import look, make_directories, read_small, writing
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class Store:
     def _manifest(self, step: int) -> Manifest:
         place = self.place(step)
         with reading(place / "manifest"):
-            manifest = json.loads((place / "manifest" / "metadata").read_text(encoding="utf-8"))
+            manifest = json.loads(read_small(place / "manifest" / "metadata"))
         return manifest_lib.check(manifest, step, place)
 
     def _read(self, manifest: Manifest, name: str, template: Tree) -> Tree:

@@ -23,7 +23,7 @@ from pipejax.model.interface import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
-from pipejax.system.files import look
+from pipejax.system.files import look, read_small
 
 if typing.TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -65,7 +65,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         if path.suffix != ".json":
             config = runpy.run_path(str(path)).get("config")
         else:
-            config = from_json(path.read_bytes(), where=str(path))
+            config = from_json(read_small(path), where=str(path))
     except UserError:
         raise
     except (Exception, SystemExit) as error:

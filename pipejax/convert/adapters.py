@@ -4,12 +4,13 @@ PEFT keeps A [rank, in] and B [out, rank] of a module and adds s B A to its matr
 lora_alpha / sqrt(rank). Ours are [in, rank] and [rank, out], without a number (`pipejax.model.lora`): s goes into B.
 """
 
+import json
 import math
-import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -23,33 +24,40 @@ from pipejax.system.files import look
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model_name_or_path"
 PREFIX = "base_model.model."  # of the names of tensors
-FOLLOWED = (BASE, "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern")
+FOLLOWED = (
+    BASE,
+    "revision",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+)
 # Keys that change no logits of a trained adapter.
 NEUTRAL = (
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout", "ensure_weight_tying"),
-    *("megatron_core", "qalora_group_size", "runtime_config", "eva_config"),
+    *("megatron_core", "megatron_config", "qalora_group_size", "runtime_config", "eva_config", "corda_config"),
+    *("loftq_config", "lora_ga_config", "fan_in_fan_out"),  # the last is of other layers than T5's
 )
 # The values that these must have; all other keys have to be null, false or empty.
 EXPECTED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva"),  # others change the matrices that the factors lie beside
+    "bias": ("none", None),
+    # Others change the matrices that the factors lie beside.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
-
-
-class Settings(NamedTuple):
-    """The part of an adapter's config that says which modules have factors, and how these count."""
-
-    targets: re.Pattern[str]  # of the whole name of a module
-    excluded: re.Pattern[str]
-    ranks: list[tuple[re.Pattern[str], float]]  # the first that matches counts
-    alphas: list[tuple[re.Pattern[str], float]]
-    is_rooted: bool  # whether alpha is divided by the root of the rank
-
-    def of(self, name: str) -> tuple[int, float]:
-        """The rank of a module, and the number s."""
-        rank, alpha = (next(x for known, x in values if known.fullmatch(name)) for values in (self.ranks, self.alphas))
-        return int(rank), alpha / (math.sqrt(rank) if self.is_rooted else rank)
+MATCH = """
+import json, re, sys
+expressions, names = json.load(sys.stdin)
+for expression in expressions:
+    try:
+        print(json.dumps([name for name in names if re.fullmatch(expression, name)]))
+    except (re.error, RecursionError, OverflowError) as error:
+        print(json.dumps(str(error)))
+"""
+LONGEST, SECONDS = 2**16, 3  # characters and time of an adapter's expressions
 
 
 def is_adapter(directory: Path) -> bool:
@@ -58,26 +66,25 @@ def is_adapter(directory: Path) -> bool:
 
 
 def base_of(directory: Path) -> str:
-    """The name or the directory of the model that an adapter was trained on; raises a UserError if it says none."""
-    name = read_json(directory / CONFIG).get(BASE)
+    """The directory of the model that an adapter was trained on, or its name, as NAME@REVISION if it says one."""
+    facts = read_json(directory / CONFIG)
+    name, revision = facts.get(BASE), facts.get("revision")
     if not isinstance(name, str) or not name:
         raise UserError(f"{directory / CONFIG}: {BASE}: found {name!r:.60}; expected a name, or --base-model")
-    return name
+    if revision and not isinstance(revision, str):
+        raise UserError(f"{directory / CONFIG}: revision: found {revision!r:.60}; expected a name")
+    return name if not revision or revision == "main" or look(name) else f"{name}@{revision}"
 
 
 def read(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
     """The factors of an adapter by our paths, in float32."""
-    settings = _settings(directory / CONFIG)
+    modules = _modules(model)
+    targets = _targets(directory / CONFIG, [*modules])
     weights, tensors = open_tensors(directory, ADAPTER)
     table, sizes, factors = model.tensors(), model.sizes(), dict[str, np.ndarray]()
-    targets = {
-        name: path
-        for name, path in _modules(model).items()
-        if settings.targets.fullmatch(name) and not settings.excluded.fullmatch(name)
-    }
     implied = f"as {CONFIG} implies for {len(targets)} modules"
-    for name, path in targets.items():
-        rank, scale = settings.of(name)
+    for name, (rank, scale) in targets.items():
+        path = modules[name]
         inputs, outputs = (sizes[axis][1] for axis in table[f"{path}/kernel"][1])
         for end, kind, shape in ((lora.A, "lora_A", (rank, inputs)), (lora.B, "lora_B", (outputs, rank))):
             tensor = tensors.pop(theirs := f"{PREFIX}{name}.{kind}.weight", None)
@@ -129,48 +136,76 @@ def _modules(model: Backbone) -> dict[str, str]:
     return {name.removesuffix(".weight"): path.removesuffix("/kernel") for path, name in found.items()}
 
 
-def _settings(file: Path) -> Settings:
-    """Those in an adapter_config.json; raises a UserError that names the key if it asks for what is not known."""
+def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
+    """By the name of each module with factors, their rank, and s; raises a UserError that names an unknown key."""
     facts = read_json(file)
     for key, value in facts.items():
         if key in EXPECTED and value not in EXPECTED[key]:
             raise UserError(f"{file}: {key}: found {value!r:.60}; expected {' or '.join(map(str, EXPECTED[key]))}")
-        if value and key not in (*EXPECTED, *FOLLOWED, *NEUTRAL):
+        is_plain = value in (None, "", [], {}) or value is False
+        if not is_plain and key not in (*EXPECTED, *FOLLOWED, *NEUTRAL):
             raise UserError(f"{file}: {key}: found {value!r:.60}; expected none: of PEFT's methods plain LoRA is known")
     targets, excluded = facts.get("target_modules"), facts.get("exclude_modules") or []
     if not targets:
         raise UserError(f"{file}: target_modules: found none; expected names of modules, or an expression")
     everything = isinstance(targets, str) and targets.lower() == "all-linear"
-    return Settings(
-        _expression(".*" if everything else targets, f"{file}: target_modules"),
-        _expression(excluded, f"{file}: exclude_modules"),
-        _numbers(facts, "rank_pattern", "r", file),
-        _numbers(facts, "alpha_pattern", "lora_alpha", file),
-        bool(facts.get("use_rslora")),
-    )
+    ranks, alphas = _numbers(facts, "rank_pattern", "r", file), _numbers(facts, "alpha_pattern", "lora_alpha", file)
+    given = {"target_modules": names if everything else targets, "exclude_modules": excluded}
+    given |= {f"{key}: {name}": rf"(.*\.)?({name})" for key, known in (ranks, alphas) for name in known if name}
+    matched = _matched(given, names, file)
+    found = {}
+    for name in names:
+        if name in matched["target_modules"] and name not in matched["exclude_modules"]:
+            rank, alpha = (
+                next(x for part, x in known.items() if not part or name in matched[f"{key}: {part}"])
+                for key, known in (ranks, alphas)
+            )
+            found[name] = int(rank), alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
+    return found
 
 
-def _expression(given: object, where: str) -> re.Pattern[str]:
-    """The expression itself, or one for the ends of names in a list."""
-    if isinstance(given, list) and all(isinstance(name, str) for name in given):
-        given = rf"(.*\.)?({'|'.join(map(re.escape, given))})" if given else "(?!)"
+def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[str, set[str]]:
+    """The names that each list has, by their ends, or each expression, by the whole; `given` by their keys.
+
+    Another process looks for those of the expressions: an expression may take for ever, and nothing stops it in this.
+    """
+    found, expressions = dict[str, set[str]](), dict[str, str]()
+    for key, value in given.items():
+        if isinstance(value, str):
+            expressions[key] = value
+        elif isinstance(value, list) and all(isinstance(end, str) for end in value):
+            found[key] = {name for name in names if any(f".{name}".endswith(f".{end}") for end in value)}
+        else:
+            raise UserError(f"{file}: {key}: found {value!r:.60}; expected a list of names, or an expression")
+    if not expressions:
+        return found
+    if (size := sum(map(len, expressions.values()))) > LONGEST:
+        raise UserError(f"{file}: found expressions of {size:,} characters; expected at most {LONGEST:,}")
+    told, command = json.dumps([[*expressions.values()], names]), [sys.executable, "-I", "-S", "-c", MATCH]
     try:
-        if isinstance(given, str):
-            return re.compile(given)
-    except re.error as error:
-        raise UserError(f"{where}: found {given!r:.60} ({error}); expected a regular expression") from error
-    raise UserError(f"{where}: found {given!r:.60}; expected a list of names, or an expression")
+        done = subprocess.run(command, input=told, capture_output=True, text=True, timeout=SECONDS, check=True)
+    except subprocess.SubprocessError as error:
+        key = max(expressions, key=lambda key: len(expressions[key]))
+        raise UserError(
+            f"{file}: {key}: found {expressions[key]!r:.60}, or another expression there, which is not matched within "
+            f"{SECONDS} s; expected a simpler one"
+        ) from error
+    for (key, value), line in zip(expressions.items(), done.stdout.splitlines(), strict=True):
+        if isinstance(own := json.loads(line), str):
+            raise UserError(f"{file}: {key}: found {value!r:.60} ({own}); expected a regular expression")
+        found[key] = set(own)
+    return found
 
 
-def _numbers(facts: Mapping[str, object], pattern: str, key: str, file: Path) -> list[tuple[re.Pattern[str], float]]:
-    """The number of each expression under a key, and at last of all other modules."""
+def _numbers(facts: Mapping[str, object], pattern: str, key: str, file: Path) -> tuple[str, dict[str, float]]:
+    """The key of expressions, and the number of each, and at last of all other modules by ""."""
     own = facts.get(pattern) or {}
     if not isinstance(own, dict):
         raise UserError(f"{file}: {pattern}: found {own!r:.60}; expected an object")
-    found = []
-    for name, value in [*own.items(), (None, facts.get(key))]:
-        where = f"{file}: {key if name is None else f'{pattern}: {name}'}"
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise UserError(f"{where}: found {value!r:.60}; expected a number above 0")
-        found.append((_expression(".*" if name is None else rf"(.*\.)?({name})", where), float(value)))
-    return found
+    found = {name: value for name, value in own.items() if name} | {"": facts.get(key)}
+    for name, value in found.items():
+        where = f"{pattern}: {name:.60}" if name else key
+        kinds = (int,) if key == "r" else (int, float)
+        if not where.isprintable() or type(value) not in kinds or not 0 < value < 2**31:
+            raise UserError(f"{file}: {where}: found {value!r:.60}; expected a number above 0")
+    return pattern, found

@@ -1,21 +1,31 @@
 """From the name of a Hugging Face model to a checkpoint: converted once, and kept in the user's cache."""
 
 import hashlib
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipejax.convert.huggingface import from_hf, locate
+from pipejax.convert import adapters, description, generation
+from pipejax.convert.huggingface import TOKENIZER_FILES, from_hf, locate
+from pipejax.convert.tensor_files import ADAPTER, WHOLE, weight_files
 from pipejax.data import hub
-from pipejax.system import compile_cache
+from pipejax.system import VERSION, compile_cache
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
-from pipejax.system.files import look, new_directory
+from pipejax.system.files import look, new_directory, require_own
+
+# The small files that a conversion is made of.
+SETTINGS = ("config.json", generation.FILE, description.FILE, adapters.CONFIG, *TOKENIZER_FILES)
+PIECE = 2**24  # bytes that one thread digests at once
 
 
 def find(source: str | Path) -> Path:
     """The checkpoint that is meant: the directory itself, or what a Hugging Face directory or a hub's name becomes.
 
-    A directory's conversion is known by the names, sizes and times of its files: if they change, it is converted anew.
+    A directory's conversion is known by the content of its files, and by the version of pipejax: if either changes, it
+    is converted anew.
     The hub is not asked for a name whose newest download was converted already.
     """
     path = Path(source)
@@ -29,7 +39,7 @@ def find(source: str | Path) -> Path:
         return path
     cache = compile_cache.safe_directory()
     directory = _downloaded(*of_hub) if of_hub else path
-    kept = cache and directory and _place(cache, path.absolute().name, directory)
+    kept = cache and directory and _place(cache, path.resolve().name, directory)
     if directory is None or (of_hub and not (kept and look(kept) == "directory")):
         directory = locate(str(source))
     if cache is None:
@@ -37,7 +47,7 @@ def find(source: str | Path) -> Path:
             f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
             f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
         )
-    target = _place(cache, path.absolute().name, directory)
+    target = _place(cache, path.resolve().name, directory)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
@@ -56,8 +66,31 @@ def _downloaded(name: str, at: dict[str, Any]) -> Path | None:
 
 
 def _place(cache: Path, name: str, directory: Path) -> Path:
-    """Where the conversion of a directory is kept: by the names, sizes and times of change of its files."""
-    files = sorted(path for path in directory.iterdir() if path.is_file())
-    facts = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((str(directory.resolve()), facts)).encode()).hexdigest()[:16]
+    """Where the conversion of a directory is kept: by the content of all files that it is made of."""
+    places = [(directory, WHOLE)]
+    if adapters.is_adapter(directory):
+        places = [(directory, ADAPTER), (locate(adapters.base_of(directory)), WHOLE)]
+    facts: list[object] = [VERSION, name]
+    for place, openers in places:
+        known = [file for file in (place / name for name in SETTINGS) if look(file) == "file"]
+        for file in [*known, *weight_files(place, openers)]:
+            require_own(file)
+            facts.append((file.name, _digest(file)))
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     return cache / "models" / f"{name}-{digest}"
+
+
+def _digest(file: Path) -> str:
+    """A digest of a file's content: in the hub's cache the name that large ones have, else that of all pieces'."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    real = file.resolve()
+    if re.fullmatch("[0-9a-f]{64}", real.name) and real.is_relative_to(Path(HF_HUB_CACHE).resolve()):
+        return real.name
+
+    def of_piece(begin: int) -> bytes:
+        return hashlib.sha256(os.pread(content.fileno(), PIECE, begin)).digest()
+
+    with file.open("rb") as content, ThreadPoolExecutor() as pool:
+        pieces = pool.map(of_piece, range(0, os.fstat(content.fileno()).st_size, PIECE))
+        return hashlib.sha256(b"".join(pieces)).hexdigest()

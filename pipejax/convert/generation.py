@@ -107,7 +107,7 @@ def special_ids(
         if value is not None:
             ids[key] = _only(value, f"{file}: {key}"), file
             if known is not None and known not in (value, [value]) and [known] != value:
-                others.append(f"{key} {value} (there: {known})")
+                others.append(f"{key} {value!s:.20} (there: {known!s:.20})")
         elif known is not None:
             ids[key] = _only(known, f"{config}: {key}"), config
             if file != config and key != "pad_token_id":  # which only fills up, there and here
@@ -172,5 +172,5 @@ def _only(value: object, where: str) -> object:
     """The id, or the only one of a list."""
     several = value if isinstance(value, list) else [value]
     if len(several) != 1:
-        raise UserError(f"{where}: found {value}; expected a single id")
+        raise UserError(f"{where}: found {value!s:.60}; expected a single id")
     return several[0]

@@ -29,7 +29,7 @@ from pipejax.model.interface import Backbone
 from pipejax.model.parameters import check_shape
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import look, new_directory
+from pipejax.system.files import VOCABULARY, look, new_directory, read_small, require_own
 
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
 Model = TypeVar("Model", bound=Backbone)
@@ -220,7 +220,7 @@ def _compare(params: Mapping[str, np.ndarray], base_model: str, backbone: type[B
 
 def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
     """The scores in a file; raises a UserError unless they are of these weights."""
-    found, own = read_json(file), digest(restored.arrays["params"])
+    found, own = read_json(file.resolve()), digest(restored.arrays["params"])
     if found.get("params_fp") != own:
         raise UserError(
             f"{file}: params_fp: found {found.get('params_fp')!r}; expected {own!r}, that of {restored.path}: what "
@@ -348,8 +348,9 @@ def _copy_tokenizer(source: Path, target: Path) -> Path | None:
     files = [source / name for name in TOKENIZER_FILES if look(source / name) == "file"]
     target.mkdir(exist_ok=True)
     for file in files:
+        require_own(file)
         try:
-            shutil.copyfile(file, target / file.name)
+            (target / file.name).write_bytes(read_small(file, VOCABULARY))
         except OSError as error:
             raise UserError(f"{file}: cannot be copied ({first_line(error)})") from error
     return target if files else None

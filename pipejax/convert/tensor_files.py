@@ -4,6 +4,7 @@ import fnmatch
 import json
 import mmap
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from pipejax.convert import torch_files
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import look, stand_in
+from pipejax.system.files import SMALL, look, read_small, require_own, stand_in
 
 # The dtypes that are accepted: safetensors' name, NumPy's name.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -34,6 +35,7 @@ OTHERS = {
     "*.onnx": "an export: convert the files that it was made from",
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt*"), RESAVE),
 }
+LONGEST = 500  # characters of a tensor's name
 # Files of a training that look like weights.
 NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "scaler*", "random_states*")
 
@@ -67,8 +69,11 @@ def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Pat
     openers = openers or WHOLE
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):
         if look(file) == "file":
+            require_own(file)
             tensors = opener(file)
             for name, stored in tensors.items():
+                if not name.isprintable() or len(name) > LONGEST:
+                    raise UserError(f"{stored.file}: found the name {name!r:.60}; expected printable ones")
                 if stored.dtype not in DTYPES:
                     raise UserError(
                         f"{stored.file}: {name}: found dtype {stored.dtype}; expected one of {', '.join(DTYPES)}"
@@ -86,10 +91,20 @@ def _other_weights(directory: Path) -> Iterator[tuple[str, str]]:
                 yield file.name, advice
 
 
+def weight_files(directory: Path, openers: "Openers") -> list[Path]:
+    """The files of a directory from which `open_tensors` reads."""
+    found = next((directory / name for name in openers if look(directory / name) == "file"), None)
+    if found is None or found.suffix != ".json":
+        return [found] if found else []
+    return [found, *map(found.with_name, dict.fromkeys(_places(found).values()))]
+
+
 def read_json(file: Path) -> dict[str, object]:
-    """The JSON object in a file; raises a UserError if the file has anything else."""
+    """The JSON object in a file of a downloaded directory; raises a UserError if it has anything else."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
+        if look(file):
+            require_own(file)
+        values = json.loads(read_small(file).decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); expected a JSON object") from error
     except (ValueError, RecursionError) as error:
@@ -97,7 +112,7 @@ def read_json(file: Path) -> dict[str, object]:
             raise UserError(f"{file}: found {found}; expected a JSON object") from error
         raise UserError(f"{file}: found no JSON ({first_line(error)}); expected a JSON object") from error
     if not isinstance(values, dict):
-        raise UserError(f"{file}: found {values!r:.40}; expected a JSON object")
+        raise UserError(f"{file}: found {reprlib.repr(values):.40}; expected a JSON object")
     return values
 
 
@@ -116,9 +131,12 @@ def damaged(file: Path, expected: str, error: Exception) -> UserError:
 def _open_safetensors(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, by name."""
     try:
-        file.open("rb").close()  # safetensors reports every file that cannot be opened as missing
+        with file.open("rb") as content:  # safetensors reports every file that cannot be opened as missing
+            header = int.from_bytes(content.read(8), "little")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
+    if SMALL < header <= file.stat().st_size:
+        raise UserError(f"{file}: found a header of {header:,} bytes; expected at most {SMALL:,}")
     try:
         handle: Any = safe_open(file, framework="numpy")
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no dict)
@@ -142,13 +160,8 @@ def _open_torch(file: Path) -> dict[str, Stored]:
 
 def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dict[str, Stored]:
     """The tensors of all shards that an index names; raises a UserError if shard and index disagree."""
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        raise UserError(f"{index}: weight_map: found {places!r:.60}; expected the file name of every tensor")
-    tensors: dict[str, Stored] = {}
+    places, tensors = _places(index), dict[str, Stored]()
     for shard in dict.fromkeys(places.values()):
-        if shard in ("", ".", "..") or os.path.basename(shard) != shard:
-            raise UserError(f"{index}: weight_map: found {shard!r}; expected a file name, beside the index")
         file = index.with_name(shard)
         listed = {name for name, place in places.items() if place == shard}
         if look(file) != "file":
@@ -156,6 +169,7 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
                 f"{index}: weight_map: found {shard}, which does not exist; expected it to hold "
                 f"{min(listed)} ({len(listed)} tensors in all)"
             )
+        require_own(file)
         stored = opener(file)
         for name in sorted(stored.keys() ^ listed):
             problem = "found, but not" if name in stored else "missing; expected it, as it is"
@@ -164,13 +178,26 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
     return tensors
 
 
+def _places(index: Path) -> dict[str, str]:
+    """The shard of each tensor, by an index."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise UserError(
+            f"{index}: weight_map: found {reprlib.repr(places):.60}; expected the file name of every tensor"
+        )
+    for shard in dict.fromkeys(places.values()):
+        if shard in ("", ".", "..") or os.path.basename(shard) != shard or not shard.isprintable():
+            raise UserError(f"{index}: weight_map: found {shard!r:.60}; expected a file name, beside the index")
+    return places
+
+
 def _open_msgpack(file: Path) -> dict[str, Stored]:
     """Flax's parameters under torch's names; a Flax kernel [in, out] is torch's weight [out, in] transposed."""
     try:
         with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
             tree = flax.serialization.msgpack_restore(content)  # type: ignore[arg-type]  # accepts any buffer
         leaves = flatten_dict(tree["params"] if tree.keys() == {"params"} else tree, sep=".")
-    except (ValueError, TypeError, AttributeError, KeyError, AssertionError, OSError) as error:
+    except (OSError, AssertionError, *torch_files.DAMAGES) as error:
         raise damaged(file, "flax parameters", error) from error
     codes = {dtype: code for code, dtype in DTYPES.items()}
     tensors = {}

@@ -1,18 +1,19 @@
 """Reads the tensors of torch's files (`pytorch_model.bin`) without torch.
 
-Such a file is a zip archive of a pickle and the bytes of each storage. A pickle can run code, so this one is read by an
-unpickler that knows ordered dicts, storages and the two functions that make tensors of them; whatever else it names is
-refused before anything is called. Bytes are read when a tensor is.
+Such a file is a zip archive of a pickle and the bytes of each storage. A pickle is a program: it can run code, or fill
+the memory. So this one is computed here, by the few operations that make dicts of tensors; all else is refused. Bytes
+are read when a tensor is.
 """
 
-import collections
 import math
 import pickle
+import pickletools
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,15 +33,35 @@ STORAGES = {
 # Errors of the zip archive and of the pickle in a damaged file.
 DAMAGES = (
     zipfile.BadZipFile,
+    zlib.error,
     pickle.UnpicklingError,
     AttributeError,
     EOFError,
     LookupError,
+    OverflowError,
     RuntimeError,
     TypeError,
     ValueError,
 )
 OLD = (b"\x80\x02\x8a\x0a", b"\x80\x02}")  # how files begin that torch wrote before it wrote archives
+MOST = 2**20  # bytes of a pickle: some hundred for each tensor
+DIMENSIONS = 8
+SHARED = 4  # times that a number is in tensors: T5's table has four names
+
+
+FUNCTIONS = [("collections", "OrderedDict"), *(("torch._utils", f"_rebuild_{x}") for x in ("tensor_v2", "parameter"))]
+MADE: dict[str, Callable[[], object]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+}
+
+
+class Name(str):
+    """The name of a function or a class in a pickle."""
 
 
 class Storage(NamedTuple):
@@ -69,59 +90,132 @@ def open_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.ndarray]
                 "torch.save it again"
             )
     archive = zipfile.ZipFile(file)  # stays open: tensors are read later
-    [index] = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+    members = {member.filename: member for member in archive.infolist()}
+    if packed := [name for name, x in members.items() if x.compress_type != zipfile.ZIP_STORED]:
+        raise UserError(f"{file}: found {packed[0]!r:.60} compressed; expected bytes as they are, as torch.save writes")
+    if sum(member.file_size for member in members.values()) > file.stat().st_size:
+        raise ValueError("members that overlap")
+    [index] = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
     root = index.removesuffix("data.pkl")
-    if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
-        raise UserError(f"{file}: found bytes in big-endian order; expected little-endian")
-    with archive.open(index) as content:
-        found = _Unpickler(content, file, root).load()
-    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+    if (order := members.get(f"{root}byteorder")) and (found := archive.read(order)[:20]) != b"little":
+        raise UserError(f"{file}: found bytes in the order {found!r}; expected little-endian")
+    if members[index].file_size > MOST:
+        raise UserError(f"{file}: found a pickle of {members[index].file_size:,} bytes; expected at most {MOST:,}")
+    state = _unpickled(archive.read(index), file, root)
+    if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
         raise UserError(f"{file}: found no dict of tensors; expected the state dict of a T5")
-    return {name: (tensor, partial(_read, archive, tensor)) for name, tensor in found.items()}
+    storages: dict[str, Storage] = {}
+    for tensor in state.values():
+        storage = tensor.storage
+        size = storage.size * np.dtype(STORAGES[storage.kind][1]).itemsize
+        if storages.setdefault(storage.member, storage) != storage or members[storage.member].file_size != size:
+            raise ValueError(f"{storage.member!r:.60} of another size than its tensors say")
+    most = SHARED * sum(storage.size for storage in storages.values())
+    if sum(math.prod(tensor.shape) for tensor in state.values()) > most:
+        raise ValueError(f"the same numbers more than {SHARED} times")
+    return {name: (tensor, partial(_read, archive, tensor)) for name, tensor in state.items()}
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows what a dict of tensors is made of, and nothing else."""
+def _unpickled(content: bytes, file: Path, root: str) -> object:
+    """The object that a pickle makes; raises a UserError for a name, or a ValueError for an operation, of others."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
 
-    def __init__(self, content: IO[bytes], file: Path, root: str) -> None:
-        super().__init__(content)
-        self.file, self.root = file, root
+    def popped(count: int = 0) -> list[Any]:
+        """The last items, or those since the last mark."""
+        begin = len(stack) - count if count else marks.pop()
+        found = stack[begin:]
+        del stack[begin:]
+        return found
 
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if module in ("torch", "torch.storage") and name in STORAGES:
-            return name
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuild_tensor
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda tensor, *_: tensor
+    for operation, argument, _ in pickletools.genops(content):
+        match operation.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                break
+            case "MARK":
+                marks.append(len(stack))
+            case name if name in MADE:
+                stack.append(MADE[name]())
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINUNICODE":
+                stack.append(argument)
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                stack.append(tuple(popped(int(name[5:] or 0))))
+            case "APPEND" | "APPENDS" as name:
+                items = popped(int(name == "APPEND"))
+                stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS" as name:
+                items = popped(2 * int(name == "SETITEM"))
+                if not all(isinstance(key, str) for key in items[::2]):  # to hash another may take for ever
+                    raise ValueError("a key that is no text")
+                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE" as name:
+                memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "GLOBAL" | "STACK_GLOBAL" as name:
+                stack.append(_named(*(argument.split(" ") if name == "GLOBAL" else popped(2)), file))
+            case "REDUCE":
+                stack.append(_called(*popped(2), file))
+            case "BUILD":  # attributes of an ordered dict
+                popped(1)
+            case "BINPERSID":
+                _, storage, key, _, size = popped(1)[0]
+                if not (isinstance(storage, Name) and storage in STORAGES and isinstance(key, str)):
+                    raise ValueError("a persistent id that is no storage")
+                stack.append(Storage(str(storage), f"{root}data/{key}", size))
+            case name:
+                raise pickle.UnpicklingError(f"the operation {name}")
+    [found] = stack
+    return found
+
+
+def _named(module: object, name: object, file: Path) -> Name:
+    """The function or the class that a pickle names, if tensors are made by it."""
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise ValueError("a name that is no text")
+    if (module, name) not in FUNCTIONS and not (module in ("torch", "torch.storage") and name in STORAGES):
         raise UserError(
-            f"{self.file}: found {module}.{name} in its pickle, which could run code; expected tensors and nothing else"
+            f"{file}: found {f'{module}.{name}'!r:.80} in its pickle, which is no plain tensor and could run code; "
+            "expected plain tensors and nothing else"
         )
-
-    def persistent_load(self, pid: tuple[str, str, str, str, int]) -> Storage:
-        kind, storage, key, _, size = pid
-        if kind != "storage" or storage not in STORAGES:
-            raise pickle.UnpicklingError(f"a persistent id of kind {kind!r:.20}")
-        return Storage(storage, f"{self.root}data/{key}", int(size))
+    return Name(name)
 
 
-def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: object) -> Tensor:
-    """In the place of torch's function; raises a ValueError if the numbers lie outside of the storage."""
-    shape, strides, offset = tuple(map(int, shape)), tuple(map(int, strides)), int(offset)
+def _called(name: object, given: object, file: Path) -> object:
+    """In the place of the functions that a pickle names."""
+    match name if isinstance(name, Name) else "", given:
+        case "OrderedDict", ():
+            return {}
+        case "_rebuild_tensor_v2", (Storage() as storage, offset, tuple(shape), tuple(strides), bool(), hooks, *more):
+            if hooks or any(more):
+                keys = [key for part in (hooks, *more) if isinstance(part, dict) for key in part]
+                raise UserError(
+                    f"{file}: found a tensor with {', '.join(keys)!r:.60} beside its numbers; expected plain ones, as "
+                    "resolve_neg() and resolve_conj() of torch make them"
+                )
+            return _rebuild_tensor(storage, offset, shape, strides)
+        case "_rebuild_parameter", (Tensor() as tensor, bool(), _):
+            return tensor
+    raise ValueError("a call that makes no plain tensor")
+
+
+def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """A tensor of a storage; raises a ValueError if its numbers lie outside."""
+    numbers = (*shape, *strides, offset, storage.size)
+    if not all(type(x) is int and 0 <= x < 2**48 for x in numbers) or not len(shape) == len(strides) <= DIMENSIONS:
+        raise ValueError("a tensor outside of its storage")
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    fits = isinstance(storage, Storage) and min((*shape, *strides, offset)) >= 0
-    if not fits or (0 not in shape and (last >= storage.size or math.prod(shape) > storage.size)):
+    if 0 not in shape and (last >= storage.size or math.prod(shape) > storage.size):
         raise ValueError(f"a tensor of shape {shape} outside of its storage")
-    return Tensor(storage, offset, shape, strides)
+    return Tensor(storage, offset, tuple(shape), tuple(strides))
 
 
 def _read(archive: zipfile.ZipFile, tensor: Tensor) -> np.ndarray:
-    """The numbers of a tensor; raises a ValueError or a BadZipFile if the archive is damaged."""
+    """The numbers of a tensor; raises a BadZipFile if the archive is damaged."""
     dtype = np.dtype(STORAGES[tensor.storage.kind][1])
     numbers = np.frombuffer(archive.read(tensor.storage.member), dtype)
-    if len(numbers) != tensor.storage.size:
-        raise ValueError(f"{tensor.storage.member} holds {len(numbers)} numbers, not {tensor.storage.size}")
     strides = [stride * dtype.itemsize for stride in tensor.strides]
     return np.lib.stride_tricks.as_strided(numbers[tensor.offset :], tensor.shape, strides, writeable=False)

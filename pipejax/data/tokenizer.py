@@ -19,7 +19,7 @@ from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import look, stand_in
+from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A tokenizer's directory has at least one of these; ByT5's has only the last, as it needs no vocabulary.
-_FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
+FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
 # The names of all files by which transformers' tokenizers may decide on ids.
 _VOCABULARIES = "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*vocab*", "merges*", "*bpe*", "dict*.txt"
 _READ = (
@@ -243,7 +243,7 @@ def digests(directory: Path) -> dict[str, str]:
         return {}
     try:
         files = sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file")
-        return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+        return {p.name: hashlib.sha256(read_small(p, VOCABULARY)).hexdigest() for p in files}
     except OSError as error:
         raise UserError(f"{error.filename or directory}: cannot be read ({error.strerror})") from error
 
@@ -268,9 +268,13 @@ def _is_read(name: str, patterns: Sequence[str] = _READ) -> bool:
 def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
     """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
     there = " and ".join(sorted(path.name for path in directory.iterdir() if _is_read(path.name, _VOCABULARIES)))
-    if not any(look(directory / name) == "file" for name in _FILES):
+    if not any(look(directory / name) == "file" for name in FILES):
         found = f"{there}, but nothing that says their class" if there else "no tokenizer"
-        raise UserError(f"{named}: found {found}; expected one of {', '.join(_FILES)}")
+        raise UserError(f"{named}: found {found}; expected one of {', '.join(FILES)}")
+    for file in sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file"):
+        require_own(file)
+        if (size := file.stat().st_size) > VOCABULARY:
+            raise UserError(f"{file}: found {size:,} bytes; expected at most {VOCABULARY:,}")
     try:
         return tokenizer_file.read(directory)
     except tokenizer_file.Unsuited as unsuited:

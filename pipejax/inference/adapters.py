@@ -12,10 +12,11 @@ from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
 from pipejax.convert import adapters, description, generation
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import FILES, Tokenizer
 from pipejax.model import lora
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
+from pipejax.system.files import look
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> 
 def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
     assert base.config.model is not None  # `open_run` checks it
     factors = adapters.read(place, base.config.model)
-    if (place / "tokenizer_config.json").is_file():
+    if any(look(place / name) for name in FILES):
         _check_tokenizer(place, Tokenizer.load(place), tokenizer)
     config, lines = base.config, [f"{place}: not compared with {base.path.parents[1]}, as it holds factors alone"]
     if (found := description.read(place, base.config.model, generation.read(place, {}))) is not None:

@@ -2,4 +2,5 @@
 
 from typing import Any
 
+VERSION = "0.1.0"  # of pipejax
 Tree = Any  # a pytree whose nodes only its owner knows: parameters, a strategy's state, a cache, or their shardings

@@ -10,6 +10,7 @@ import errno
 import glob
 import itertools
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -53,6 +54,57 @@ def is_misread(text: str) -> bool:
     except UnicodeError:
         return False
     return any("\udc80" <= character <= "\udcff" for character in text)
+
+
+SMALL = 2**24  # bytes of a file that is read at once: settings, an index, names
+VOCABULARY = 2**25  # bytes of a tokenizer's file
+
+
+def read_small(path: str | Path, most: int = SMALL) -> bytes:
+    """The content of a file; raises a UserError if it is larger or no plain file, an OSError if it cannot be read."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep the reader until it has a writer
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path}: found a pipe or a device; expected a file")
+        if found.st_size > most:
+            raise UserError(f"{path}: found {found.st_size:,} bytes; expected at most {most:,}")
+        return file.read(most)
+
+
+# A file of the hub's cache, to which its directories link; the second kind is shared by several models.
+_HUB_BLOB = re.compile(r".*/(models--[^/]+/blobs/[^/]+|blobs/[0-9a-f]{2}/[0-9a-f]{64})")
+
+
+def require_own(file: Path) -> None:
+    """Raises a UserError unless a downloaded directory's file is plain and whole, within it or the hub's cache.
+
+    A link to elsewhere would copy a private file into what is made of the directory, and perhaps published.
+    """
+    real, home = os.path.realpath(file), os.path.realpath(file.parent)
+    if not real.startswith(os.path.join(home, "")) and not _HUB_BLOB.fullmatch(real):
+        raise UserError(f"{file}: found a link to {real}; expected a file in {file.parent}, or in the hub's cache")
+    if not os.path.isfile(file):
+        raise UserError(f"{file}: found a directory, a pipe or a device; expected a file")
+    try:
+        written, size = _written(file), os.path.getsize(file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); expected a file") from error
+    if written < size // 2 and size > SMALL:
+        raise UserError(f"{file}: found {written:,} bytes, and holes up to {size:,}; expected a whole file")
+
+
+def _written(file: Path) -> int:
+    """The bytes of a file that are no holes, as an unfinished download has them."""
+    end = written = 0
+    with file.open("rb") as content:
+        try:
+            while True:
+                begin = os.lseek(content.fileno(), end, os.SEEK_DATA)
+                end = os.lseek(content.fileno(), begin, os.SEEK_HOLE)
+                written += end - begin
+        except OSError as error:  # of the end, or of a file system that does not know holes
+            return written if error.errno == errno.ENXIO else os.path.getsize(file)
 
 
 UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with it such a text is read well

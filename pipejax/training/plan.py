@@ -24,7 +24,7 @@ from pipejax import methods
 from pipejax.config import Config, T5Config
 from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
-from pipejax.system.files import look
+from pipejax.system.files import look, read_small
 
 if TYPE_CHECKING:
     import jax
@@ -265,7 +265,7 @@ def _resolve(config: Config, name: str | None) -> Config:
     if config.model is None and config.train.init_from:
         path = Path(config.train.init_from) / "config.json"
         if look(path, "train.init_from:") == "file":
-            found = config_lib.from_json(path.read_text(encoding="utf-8"), where=str(path))
+            found = config_lib.from_json(read_small(path), where=str(path))
             config = dataclasses.replace(config, model=found.model)
         else:
             raise UserError(
