@@ -1,7 +1,6 @@
 """Answers that follow JSON schemas, wherever they are decoded: against jsonschema, Algorithm 1 and plain Python."""
 
 import dataclasses
-import datetime
 import json
 import re
 from typing import Any
@@ -25,12 +24,9 @@ from pipejax.inference.streaming import RowEvent
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support import oracle, schemas
-from support.schemas import PROPERTIES, generator, many, schema
+from support.schemas import FORMATS, PROPERTIES, generator, many, schema
 from support.tiny import RUN_ON_ONE, change
 
-FORMATS = jsonschema.FormatChecker(("date", "email", "uuid"))
-FORMATS.checks("time", ValueError)(lambda text: bool(datetime.time.fromisoformat(text).tzinfo))
-FORMATS.checks("date-time", ValueError)(lambda text: bool(datetime.datetime.fromisoformat(text).tzinfo))
 SOURCES = ["a red fish", "2024", "the", "ab ab ab ab", "no", "5 5", "x", "red red"]
 
 
@@ -63,14 +59,17 @@ def test_every_property_is_asked_for_in_thirty_schemas() -> None:
     assert {name for one in asked for name in one["properties"]} == {*PROPERTIES} and len(PROPERTIES) == 30
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
-def test_answers_are_valid(made: Any, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "temperature, count",
+    [(0.0, 3), pytest.param(0.0, 30, marks=pytest.mark.slow), pytest.param(2.0, 30, marks=pytest.mark.slow)],
+)
+def test_answers_are_valid(made: Any, temperature: float, count: int) -> None:
     """Of weights that know nothing. Each third answer, or more, would be cut off without its schema."""
     seen = set()
-    for i, asked in enumerate(many(30)):
+    for i, asked in enumerate(many(count)):
         records = made.decode(SOURCES, schema=asked, temperature=temperature, seed=i, strategy="pipelined")
         seen |= {json.dumps(found) for found in check(records, asked)}
-    assert len(seen) > 60
+    assert len(seen) > 2 * count
 
 
 @pytest.mark.long
@@ -264,8 +263,14 @@ REFUSED = {
     "no property": (of(), r"properties: found \{\}"),
     "required": ({**of(a={"type": "null"}), "required": ["b"]}, r"required: found \['b'\]; expected names of prop"),
     "nested": (of(a=of(b={"type": "null"})), r"properties\.a: type: found 'object'; expected one of string"),
-    "lists of lists": (of(a={"type": "array", "items": {"type": "array"}}), r"a: items: found .*; expected values"),
-    "a reference": (of(a={"$ref": "#/$defs/A"}), r"a: type: found None|a: found '\$ref'"),
+    "lists of lists": (
+        of(a={"type": "array", "items": {"type": "array"}}),
+        r"a: items: type: found 'array'; expected no list in a list",
+    ),
+    "a reference": (
+        of(a={"$ref": "#/$defs/A"}),
+        r"a: \$ref: found '#/\$defs/A'; expected a place in this schema, such",
+    ),
     "any of two": (
         of(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}),
         r"a: anyOf: found .*; expected none, or",
@@ -273,7 +278,7 @@ REFUSED = {
     "two types": (of(a={"type": ["string", "integer"]}), r"a: type: found \['string', 'integer'\]; expected one type"),
     "another key": (of(a={"type": "integer", "multipleOf": 3}), r"a: found 'multipleOf'; expected none but type, min"),
     "a key of lists": (of(a={"type": "array", "items": {"type": "null"}, "uniqueItems": True}), r"a: found 'uniqueIt"),
-    "definitions": ({**of(a={"type": "null"}), "$defs": {}}, r"^schema: found '\$defs'"),
+    "definitions": ({**of(a={"type": "null"}), "$defs": 5}, r"^schema: \$defs: found 5; expected an object of sch"),
     "a format": (of(a={"type": "string", "format": "ipv6"}), r"a: format: found 'ipv6'; expected one of date, time"),
     "look-ahead": (of(a={"type": "string", "pattern": "a(?=b)"}), r"a: pattern: found 'a\(\?=b\)' with '\(\?' at cha"),
     "a backreference": (
@@ -312,7 +317,7 @@ REFUSED = {
     ),
     "too many": (
         of(**{f"n{i}": {"type": "null"} for i in range(5)}),
-        r"^schema: found 5 row_prefixes with grid\.delay",
+        r"^schema: properties: found 5; expected at most 4, the rows",
     ),
 }
 
@@ -327,10 +332,12 @@ def test_schemas_that_rows_cannot_follow(case: str, made: Any) -> None:
 
 def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("pipejax.inference.schema.STATES", 500)
-    with pytest.raises(UserError, match=r"^schema: found one of more than 500 states, or"):
+    with pytest.raises(UserError, match=r"^schema: found one of more than 500 states, of"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "^(a|b)*a(a|b){12}$"}))
     monkeypatch.setattr("pipejax.inference.schema.ENTRIES", 500)
-    with pytest.raises(UserError, match=r"or of a table of more than 500 entries; expected shorter bounds"):
+    with pytest.raises(
+        UserError, match=r"of a table of more than 500 entries, or that takes too long to compile; expected sh"
+    ):
         made.decode(["a"], schema=schema("code", "date"))
     with pytest.raises(UserError, match=r"^schema: found groups or lists in too many others"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "(" * 5000}))
@@ -450,7 +457,7 @@ def test_a_server_follows_response_format() -> None:
                     r"rows: found True; expected none with a",
                 ),
                 (
-                    {"response_format": {"type": "json_object"}},
+                    {"response_format": {"type": "json_objects"}},
                     r"response_format: found .*; expected an object whose ty",
                 ),
                 ({"response_format": {"type": "json_schema"}}, r"response_format json_schema: found None; expected an"),

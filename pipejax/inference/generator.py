@@ -247,15 +247,22 @@ class Generator:
         other.config = settings_lib.of_call(self.config, call, settings, drafts=drafts, without=without)
         return other
 
-    def under(self, given: Mapping[str, object] | str | Path, strategy: str | None = None) -> "Generator":
+    def under(
+        self, given: Mapping[str, object] | str | Path, strategy: str | None = None, *, at_once: bool = False
+    ) -> "Generator":
         """The same weights and programs, whose answers follow a JSON schema; `given`: it or its file.
+
+        Args:
+          at_once: raise Uncompiled, of `inference.schema`, if the schema is new.
 
         Raises:
           UserError: rows of the strategy cannot follow it.
         """
         made = self.make_strategy(strategy, drafts=False)
         other = copy.copy(self)
-        other.schema = self._schemas.find(given, self.method(strategy), made, self.config, self.tokenizer)
+        other.schema = self._schemas.find(
+            given, self.method(strategy), made, self.config, self.tokenizer, at_once=at_once
+        )
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:

@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import importlib.resources
 import logging
 import time
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 from pipejax import methods
 from pipejax.apps.serving import asked
@@ -20,6 +22,7 @@ from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses,
 from pipejax.apps.serving.refusals import Refused
 from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
+from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import template_of
 from pipejax.system.extras import extra
 
@@ -34,6 +37,7 @@ with extra("serve", "pipejax serve"):
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
 DISCARDED = 16  # times the largest body, that is read and thrown away so that the client gets to read the refusal
@@ -48,6 +52,7 @@ class Limits:
     body: int  # bytes
     seconds: float  # until its last byte
     answers: int  # of one request
+    schemas: bool = True  # whether it may have one
 
 
 class Post(NamedTuple):
@@ -82,6 +87,7 @@ class Service:
         self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins = [key.encode() for key in keys], origins
         self.counters = Counters()
+        self._compiler = ThreadPoolExecutor(1, "schemas")
         self.active = 0  # requests for answers
         self.draining = False
         self._told_of_turns = False
@@ -106,7 +112,7 @@ class Service:
                 raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
-            wanted = await asyncio.to_thread(self._read, body, form)
+            wanted = await _race(self._read(body, form), receive, begun + self.limits.seconds)
             self._tell_of_turns(wanted)
             generator = self.models[wanted.model]
             completion = Completion(wanted, generator, self.engine, self.counters)
@@ -127,8 +133,15 @@ class Service:
             if status == 200:
                 self.counters.seconds.observe(time.perf_counter() - begun)
 
-    def _read(self, body: bytes, form: Form) -> Asked:
-        return asked.read(asked.parse(body), form, self.models, most=self.limits.answers)
+    async def _read(self, body: bytes, form: Form) -> Asked:
+        """The request; a new schema is compiled in a thread that does nothing else, one at a time."""
+        given = await asyncio.to_thread(asked.parse, body)
+        most, schemas = self.limits.answers, self.limits.schemas
+        read = functools.partial(asked.read, given, form, self.models, most=most, schemas=schemas)
+        try:
+            return await asyncio.to_thread(read, at_once=True)
+        except Uncompiled:
+            return await asyncio.get_running_loop().run_in_executor(self._compiler, read)
 
     def _tell_of_turns(self, wanted: Asked) -> None:
         """Says once that a part of a conversation was not read."""
@@ -312,7 +325,7 @@ async def _stream(
                 await say(*objects.fail(_note(error)), more=False)
 
 
-async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
+async def _race(work: Awaitable[Found], receive: Receive, ends: float) -> Found:
     """Does the work, unless the client goes away or the time is over."""
 
     async def leave() -> None:

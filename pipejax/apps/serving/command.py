@@ -83,6 +83,11 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="compile for prompts of up to N tokens before the port opens (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-schemas",
+        action="store_true",
+        help="refuse requests with a response_format other than text, whose schemas take time to compile",
+    )
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
 
@@ -108,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         generator,
         engine,
         name=name,
-        limits=Limits(body=flags.max_body, seconds=flags.timeout, answers=flags.places + flags.queue),
+        limits=Limits(flags.max_body, flags.timeout, flags.places + flags.queue, schemas=not flags.no_schemas),
         keys=keys,
         origins=flags.allow_origin,
     )
