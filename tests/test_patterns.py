@@ -12,6 +12,7 @@ import pytest
 from pipejax.data import json_schema, patterns
 from pipejax.data.expressions import LAST, Automaton, Expressions, TooLarge
 from pipejax.decoding.grammar import FAR, Table
+from pipejax.system.errors import UserError
 from support.schemas import FORMATS, PROPERTIES
 
 PATTERNS = [
@@ -29,8 +30,8 @@ PATTERNS = [
         "^a{2,}",
     ),
     # Repeated repeats, some of which leave counts out.
-    *("^(a{0,2}){1,3}$", "^(a{1,2}){2}$", "^((a?)*b+){2,}$", "^(a{2,3}){0,2}$", "^((a+)?){2,3}$", "^(a{2}){2,3}$"),
-    *("^(a{2,})*$", "^(a{3}){1,}$", "^(a+){2}b$", "^((a{0,2}b?){0,2}){0,2}$"),
+    *("^(a{0,2}){1,3}$", "^(a{1,2}){2}$", "^((a?)*b+){2,}$", "^(a{2,3}){0,2}$", "^((a+)?){2,3}$", "^(a{2}){1,3}b?$"),
+    *("^(a{2,})*$", "^(a{3}){1,}", "^(a+){2}b$", "^((a{0,2}b?){0,2}){0,2}$"),
 ]
 
 
@@ -83,7 +84,7 @@ def test_whole_numbers(low: int, high: int) -> None:
     assert not any(accepts(automaton, text) for text in (b"-0", b"007", b"+1", b"", b"1 ", b"-"))
 
 
-EVERY = [*range(0x3000), *range(0xFE00, 0x10000), *range(0x1D7C0, 0x1D800)]
+EVERY = [*range(0x780), *range(0x1670, 0x1690), *range(0x1FF0, 0x2070), 0x3000, *range(0xFEF0, 0xFF20), 0x1D7CE]
 ECMA = {  # as the standard lists them
     "d": {*map(ord, "0123456789")},
     "w": {*map(ord, "0123456789_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")},
@@ -218,15 +219,14 @@ def test_texts_on_any_way_through_the_automaton_are_valid(name: str) -> None:
     distance, read = np.asarray(table.distance), set()
     for _ in range(150):
         state, text = automaton.starts[0], b""
-        while not distance[state] == 0 or rng.random() < 0.7:
-            ways = [byte for byte in range(256) if distance[automaton.moves[automaton.kinds[byte], state]] < FAR]
-            if len(text) > 30:  # the shortest way home
-                ways = [b for b in ways if distance[automaton.moves[automaton.kinds[b], state]] < distance[state]]
-            if not ways:
+        while distance[state] or rng.random() < 0.7:
+            after = automaton.moves[automaton.kinds, state]
+            ways = np.flatnonzero(distance[after] < (distance[state] if len(text) > 30 else FAR))  # the shortest home
+            if not len(ways):
                 break
-            plain = [byte for byte in ways if byte < 0x7F]
-            text += bytes([int(rng.choice(plain if plain and rng.random() < 0.8 else ways))])
-            state = automaton.moves[automaton.kinds[text[-1]], state]
+            plain = ways[ways < 0x7F]
+            byte = int(rng.choice(plain if len(plain) and rng.random() < 0.8 else ways))
+            text, state = text + bytes([byte]), after[byte]
         value = found.read(text.decode())
         judge.validate(json.loads(json.dumps(value)))
         read.add(text)
@@ -250,13 +250,13 @@ def test_the_work_for_an_automaton_has_an_end(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"pattern": "a" * 10**6}, {"pattern": f"[{'ab' * 500_000}]"}, {"enum": ["a" * 10**6]}]
+    "schema", [{"pattern": "a" * 10**6}, {"pattern": f"[{'ab' * 500_000}]"}, {"enum": ["a" * 10**6]}], ids=range(3)
 )
 def test_the_work_for_long_texts_has_an_end(schema: dict[str, object]) -> None:
     begun = time.thread_time()
-    with pytest.raises(TooLarge, match="steps of work"):
+    with pytest.raises((TooLarge, UserError), match=r"steps of work|found a pattern of 1\d{6} characters; ex"):
         texts_of({"type": "string", **schema})
-    assert time.thread_time() - begun < 8
+    assert time.thread_time() - begun < 4
 
 
 def test_too_many_states_are_refused() -> None:

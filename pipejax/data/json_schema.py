@@ -6,7 +6,7 @@ A row is the text of its value, without quotes, and may begin with a space. The 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import unquote
 
 from pipejax.data import patterns
@@ -235,12 +235,11 @@ class _Reader:
         )
 
     def _bounds(self, schema: Object, of: str, where: str) -> tuple[int, int | None]:
-        bounds = [schema.get(f"min{of}", 0), schema.get(f"max{of}")]
-        for name, value in zip((f"min{of}", f"max{of}"), bounds, strict=True):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        for name in (f"min{of}", f"max{of}"):
+            value = schema.get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise _refusal(f"{where}: {name}", value, "a whole number from 0 on")
-        least, most = bounds
-        assert isinstance(least, int) and (most is None or isinstance(most, int))
+        least, most = cast(int, schema.get(f"min{of}", 0)), cast(int | None, schema.get(f"max{of}"))
         if most is not None and most < least:
             raise _refusal(f"{where}: max{of}", most, f"at least min{of} = {least}")
         if least > self._longest:
