@@ -70,7 +70,7 @@ def test_every_property_is_asked_for_in_thirty_schemas() -> None:
 
 @pytest.mark.parametrize(
     "temperature, count",
-    [(0.0, 3), pytest.param(0.0, 30, marks=pytest.mark.slow), pytest.param(2.0, 30, marks=pytest.mark.slow)],
+    [pytest.param(0.0, 30, marks=pytest.mark.slow), pytest.param(2.0, 30, marks=pytest.mark.slow)],
 )
 def test_answers_are_valid(made: Any, temperature: float, count: int) -> None:
     """Of weights that know nothing. Each third answer, or more, would be cut off without its schema."""
@@ -598,9 +598,12 @@ def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
     with pytest.raises(UserError, match=r"^schema: found one of more than 500 states, of"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "^(a|b)*a(a|b){12}$"}))
     monkeypatch.setattr("pipejax.inference.schema.ENTRIES", 500)
-    with pytest.raises(UserError, match=r"of a table of more than 500 entries, or that takes too long to compile"):
+    with pytest.raises(
+        UserError,
+        match=r"of a table of more than 500 entries, of groups in",
+    ):
         made.decode(["a"], schema=schema("code", "date"))
-    with pytest.raises(UserError, match=r"^schema: found groups or lists in too many others"):
+    with pytest.raises(UserError, match=r"of groups in too many others, or"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "(" * 5000}))
 
 
@@ -773,12 +776,10 @@ def test_a_json_object_has_the_rows_that_the_model_names() -> None:
 def test_a_json_object_of_rows_without_names_is_refused(made: Any) -> None:
     with serving(generator(delay=1)) as client:
         said = posted(client, response_format={"type": "json_object"}).json()["error"]["message"]
-        assert re.match(
-            r'response_format: found \'json_object\'; expected \{"type": "json_schema", "json_schema": \{"sc', said
-        )
+        assert said.startswith('response_format: found \'json_object\'; expected {"type": "json_schema", ...} with')
         reply = client.post("/v1/responses", json={"input": "a", "text": {"format": {"type": "json_object"}}})
         assert re.match(
-            r"text\.format: found 'json_object'; expected .* rows of this model have no",
+            r"text\.format: found 'json_object'; expected .* this model names no rows",
             reply.json()["error"]["message"],
         )
 

@@ -260,5 +260,5 @@ class Expressions:
                 found.setdefault(kind, []).append(after)
         for parts in {tuple(parts) for parts in found.values() if len(parts) >= least}:
             made[parts] = of(*parts)
-        after_each = {kind: made.get(tuple(parts), self.nothing) for kind, parts in found.items()}
-        return {kind: after for kind, after in after_each.items() if after != self.nothing}
+        ends = ((kind, made.get(tuple(parts), self.nothing)) for kind, parts in found.items())
+        return {kind: end for kind, end in ends if end != self.nothing}

@@ -6,7 +6,7 @@ A row is the text of its value, without quotes, and may begin with a space. The 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import unquote
 
 from pipejax.data import patterns
@@ -17,6 +17,13 @@ from pipejax.system.fields import named, shown
 
 SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 TYPES = ("string", "integer", "number", "boolean", "null", "array")
+OF_OBJECTS: dict[str, tuple[Any, str]] = {  # keys of the whole schema, and their values
+    "properties": (Mapping, "an object of one property at least, each a row"),
+    "required": (list, "a list of names of properties"),
+    "additionalProperties": (bool | Mapping, "true, false or a schema"),
+    **dict.fromkeys(("$defs", "definitions"), (Mapping, "an object of schemas")),
+    **dict.fromkeys(("$schema", "$id"), (str, "a text")),
+}
 CONTROLS = ((0x0, 0x1F), (0x7F, 0x7F))
 DIGITS = 18  # of a whole number, at the most: it fits into 64 bits
 LARGEST = 10**DIGITS - 1
@@ -45,33 +52,21 @@ class Texts(NamedTuple):
 
 
 def read_properties(schema: object, made: Expressions, where: str, *, longest: int, most: int) -> dict[str, Texts]:
-    """The texts of each property of an object, by name and in the schema's order.
-
-    Args:
-      longest: characters of a row, at the most.
-      most: rows.
-    """
+    """The texts of each property of an object, by name and in the schema's order; at most so long, and so many."""
     reader = _Reader(made, longest, schema)
-    beside = ("properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions")
-    found = _known(reader.follow(schema, where), where, *beside)
-    kind, properties, required = found.get("type"), found.get("properties"), found.get("required", [])
-    if kind != "object":
-        raise _refusal(f"{where}: type", kind, '"object"')
-    if not isinstance(properties, Mapping) or not properties:
-        raise _refusal(f"{where}: properties", properties, "an object of one property at least, each a row")
+    found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
+    if found.get("type") != "object":
+        raise _refusal(f"{where}: type", found.get("type"), '"object"')
+    for key, (kind, expected) in OF_OBJECTS.items():
+        if key in found and not isinstance(found[key], kind):
+            raise _refusal(f"{where}: {key}", found[key], expected)
+    properties, required = found.get("properties"), found.get("required", [])
+    if not properties:
+        raise _refusal(f"{where}: properties", properties, OF_OBJECTS["properties"][1])
     if len(properties) > most:
         raise UserError(f"{where}: properties: found {len(properties)}; expected at most {most}, the rows of an answer")
-    if not isinstance(required, list):
-        raise _refusal(f"{where}: required", required, "a list of names of properties")
     if absent := [name for name in required if name not in [*properties]]:
         raise _refusal(f"{where}: required", required, f"names of properties, not {shown(absent)}")
-    for key, classes, expected in (
-        ("additionalProperties", bool | Mapping, "true, false or a schema"),
-        *((key, Mapping, "an object of schemas") for key in ("$defs", "definitions")),
-        *((key, str, "a text") for key in ("$schema", "$id")),
-    ):
-        if key in found and not isinstance(found[key], classes):
-            raise _refusal(f"{where}: {key}", found[key], expected)
     if any(not name.strip() for name in properties):
         raise _refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
     if long := [name for name in properties if len(name) > longest]:
@@ -155,13 +150,11 @@ class _Reader:
         """The schema of two that is not that of null; as pydantic writes unions."""
         several = schema["anyOf"]
         if isinstance(several, list) and len(several) == 2 and schema.keys() <= {"anyOf", *SAY_NOTHING}:
-            members = [self.follow(one, f"{where}: anyOf") for one in several]
-            others = [one for one in members if one.get("type") != "null"]
-            if len(others) == 1:
-                for one in members:
-                    if one.get("type") == "null":
-                        _known(one, f"{where}: anyOf")
-                return others[0]
+            members = [self.follow(one, where) for one in several]
+            null, other = sorted(members, key=lambda one: one.get("type") != "null")
+            if null.get("type") == "null" != other.get("type"):
+                _known(null, f"{where}: anyOf")
+                return other
         raise _refusal(f"{where}: anyOf", several, "none, or a schema and null")
 
     def _spelled(self, values: Sequence[object]) -> Texts:
@@ -177,14 +170,12 @@ class _Reader:
             raise _refusal(f"{where}: enum", values, "a list of values")
         if "const" in schema and "enum" in schema:
             raise _refusal(f"{where}: const", schema["const"], "none beside enum")
+        expected = f"values of type {(kind if kind in TYPES else shown(kind)) if kind else 'that a row can be'}"
         for value in values:
-            text = _text(value)
             is_null = value is None and (nullable or kind is None)
             if not is_null and not _is_of(value, kind):
-                raise _refusal(
-                    f"{where}: enum", value, f"values of type {named(f'{kind}') if kind else 'that a row can be'}"
-                )
-            if text.startswith(" "):
+                raise _refusal(f"{where}: enum", value, expected)
+            if _text(value).startswith(" "):
                 raise _refusal(f"{where}: enum", value, "no space at its beginning, where rows have one anyway")
         return self._spelled(values)
 

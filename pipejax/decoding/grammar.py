@@ -29,8 +29,7 @@ class Table:
         """The table of an automaton over bytes; None: it, or the work for it, would be of more than `most` entries.
 
         Args:
-          automaton: the class of each byte, i32 [256]; the next state, i32 [classes, states], where 0 leads to itself
-            alone; whether a text may end in a state, bool [states].
+          automaton: classes of bytes i32 [256], next states i32 [classes, states], and accepting ones bool [states].
         """
         # Each token is a function from states to states. Few differ, and a prefix of a token has one of its own.
         byte_kinds, moves, accepts = automaton

@@ -252,17 +252,13 @@ class Generator:
     ) -> "Generator":
         """The same weights and programs, whose answers follow a JSON schema; `given`: it or its file.
 
-        Args:
-          at_once: raise Uncompiled, of `inference.schema`, if the schema is new.
-
         Raises:
           UserError: rows of the strategy cannot follow it.
+          Uncompiled: it is new, and wanted `at_once`.
         """
         made = self.make_strategy(strategy, drafts=False)
-        other = copy.copy(self)
-        other.schema = self._schemas.find(
-            given, self.method(strategy), made, self.config, self.tokenizer, at_once=at_once
-        )
+        other, method = copy.copy(self), self.method(strategy)
+        other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, at_once=at_once)
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:

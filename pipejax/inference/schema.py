@@ -6,9 +6,9 @@ import hashlib
 import json
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -132,25 +132,25 @@ class Schemas:
                 method.given(made.given)
                 made.grammar(strategy, [None])
             except UserError as error:
-                self._refused[key] = str(error)
+                self._keep(self._refused, key, str(error), KEPT_REFUSALS)
                 raise
-            else:
-                self._found[key] = made
-                return made
-            finally:
-                with self._lock:
-                    for kept, most in ((self._found, KEPT), (self._refused, KEPT_REFUSALS)):
-                        while len(kept) > most:
-                            del kept[next(iter(kept))]
+            self._keep(self._found, key, made, KEPT)
+            return made
 
     def _look_up(self, key: tuple[object, ...]) -> Schema | None:
         """Raises a UserError if it was refused."""
+        if said := self._refused.get(key):
+            raise UserError(said)
         with self._lock:
-            if key in self._refused:
-                raise UserError(self._refused[key])
             if key in self._found:
                 self._found[key] = self._found.pop(key)  # the last to go
             return self._found.get(key)
+
+    def _keep(self, kept: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
+        with self._lock:
+            kept[key] = value
+            if len(kept) > most:
+                del kept[next(iter(kept))]
 
 
 def check(method: Method, config: Config) -> None:
@@ -196,9 +196,7 @@ def make(
     longest = times * max(map(len, spelled))
     try:
         found = json_schema.read_properties(schema, made, "schema", longest=longest, most=rows)
-    except RecursionError as error:
-        raise UserError("schema: found groups or lists in too many others; expected fewer") from error
-    except TooLarge as error:
+    except (TooLarge, RecursionError) as error:
         raise _too_large() from error
     learned = {name.rstrip(MARKS): (i, name) for i, name in enumerate(row_names)}
     if strange := [name for name in found if name not in learned] if learned else []:
@@ -209,7 +207,7 @@ def make(
     known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
     texts = [learned[name][1] if name in learned else f"{name}:" for name in known]
     begun = [prefix_ids(tokenizer, text, "schema: properties", strategy.eos) for text in texts]
-    if twice := next((ids for ids, count in Counter(begun).items() if count > 1), ()):
+    if twice := next((ids for ids in begun if begun.count(ids) > 1), ()):
         same = [named(name) for name, ids in zip(known, begun, strict=True) if ids == twice]
         raise UserError(
             f"schema: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
@@ -229,8 +227,8 @@ def make(
 
 def _too_large() -> UserError:
     return UserError(
-        f"schema: found one of more than {STATES} states, of a table of more than {ENTRIES} entries, or that takes too "
-        "long to compile; expected shorter bounds and patterns"
+        f"schema: found one of more than {STATES} states, of a table of more than {ENTRIES} entries, of groups in too "
+        "many others, or that takes too long to compile; expected shorter bounds and patterns"
     )
 
 

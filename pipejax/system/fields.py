@@ -93,17 +93,8 @@ def named(text: str) -> str:
     return text if text.isprintable() and len(text) <= 60 else shown(text)
 
 
-class _Short(reprlib.Repr):
-    """`repr` that ends."""
-
-    def repr_str(self, x: str, level: int) -> str:
-        """The beginning; `reprlib` would leave out the middle."""
-        return repr(x[:MOST_SHOWN])
-
-
-MOST_SHOWN = 120
-_short = _Short()
-_short.maxlevel, _short.maxlong, _short.maxother = 6, MOST_SHOWN, MOST_SHOWN
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxlong, _short.maxother = 6, 100, 100, 100
 _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 50
 
 

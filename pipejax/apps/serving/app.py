@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pipejax import methods
 from pipejax.apps.serving import asked
@@ -37,7 +37,6 @@ with extra("serve", "pipejax serve"):
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
-Found = TypeVar("Found")
 
 SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
 DISCARDED = 16  # times the largest body, that is read and thrown away so that the client gets to read the refusal
@@ -112,7 +111,7 @@ class Service:
                 raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
-            wanted = await _race(self._read(body, form), receive, begun + self.limits.seconds)
+            wanted: Asked = await _race(self._read(body, form), receive, begun + self.limits.seconds)
             self._tell_of_turns(wanted)
             generator = self.models[wanted.model]
             completion = Completion(wanted, generator, self.engine, self.counters)
@@ -135,9 +134,8 @@ class Service:
 
     async def _read(self, body: bytes, form: Form) -> Asked:
         """The request; a new schema is compiled in a thread that does nothing else, one at a time."""
-        given = await asyncio.to_thread(asked.parse, body)
-        most, schemas = self.limits.answers, self.limits.schemas
-        read = functools.partial(asked.read, given, form, self.models, most=most, schemas=schemas)
+        given, limits = await asyncio.to_thread(asked.parse, body), self.limits
+        read = functools.partial(asked.read, given, form, self.models, most=limits.answers, schemas=limits.schemas)
         try:
             return await asyncio.to_thread(read, at_once=True)
         except Uncompiled:
@@ -325,7 +323,7 @@ async def _stream(
                 await say(*objects.fail(_note(error)), more=False)
 
 
-async def _race(work: Awaitable[Found], receive: Receive, ends: float) -> Found:
+async def _race(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
     """Does the work, unless the client goes away or the time is over."""
 
     async def leave() -> None:

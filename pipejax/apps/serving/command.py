@@ -83,11 +83,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="compile for prompts of up to N tokens before the port opens (default: %(default)s)",
     )
-    parser.add_argument(
-        "--no-schemas",
-        action="store_true",
-        help="refuse requests with a response_format other than text, whose schemas take time to compile",
-    )
+    parser.add_argument("--no-schemas", action="store_true", help="refuse every response_format but text")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
 

@@ -1,6 +1,6 @@
 """The fields response_format and text.format of a request: a JSON schema that its answers follow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pipejax.apps.serving.refusals import Refused, unsuitable
 from pipejax.data.lines import Object
@@ -13,12 +13,7 @@ FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, "schema
 
 
 def read(given: Object, generator: Generator, strategy: str, *, schemas: bool, at_once: bool) -> Generator:
-    """The generator under the schema of a request, or as it is if the request has none.
-
-    Args:
-      schemas: whether a request may have one.
-      at_once: raise Uncompiled if the schema is new.
-    """
+    """The generator under the schema of a request, if `schemas` allows one, or as it is if the request has none."""
     field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or kind not in TYPES:
@@ -27,7 +22,16 @@ def read(given: Object, generator: Generator, strategy: str, *, schemas: bool, a
         return generator
     if not schemas:
         raise unsuitable(field, kind, 'none or {"type": "text"}, as this server follows no schemas')
-    schema = _of_names(generator.config.grid.row_names, field) if kind == "json_object" else _schema(found, field)
+    if kind == "json_object":
+        if not (names := generator.config.grid.row_names):
+            expected = '{"type": "json_schema", ...} with the properties of the object, as this model names no rows'
+            raise unsuitable(field, kind, expected)
+        schema: object = {"type": "object", "properties": {name.rstrip(MARKS): {"type": "string"} for name in names}}
+    else:
+        named = found.get("json_schema") if field == "response_format" else found
+        schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
     for name in ("stop", "logprobs"):
         if given.get(name) not in (None, []):
             raise unsuitable(name, given[name], "none with a schema: the answer is JSON made of rows")
@@ -37,27 +41,6 @@ def read(given: Object, generator: Generator, strategy: str, *, schemas: bool, a
         return generator.under(schema, strategy, at_once=at_once)
     except UserError as error:
         raise Refused(400, f"{field}: {error}", field=field) from error
-
-
-def _schema(found: Object, field: str) -> Object:
-    named = found.get("json_schema") if field == "response_format" else found
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
-    return schema
-
-
-def _of_names(names: Sequence[str], field: str) -> Object:
-    """The schema of any object that this model writes: a text for each row that it learned to name."""
-    if not names:
-        example = '{"type": "json_schema", "json_schema": {"schema": {...}}}'
-        if field != "response_format":
-            example = '{"type": "json_schema", "name": "x", "schema": {...}}'
-        raise unsuitable(
-            field, "json_object", f"{example} with the properties, as the rows of this model have no names"
-        )
-    properties = {name.rstrip(MARKS): {"type": "string"} for name in names}
-    return {"type": "object", "properties": properties}
 
 
 def echo(given: Object) -> dict[str, object]:
