@@ -265,7 +265,7 @@ def test_too_many_states_are_refused() -> None:
         compiled(patterns.read("^(a|b)*a(a|b){12}$", made, "here"), made=made, most=500)
 
 
-def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is() -> None:
+def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, made = np.random.default_rng(0), Expressions()
     automaton = compiled(*(patterns.read(p, made, "here") for p in ("^(ab|ba)*c$", "^[abc]{3,5}$", "^d$")), made=made)
     tokens = [b"", *{bytes(rng.choice([*b"abc"], rng.integers(1, 5)).tolist()) for _ in range(40)}]
@@ -287,3 +287,5 @@ def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is() -> None:
         assert table.distance[start] == (steps if steps < 20 else FAR)
     assert (table.distance[states:] == FAR).all() and table.distance[automaton.starts[2]] == FAR  # no token has a d
     assert Table.lift(automaton[1:], tokens, most=10) is None
+    monkeypatch.setattr("pipejax.decoding.grammar.WORK", 0)
+    assert Table.lift(automaton[1:], tokens, most=10**6) is None

@@ -31,6 +31,7 @@ from pipejax.inference.schema import Schema, Uncompiled
 from pipejax.inference.streaming import RowEvent
 from pipejax.system import cli
 from pipejax.system.errors import UserError
+from pipejax.system.fields import named
 from pipejax.training.loop import fit
 from support import oracle, schemas
 from support.schemas import FORMATS, PROPERTIES, generator, many, schema
@@ -545,11 +546,16 @@ def test_schemas_and_refusals_are_compiled_once(made: Any, monkeypatch: Any) -> 
     for i in range(9):  # what is refused takes nobody's place
         with pytest.raises(UserError):
             own.under(of(a={"enum": [[i]]}))
-    assert own.under(schema("yes"), at_once=True).schema is first
-    for name in ("range", "short", "colour"):
-        own.under(schema(name))
+    count = len(calls)
+    with pytest.raises(UserError, match="without '\\)'"):
+        own.under(large)
+    own.under(schema("range"))
+    own.under(schema("short"))
+    assert own.under(schema("yes"), at_once=True).schema is first and len(calls) == count + 2
+    own.under(schema("colour"))
+    assert own.under(schema("yes"), at_once=True).schema is first  # asked for later than the others
     with pytest.raises(Uncompiled):
-        own.under(schema("yes"), at_once=True)
+        own.under(schema("range"), at_once=True)
 
 
 def test_a_schema_is_compiled_for_each_way_to_name_rows(made: Any) -> None:
@@ -567,6 +573,14 @@ def test_a_schema_is_compiled_for_each_way_to_name_rows(made: Any) -> None:
         [(*encode("short:"),), (*encode("yes:"),)],
         [(*encode("short:"),), (*encode("yes:"),)],
     ]
+
+
+def test_a_name_is_quoted_unless_it_is_short_and_can_be_seen() -> None:
+    assert [named(text) for text in ("due date", "é", "a\nb", "\x1b[31m", "a\u202eb")] == [
+        *("due date", "é"),
+        *("'a\\nb'", "'\\x1b[31m'", "'a\\u202eb'"),
+    ]
+    assert named("x" * 61) == f"'{'x' * 61}'" and len(named("x" * 10**6)) <= 100
 
 
 def test_names_of_strangers_cannot_write_lines_of_the_log(capsys: Any, monkeypatch: Any) -> None:
