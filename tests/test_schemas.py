@@ -817,7 +817,7 @@ def test_who_asks_without_a_new_schema_does_not_wait_for_one(monkeypatch: Any) -
 
     def slow(*args: Any, **named: Any) -> Any:
         compiling.append(1)
-        over.wait(30)
+        over.wait(10)
         return make(*args, **named)
 
     with serving(generator(row_names=(*schemas.NAMES[:4],))) as client:
