@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 import time
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -161,9 +162,22 @@ def test_texts_of_the_same_letters_mean_the_first_value() -> None:
 
 STRINGS = ["", "a", "ab", "é", "éö😀", "abc", "abcd", "red", "null", "true", "5", "a\nb"]
 NUMBERS = [*range(-12, 13), 2.5, 7.5, -0.5, 100, 10**17]
-VALUES = [*STRINGS, *NUMBERS, None, True, False]
-LISTS = [[], ["a"], ["ab", "é"], [1], [1, 2], [1, 2, 3], [4, 5], [None], [7, None], ["a"] * 3, ["a"] * 4, [True, False]]
-JUDGED: list[dict[str, object]] = [
+VALUES: list[Any] = [*STRINGS, *NUMBERS, None, True, False]
+LISTS: list[Any] = [
+    [],
+    ["a"],
+    ["ab", "é"],
+    [1],
+    [1, 2],
+    [1, 2, 3],
+    [4, 5],
+    [None],
+    [7, None],
+    ["a"] * 3,
+    ["a"] * 4,
+    [True, False],
+]
+JUDGED: list[dict[str, Any]] = [
     *({"type": "integer", key: bound} for key in ("minimum", "exclusiveMinimum") for bound in (-4, 0, 3, 2.5, -0.5, 7)),
     *({"type": "integer", key: bound} for key in ("maximum", "exclusiveMaximum") for bound in (-4, 0, 7, 7.5, -0.5, 9)),
     {"type": "integer", "minimum": 3, "exclusiveMinimum": 3},

@@ -340,7 +340,7 @@ def test_schemas_that_rows_cannot_follow(case: str, made: Any) -> None:
     assert "\n" not in str(told.value)
 
 
-SHAPES = [
+SHAPES: list[Any] = [
     5,
     True,
     None,
@@ -473,7 +473,7 @@ REFERENCES = {
     "with escapes": ({"$ref": "#/$defs/a~1b~0c%25d%20"}, {"type": "integer"}),
     "to a property": ({"$ref": "#/properties/b"}, {"type": "boolean"}),
 }
-DEFINED = {
+DEFINED: dict[str, Any] = {
     "$defs": {
         "Color": COLOUR,
         "Colors": {"type": "array", "items": {"$ref": "#/$defs/Color"}},
@@ -757,6 +757,7 @@ def serving(own: Any, **limits: Any) -> Iterator[Any]:
     engine = Engine(own, places=2, queue=8)
     service = app.Service(own, engine, name="tiny", limits=app.Limits(10_000, 60.0, 4, **limits))
     try:
+        client: Any
         with TestClient(app.make(service), raise_server_exceptions=False) as client:
             client.service = service
             yield client
