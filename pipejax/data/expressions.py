@@ -4,7 +4,7 @@ An expression is a number of its `Expressions`, which make equal ones once. The 
 (Brzozowski, 1964): the derivative of a language by a byte is all that may follow that byte, and each one is a state.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,13 +13,13 @@ Ranges = Sequence[tuple[int, int]]  # of code points, ends included
 
 SURROGATES = (0xD800, 0xDFFF)  # no characters: UTF-8 has none of them
 LAST = 0x10FFFF
-MOST = 1 << 21  # derivatives, some seconds of work
+MOST = 1 << 19  # steps of work, about half a second
 EVERY = (1 << 256) - 1  # all bytes
 FEWER = 0x7F, 0x7FF, 0xFFFF, LAST  # the last code points of one, two, three and four bytes
 
 
 class TooLarge(Exception):
-    """An automaton would have too many states."""
+    """An automaton would have too many states, or take too much work."""
 
 
 class Automaton(NamedTuple):
@@ -49,16 +49,20 @@ class Expressions:
         self._nodes = [_Node("nothing"), _Node("empty")]
         self._numbers = {node: i for i, node in enumerate(self._nodes)}
         self._nullable = [False, True]
-        self._derived: dict[tuple[int, int], int] = {}
+        self._derived: dict[int, dict[int, int]] = {}
+        self._examples = list[int]()  # a byte of each class
+        self._work = 0
         self.everything = self.repeat(self._bytes(EVERY))
 
     def text(self, text: str) -> int:
         """That text alone."""
+        self._spend(4 * len(text))
         return self.join(*(self._bytes(1 << byte) for byte in text.encode()))
 
     def characters(self, ranges: Ranges) -> int:
         """One character of the ranges; surrogates are none."""
         found = []
+        self._spend(32 + 8 * len(ranges))
         for first, last in ranges:
             for low, high in ((first, min(last, SURROGATES[0] - 1)), (max(first, SURROGATES[1] + 1), last)):
                 for end in FEWER:
@@ -120,31 +124,34 @@ class Expressions:
             return self.empty if least == 0 else self.nothing
         if (least, most) == (1, 1):
             return part
+        if (node := self._nodes[part]).kind == "repeat" and node.least < 2:  # no gap between the counts of all of it
+            part, least = node.parts[0], node.least * least
+            most = None if most is None or node.most is None else node.most * most
         least = 0 if self._nullable[part] else least
         return self._make(_Node("repeat", (part,), least=least, most=most), least == 0)
 
     def compile(self, starts: Iterable[int], most: int) -> Automaton:
         """The automaton of several languages, which share states."""
-        masks = [node.mask for node in self._nodes if node.kind == "bytes"]
-        of_byte = [tuple(mask >> byte & 1 for mask in masks) for byte in range(256)]
-        number = {signature: i for i, signature in enumerate(dict.fromkeys(of_byte))}
-        kinds = np.asarray([number[signature] for signature in of_byte], np.int32)
-        examples = [of_byte.index(signature) for signature in number]
+        masks = b"".join(node.mask.to_bytes(32, "little") for node in self._nodes if node.kind == "bytes")
+        bits = np.unpackbits(np.frombuffer(masks, np.uint8).reshape(-1, 32), axis=1, bitorder="little")
+        _, examples, kinds = np.unique(bits, axis=1, return_index=True, return_inverse=True)
+        self._derived, self._examples = {}, examples.tolist()
         states: dict[int, int] = {self.nothing: 0}
         begins = [states.setdefault(start, len(states)) for start in starts]
-        waiting, moves = list(states), list[list[int]]()
-        for state in waiting:
-            moves.append([])
-            for byte in examples:
-                after = self._derive(state, byte)
+        waiting, places, ends = list(states), list[tuple[int, int]](), list[int]()
+        for number, state in enumerate(waiting):
+            for kind, after in self._derive(state).items():
                 if after not in states:
                     states[after] = len(states)
                     waiting.append(after)
-                moves[-1].append(states[after])
+                places.append((kind, number))
+                ends.append(states[after])
             if len(states) > most:
                 raise TooLarge(f"more than {most} states")
+        moves: np.ndarray = np.zeros((len(examples), len(waiting)), np.int32)
+        moves[tuple(np.asarray(places, np.int64).reshape(-1, 2).T)] = ends
         accepts = np.asarray([self._nullable[state] for state in waiting])
-        return Automaton(begins, kinds, np.asarray(moves, np.int32).T, accepts)
+        return Automaton(begins, kinds.reshape(-1).astype(np.int32), moves, accepts)
 
     def without(self, part: int, byte: str) -> int:
         """The texts in which that character of one byte is not."""
@@ -162,7 +169,14 @@ class Expressions:
 
     def _flat(self, kind: str, parts: Iterable[int]) -> Iterator[int]:
         for part in parts:
-            yield from self._nodes[part].parts if self._nodes[part].kind == kind else (part,)
+            found = self._nodes[part].parts if self._nodes[part].kind == kind else (part,)
+            self._spend(len(found))
+            yield from found
+
+    def _spend(self, steps: int) -> None:
+        self._work += steps
+        if self._work > MOST:
+            raise TooLarge(f"more than {MOST} steps of work")
 
     def _make(self, node: _Node, nullable: bool) -> int:
         if node not in self._numbers:
@@ -178,6 +192,7 @@ class Expressions:
         return self._bytes((1 << (high + 1)) - (1 << low))
 
     def _join(self, first: int, rest: int) -> int:
+        self._spend(1)
         if self.nothing in (first, rest):
             return self.nothing
         if self.empty in (first, rest):
@@ -207,26 +222,43 @@ class Expressions:
             found.append(self.join(self._range(first, last), *[self._range(least, most)] * rests))
         return found
 
-    def _derive(self, number: int, byte: int) -> int:
-        """The texts that go on after that byte."""
-        if (found := self._derived.get((number, byte))) is not None:
+    def _derive(self, number: int) -> dict[int, int]:
+        """The texts that go on after a byte of each class, if there are some."""
+        if (found := self._derived.get(number)) is not None:
             return found
-        node, made = self._nodes[number], self.nothing
+        node, made = self._nodes[number], dict[int, int]()
         if node.kind == "bytes":
-            made = self.empty if node.mask >> byte & 1 else self.nothing
+            made = {kind: self.empty for kind, byte in enumerate(self._examples) if node.mask >> byte & 1}
         elif node.kind == "join":
             first, rest = node.parts
-            made = self._join(self._derive(first, byte), rest)
+            made = self._append(first, rest)
             if self._nullable[first]:
-                made = self.either(made, self._derive(rest, byte))
+                made = self._combine(self.either, (made, self._derive(rest)))
         elif node.kind == "repeat":
             most = None if node.most is None else node.most - 1
-            rest = self.repeat(node.parts[0], max(node.least - 1, 0), most)
-            made = self._join(self._derive(node.parts[0], byte), rest)
-        elif node.parts:
-            combine = self.either if node.kind == "either" else self.both
-            made = combine(*(self._derive(part, byte) for part in node.parts))
-        self._derived[number, byte] = made
-        if len(self._derived) > MOST:
-            raise TooLarge(f"more than {MOST} derivatives")
+            made = self._append(node.parts[0], self.repeat(node.parts[0], max(node.least - 1, 0), most))
+        elif node.kind == "either":
+            made = self._combine(self.either, map(self._derive, node.parts))
+        elif node.kind == "both":
+            made = self._combine(self.both, map(self._derive, node.parts), len(node.parts))
+        self._spend(len(made) + 1)
+        self._derived[number] = made
         return made
+
+    def _append(self, first: int, rest: int) -> dict[int, int]:
+        """The derivatives of a language, and that rest after each."""
+        found = self._derive(first)
+        joined = {after: self._join(after, rest) for after in {*found.values()}}
+        return {kind: joined[after] for kind, after in found.items()}
+
+    def _combine(self, of: Callable[..., int], several: Iterable[Mapping[int, int]], least: int = 1) -> dict[int, int]:
+        """One language of those by each class; `least`: in how many the class must be."""
+        found, made = dict[int, list[int]](), dict[tuple[int, ...], int]()
+        for one in several:
+            self._spend(len(one))
+            for kind, after in one.items():
+                found.setdefault(kind, []).append(after)
+        for parts in {tuple(parts) for parts in found.values() if len(parts) >= least}:
+            made[parts] = of(*parts)
+        ends = ((kind, made.get(tuple(parts), self.nothing)) for kind, parts in found.items())
+        return {kind: end for kind, end in ends if end != self.nothing}

@@ -6,20 +6,29 @@ A row is the text of its value, without quotes, and may begin with a space. The 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+from urllib.parse import unquote
 
 from pipejax.data import patterns
 from pipejax.data.expressions import Expressions
 from pipejax.data.lines import Object
 from pipejax.system.errors import UserError
-from pipejax.system.fields import shown
+from pipejax.system.fields import named, shown
 
 SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 TYPES = ("string", "integer", "number", "boolean", "null", "array")
+OF_OBJECTS: dict[str, tuple[Any, str]] = {  # keys of the whole schema, and their values
+    "properties": (Mapping, "an object of one property at least, each a row"),
+    "required": (list, "a list of names of properties"),
+    "additionalProperties": (bool | Mapping, "true, false or a schema"),
+    **dict.fromkeys(("$defs", "definitions"), (Mapping, "an object of schemas")),
+    **dict.fromkeys(("$schema", "$id"), (str, "a text")),
+}
 CONTROLS = ((0x0, 0x1F), (0x7F, 0x7F))
 DIGITS = 18  # of a whole number, at the most: it fits into 64 bits
 LARGEST = 10**DIGITS - 1
 HUGE = 1e300  # bounds are less
+REFERENCES = 32  # one after the other, at the most
 NUMBER = rf"^-?(0|[1-9]\d{{0,{DIGITS - 1}}})(\.\d{{1,17}})?([eE][+-]?\d\d?)?$"  # a finite double, whatever its digits
 _DAY = r"(0[1-9]|1\d|2[0-8])"
 _LEAP = r"([12]\d(0[48]|[2468][048]|[13579][26])|(12|16|20|24|28)00)"
@@ -42,45 +51,86 @@ class Texts(NamedTuple):
     literals: tuple[str, ...] = ()  # those that the schema spells out
 
 
-def read_properties(schema: object, made: Expressions, where: str, *, longest: int) -> dict[str, Texts]:
-    """The texts of each property of an object, by name and in the schema's order."""
-    found = _known(schema, where, "properties", "required", "additionalProperties", "$schema", "$id")
-    kind, properties, required = found.get("type"), found.get("properties"), found.get("required", [])
-    if kind != "object":
-        raise _refusal(f"{where}: type", kind, '"object"')
-    if not isinstance(properties, Mapping) or not properties:
-        raise _refusal(f"{where}: properties", properties, "an object of one property at least, each a row")
-    if not isinstance(required, list) or (absent := [name for name in required if name not in [*properties]]):
-        raise _refusal(f"{where}: required", required, f"names of properties{f', not {absent}' if required else ''}")
+def read_properties(schema: object, made: Expressions, where: str, *, longest: int, most: int) -> dict[str, Texts]:
+    """The texts of each property of an object, by name and in the schema's order; at most so long, and so many."""
+    reader = _Reader(made, longest, schema)
+    found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
+    if found.get("type") != "object":
+        raise _refusal(f"{where}: type", found.get("type"), '"object"')
+    for key, (kind, expected) in OF_OBJECTS.items():
+        if key in found and not isinstance(found[key], kind):
+            raise _refusal(f"{where}: {key}", found[key], expected)
+    properties, required = found.get("properties"), found.get("required", [])
+    if not properties:
+        raise _refusal(f"{where}: properties", properties, OF_OBJECTS["properties"][1])
+    if len(properties) > most:
+        raise UserError(f"{where}: properties: found {len(properties)}; expected at most {most}, the rows of an answer")
+    if absent := [name for name in required if name not in [*properties]]:
+        raise _refusal(f"{where}: required", required, f"names of properties, not {shown(absent)}")
     if any(not name.strip() for name in properties):
         raise _refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
-    reader = _Reader(made, longest)
-    return {name: reader.row(one, f"{where}: properties.{name}") for name, one in properties.items()}
+    if long := [name for name in properties if len(name) > longest]:
+        raise _refusal(f"{where}: properties", long[0], f"names of at most {longest} characters, with which rows begin")
+    return {name: reader.row(one, f"{where}: properties.{named(name)}") for name, one in properties.items()}
 
 
 class _Reader:
-    def __init__(self, made: Expressions, longest: int) -> None:
-        self._made, self._longest = made, longest
+    def __init__(self, made: Expressions, longest: int, root: object) -> None:
+        self._made, self._longest, self._root = made, longest, root
         self._free = made.characters(patterns.inverse(CONTROLS))
         self._any = made.characters(patterns.inverse(()))
 
     def row(self, given: object, where: str) -> Texts:
         """The texts of a property's value, with a space before them or without."""
-        found = self._list(given, where) if _kind(given) == "array" else self._single(given, where)
+        schema = self.follow(given, where)
+        found = self._list(schema, where) if schema.get("type") == "array" else self._single(schema, where)
         own = self._made.not_first(found.expression, " ")
         spaced = self._made.join(self._made.either(self._made.empty, self._made.text(" ")), own)
         return found._replace(expression=spaced, read=lambda text: found.read(text.removeprefix(" ")))
 
+    def follow(self, given: object, where: str) -> Object:
+        """The schema with the one that it refers to in it, by `$ref` or as the only one of `allOf`."""
+        for _ in range(REFERENCES + 1):
+            if not isinstance(given, Mapping):
+                raise _refusal(where, given, "a schema, which is an object")
+            key = "$ref" if "$ref" in given else "allOf"
+            if key not in given:
+                return given
+            target, rest = given[key], {name: value for name, value in given.items() if name != key}
+            if key == "allOf" and not (isinstance(target, list) and len(target) == 1):
+                raise _refusal(f"{where}: allOf", target, "a list of one schema")
+            other = target[0] if key == "allOf" else self._target(target, where)
+            if not isinstance(other, Mapping):
+                raise _refusal(f"{where}: {key}", other, "a schema there, which is an object")
+            both = {*rest} & {*other} - {*SAY_NOTHING}
+            if twice := [name for name in other if name in both and other[name] != rest[name]]:
+                raise _refusal(f"{where}: {named(twice[0])}", rest[twice[0]], f"{shown(other[twice[0]])}, as in {key}")
+            given = {**other, **rest}
+        raise _refusal(f"{where}: $ref", target, f"one that comes to an end, after at most {REFERENCES} others")
+
+    def _target(self, reference: object, where: str) -> object:
+        """The part of the whole schema that a reference names: the JSON pointer of a fragment."""
+        found, expected = self._root, 'a place in this schema, such as "#/$defs/Color"'
+        place, begin, pointer = reference.partition("#") if isinstance(reference, str) else ("", "", "")
+        first, *names = unquote(pointer).split("/")
+        if place or not begin or first:
+            raise _refusal(f"{where}: $ref", reference, expected)
+        for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
+            if not isinstance(found, Mapping) or name not in found:
+                raise _refusal(f"{where}: $ref", reference, expected)
+            found = found[name]
+        return found
+
     def _single(self, given: object, where: str) -> Texts:
-        schema, nullable = _part_from_null(given, where)
+        schema = self.follow(given, where)
+        if "anyOf" in schema:
+            return self._or_null(self._single(self._beside_null(schema, where), where))
+        kind, nullable = _part_from_null(schema, where)
         if "enum" in schema or "const" in schema:
-            return self._literals(schema, where, nullable)
-        kind = schema.get("type")
-        if kind == "null":
-            return self._spelled([None])
-        if kind == "boolean":
+            return self._literals(schema, where, kind, nullable)
+        if kind in ("null", "boolean"):
             _known(schema, where)
-            found = self._spelled([True, False])
+            found = self._spelled([None] if kind == "null" else [True, False])
         elif kind == "integer":
             found = Texts(self._integer(schema, where), json.loads)
         elif kind == "number":
@@ -88,12 +138,24 @@ class _Reader:
         elif kind == "string":
             found = Texts(self._string(schema, where), str)
         else:
-            raise _refusal(f"{where}: type", kind, f"one of {', '.join(TYPES)}, since a row is one value or a list")
-        if not nullable:
-            return found
-        null = self._spelled([None])
-        expression = self._made.either(found.expression, null.expression)
+            expected = "no list in a list or beside null" if kind == "array" else f"one of {', '.join(TYPES)}"
+            raise _refusal(f"{where}: type", kind, f"{expected}, since a row is one value or a list")
+        return self._or_null(found) if nullable else found
+
+    def _or_null(self, found: Texts) -> Texts:
+        expression = self._made.either(found.expression, self._made.text("null"))
         return found._replace(expression=expression, read=lambda text: None if text == "null" else found.read(text))
+
+    def _beside_null(self, schema: Object, where: str) -> Object:
+        """The schema of two that is not that of null; as pydantic writes unions."""
+        several = schema["anyOf"]
+        if isinstance(several, list) and len(several) == 2 and schema.keys() <= {"anyOf", *SAY_NOTHING}:
+            members = [self.follow(one, where) for one in several]
+            null, other = sorted(members, key=lambda one: one.get("type") != "null")
+            if null.get("type") == "null" != other.get("type"):
+                _known(null, f"{where}: anyOf")
+                return other
+        raise _refusal(f"{where}: anyOf", several, "none, or a schema and null")
 
     def _spelled(self, values: Sequence[object]) -> Texts:
         """Values that the schema spells out; of two that have the same text the first."""
@@ -101,19 +163,19 @@ class _Reader:
         expression = self._made.either(*(self._made.text(text) for text in texts))
         return Texts(expression, texts.__getitem__, (*reversed(texts),))
 
-    def _literals(self, schema: Object, where: str, nullable: bool) -> Texts:
+    def _literals(self, schema: Object, where: str, kind: object, nullable: bool) -> Texts:
         _known(schema, where, "enum", "const")
         values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list) or not values:
             raise _refusal(f"{where}: enum", values, "a list of values")
         if "const" in schema and "enum" in schema:
             raise _refusal(f"{where}: const", schema["const"], "none beside enum")
+        expected = f"values of type {(kind if kind in TYPES else shown(kind)) if kind else 'that a row can be'}"
         for value in values:
-            text, kind = _text(value), schema.get("type")
             is_null = value is None and (nullable or kind is None)
             if not is_null and not _is_of(value, kind):
-                raise _refusal(f"{where}: enum", value, f"values of type {kind or 'that a row can be'}")
-            if text.startswith(" "):
+                raise _refusal(f"{where}: enum", value, expected)
+            if _text(value).startswith(" "):
                 raise _refusal(f"{where}: enum", value, "no space at its beginning, where rows have one anyway")
         return self._spelled(values)
 
@@ -150,8 +212,6 @@ class _Reader:
     def _list(self, given: object, where: str) -> Texts:
         schema = _known(given, where, "items", "minItems", "maxItems")
         least, most = self._bounds(schema, "Items", where)
-        if _kind(schema.get("items")) == "array":
-            raise _refusal(f"{where}: items", schema["items"], "values that are no lists, since a row has one list")
         item = self._single(schema.get("items"), f"{where}: items")
         if commas := [text for text in item.literals if "," in text or not text]:
             raise _refusal(f"{where}: items", commas[0], "texts without a comma, which parts them")
@@ -166,12 +226,11 @@ class _Reader:
         )
 
     def _bounds(self, schema: Object, of: str, where: str) -> tuple[int, int | None]:
-        bounds = [schema.get(f"min{of}", 0), schema.get(f"max{of}")]
-        for name, value in zip((f"min{of}", f"max{of}"), bounds, strict=True):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        for name in (f"min{of}", f"max{of}"):
+            value = schema.get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise _refusal(f"{where}: {name}", value, "a whole number from 0 on")
-        least, most = bounds
-        assert isinstance(least, int) and (most is None or isinstance(most, int))
+        least, most = cast(int, schema.get(f"min{of}", 0)), cast(int | None, schema.get(f"max{of}"))
         if most is not None and most < least:
             raise _refusal(f"{where}: max{of}", most, f"at least min{of} = {least}")
         if least > self._longest:
@@ -181,44 +240,26 @@ class _Reader:
         return least, None if most is None or most > self._longest else most
 
 
-def _kind(schema: object) -> object:
-    return schema.get("type") if isinstance(schema, Mapping) else None
-
-
 def _known(given: object, where: str, *names: str) -> Object:
     """The schema, if it is an object of keys that have those names, or are not needed."""
     if not isinstance(given, Mapping):
         raise _refusal(where, given, "a schema, which is an object")
     for key in given:
         if key not in ("type", *names, *SAY_NOTHING):
-            kind = f" beside type {given['type']}" if isinstance(given.get("type"), str) else ""
-            raise _refusal(where, f"{key}", f"none but {', '.join(('type', *names))}{kind}, which rows can follow")
+            kind = f" beside type {named(given['type'])}" if isinstance(given.get("type"), str) else ""
+            raise _refusal(where, key, f"none but {', '.join(('type', *names))}{kind}, which rows can follow")
     return given
 
 
-def _part_from_null(given: object, where: str) -> tuple[Object, bool]:
-    """The schema without null, and whether that was among its types; as pydantic writes unions, too."""
-    if not isinstance(given, Mapping):
-        raise _refusal(where, given, "a schema, which is an object")
-    several = given.get("anyOf")
-    if isinstance(several, list):
-        others = [one for one in several if _kind(one) != "null"]
-        rest = {key: value for key, value in given.items() if key != "anyOf"}
-        if len(others) == 1 and len(several) == 2 and isinstance(others[0], Mapping) and {*rest} <= {*SAY_NOTHING}:
-            one = {key: value for key, value in others[0].items() if key != "const"}
-            if "const" in others[0] and "enum" not in one:
-                one["enum"] = [others[0]["const"]]
-            if isinstance(values := one.get("enum"), list):
-                one["enum"] = [*values, None]
-            return one, True
-        raise _refusal(f"{where}: anyOf", several, "none, or a schema and null")
-    kinds = given.get("type")
+def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
+    """The type without null, and whether that was among them."""
+    kinds = schema.get("type")
     if not isinstance(kinds, list):
-        return given, False
+        return kinds, False
     others = [kind for kind in kinds if kind != "null"]
     if len(others) > 1 or not kinds:
         raise _refusal(f"{where}: type", kinds, "one type, with null or without")
-    return {**given, "type": others[0] if others else "null"}, len(others) < len(kinds)
+    return (others[0], len(kinds) > 1) if others else ("null", False)
 
 
 def _text(value: object) -> str:

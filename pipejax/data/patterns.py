@@ -1,5 +1,6 @@
 """Regular expressions as JSON schemas write them (ECMA 262, flag u), without backreferences and look-around."""
 
+import functools
 import re
 
 from pipejax.data.expressions import LAST, Expressions, Ranges
@@ -9,19 +10,22 @@ DIGITS = ((ord("0"), ord("9")),)
 WORD = (*DIGITS, (ord("A"), ord("Z")), (ord("_"), ord("_")), (ord("a"), ord("z")))
 SPACE = (
     *((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
-    *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+    *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
 )
 LINE_ENDS = ((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))
-CLASSES = {"d": DIGITS, "w": WORD, "s": SPACE}
+CLASSES = {"d": DIGITS, "w": WORD, "s": SPACE}  # those that ECMA 262 and Unicode's rules have in common
 CONTROLS = {"t": 0x9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD, "0": 0x0}
 REPEATS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 MOST_REPEATS = 1000
+LONGEST = 10_000
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
 
 
 def read(pattern: str, made: Expressions, where: str) -> int:
     """The texts in which a pattern is found, as an expression; `^` and `$` hold it to their beginning and end."""
+    if len(pattern) > LONGEST:
+        raise UserError(f"{where}: found a pattern of {len(pattern)} characters; expected at most {LONGEST}")
     return _Reader(pattern, made, where).read()
 
 
@@ -113,7 +117,7 @@ class _Reader:
     def _set(self) -> Ranges:
         inverted, found = self._take("^"), list[tuple[int, int]]()
         while not self._take("]"):
-            first = self._character()
+            first = self._character(wide=inverted)
             if self._peek() == "-" and self._text[self._place + 1 : self._place + 2] not in ("]", ""):
                 self._place += 1
                 last = self._character()
@@ -123,8 +127,8 @@ class _Reader:
             found += first
         return inverse(found) if inverted else found
 
-    def _character(self) -> Ranges:
-        r"""Of a character its code; of a class such as \d all that are of it."""
+    def _character(self, *, wide: bool = False) -> Ranges:
+        r"""Of a character its code; of a class such as \d all that are of it by all rules; `wide`: by any of them."""
         if not self._peek():
             raise self._refusal("its end")
         char = self._peek()
@@ -141,9 +145,18 @@ class _Reader:
             raise self._refusal(repr(f"\\{name}"))
         self._place += 1
         if name.lower() in CLASSES:
-            return CLASSES[name] if name in CLASSES else inverse(CLASSES[name.lower()])
+            found = _all_of(name.lower()) if wide == name.islower() else CLASSES[name.lower()]
+            return found if name.islower() else inverse(found)
         code = CONTROLS.get(name, ord(name))
         return [(code, code)]
+
+
+@functools.cache
+def _all_of(name: str) -> Ranges:
+    """The characters of a class by ECMA's rules or by Unicode's, which `re` and other validators follow."""
+    more = "\ufeff" if name == "s" else ""  # by ECMA's alone
+    found = re.finditer(rf"[\{name}{more}]+", "".join(map(chr, range(LAST + 1))))
+    return [(each.start(), each.end() - 1) for each in found]
 
 
 def _is_one(ranges: Ranges) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 Array = jax.Array
 FAR = 1 << 20  # tokens to an end that cannot be reached
+WORK = 4  # entries computed for each that a table may have: tokens of different bytes may move alike
 LEAST = 64  # states and kinds are padded to so many, or twice, four times ...: few shapes have to be compiled
 
 
@@ -24,52 +25,60 @@ class Table:
     distance: Array | np.ndarray  # i32 [P], tokens to the nearest end at least; 0: a row may end there
 
     @classmethod
-    def lift(
-        cls, moves: np.ndarray, accepts: np.ndarray, spelled: Sequence[Sequence[int]], *, most: int
-    ) -> "Table | None":
-        """The table of an automaton over smaller parts of text.
+    def lift(cls, automaton: Sequence[np.ndarray], spelled: Sequence[bytes], *, most: int) -> "Table | None":
+        """The table of an automaton over bytes; None: it, or the work for it, would be of more than `most` entries.
 
         Args:
-          moves: i32 [parts, states], the next state; 0 leads to itself alone.
-          accepts: bool [states].
+          automaton: classes of bytes i32 [256], next states i32 [classes, states], and accepting ones bool [states].
         """
         # Each token is a function from states to states. Few differ, and a prefix of a token has one of its own.
+        byte_kinds, moves, accepts = automaton
         states = moves.shape[1]
         functions = [np.zeros(states, np.int32), np.arange(states, dtype=np.int32)]
         number = {function.tobytes(): i for i, function in enumerate(functions)}
-        after: dict[tuple[int, int], int] = {}
-        kinds: np.ndarray = np.zeros(len(spelled), np.int32)
-        for token, parts in enumerate(spelled):
-            here = 1 if parts else 0
-            for part in parts:
-                if not here:
-                    break
-                if (here, part) not in after:
-                    function = moves[part][functions[here]]
-                    found = number.setdefault(function.tobytes(), len(functions))
-                    if found == len(functions):
-                        functions.append(function)
-                    if len(functions) * states > most:
-                        return None
-                    after[here, part] = found
-                here = after[here, part]
-            kinds[token] = here
+        lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))
+        parts = byte_kinds[np.frombuffer(b"".join(spelled), np.uint8)].astype(np.int64)
+        begins = np.cumsum(lengths) - lengths
+        kinds = np.where(lengths > 0, 1, 0)
+        work = 0
+        for place in range(int(lengths.max(initial=0))):  # of all tokens at once
+            longer = np.flatnonzero((lengths > place) & (kinds > 0))
+            pairs, which = np.unique(kinds[longer] * 256 + parts[begins[longer] + place], return_inverse=True)
+            work += len(pairs) * states
+            if work > WORK * most:
+                return None
+            after = np.zeros(len(pairs), np.int64)
+            for i, pair in enumerate(pairs.tolist()):
+                function = moves[pair % 256][functions[pair // 256]]
+                after[i] = number.setdefault(function.tobytes(), len(functions))
+                if after[i] == len(functions):
+                    functions.append(function)
+                if len(functions) * states > most:
+                    return None
+            kinds[longer] = after[which.reshape(-1)]
         used, kinds = np.unique(np.append(kinds, 0), return_inverse=True)  # 0 stays the first
         return cls._padded(kinds[:-1].astype(np.int32), np.stack([functions[i] for i in used]), accepts)
 
     @classmethod
     def _padded(cls, kinds: np.ndarray, moves: np.ndarray, accepts: np.ndarray) -> "Table":
+        states = moves.shape[1]
+        ordered = np.sort(moves.T, axis=1)  # the next states of each; equal ones count once
+        begins, which = np.nonzero(np.diff(ordered, axis=1, prepend=-1))
+        ends = ordered[begins, which]
+        begins = begins[np.argsort(ends)]
+        first = np.searchsorted(np.sort(ends), np.arange(states + 1))
         distance: np.ndarray = np.where(accepts, 0, FAR)
-        while True:
-            nearer = np.minimum(distance, distance[moves].min(axis=0) + 1)
-            if (nearer == distance).all():
-                break
-            distance = nearer
+        reached, steps = np.flatnonzero(accepts), 0
+        while len(reached):  # breadth first, against the edges
+            steps += 1
+            before = np.concatenate([begins[first[end] : first[end + 1]] for end in reached])
+            reached = np.unique(before[distance[before] == FAR])
+            distance[reached] = steps
         shape = tuple(max(LEAST, 1 << (size - 1).bit_length()) for size in moves.shape)
         wide = np.zeros(shape, np.int32)
         wide[: moves.shape[0], : moves.shape[1]] = moves
         far = np.full(shape[1] - len(distance), FAR)
-        return cls(kinds, wide, np.append(np.minimum(distance, FAR), far).astype(np.int32))
+        return cls(kinds, wide, np.append(distance, far).astype(np.int32))
 
 
 @flax.struct.dataclass

@@ -250,15 +250,18 @@ class Generator:
         other._asked = self._asked | {settings_lib.NAMES[name] for name in settings}
         return other
 
-    def under(self, given: Mapping[str, object] | str | Path, strategy: str | None = None) -> "Generator":
+    def under(
+        self, given: Mapping[str, object] | str | Path, strategy: str | None = None, *, at_once: bool = False
+    ) -> "Generator":
         """The same weights and programs, whose answers follow a JSON schema; `given`: it or its file.
 
         Raises:
           UserError: rows of the strategy cannot follow it.
+          Uncompiled: it is new, and wanted `at_once`.
         """
         made = self.make_strategy(strategy, drafts=False)
-        other = copy.copy(self)
-        other.schema = self._schemas.find(given, self.method(strategy), made, self.config, self.tokenizer)
+        other, method = copy.copy(self), self.method(strategy)
+        other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, at_once=at_once)
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +21,12 @@ from pipejax.decoding import Grammar, Strategy, Table
 from pipejax.decoding.grammar import FAR
 from pipejax.methods import Given, Method, prefix_ids
 from pipejax.system.errors import UserError
+from pipejax.system.fields import named, shown
 
 logger = logging.getLogger(__name__)
 
 KEPT = 16  # schemas that stay compiled
+KEPT_REFUSALS = 256
 STATES = 1 << 15  # of the automaton of a schema, at the most
 ENTRIES = 1 << 24  # of its table, 64 MiB
 MARKS = " :=-"  # that may follow a property's name in `grid.row_names`
@@ -70,7 +74,7 @@ class Schema:
                 b = int(short.argmax())
                 bound = f"grid.time_max={times}" if bounds[b] is None else f"{bounds[b]} tokens a row"
                 needed = int(first[b, i]) + nearest + 1 if bounds[b] is None else len(row.beginning) + nearest
-                where = f"schema: properties.{row.name}"
+                where = f"schema: properties.{named(row.name)}"
                 if nearest >= FAR:
                     raise UserError(f"{where}: found no text that this tokenizer can write; expected some")
                 raise UserError(f"{where}: found {bound}; expected at least {needed}, so that the row can end")
@@ -88,13 +92,18 @@ class Schema:
         return f"{{{', '.join(pairs[name] for name in self.names)}}}"
 
 
+class Uncompiled(Exception):
+    """A schema would have to be compiled first."""
+
+
 class Schemas:
-    """The schemas that were asked for last, compiled; threads may share it."""
+    """The schemas that were asked for last, compiled, and refusals; threads may share it."""
 
     def __init__(self) -> None:
         """None yet."""
         self._found: dict[tuple[object, ...], Schema] = {}
-        self._lock = threading.Lock()
+        self._refused: dict[tuple[object, ...], str] = {}
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
 
     def find(
         self,
@@ -103,24 +112,45 @@ class Schemas:
         strategy: Strategy,
         config: Config,
         tokenizer: Tokenizer | None,
+        *,
+        at_once: bool = False,
     ) -> Schema:
-        """The compiled schema, if answers of the method can follow it."""
+        """The compiled schema, if answers of the method can follow it; `at_once`: raises Uncompiled if it is new."""
         check(method, config)
         found, names = read(given), config.grid.row_names
-        key = json.dumps(found), names, strategy
+        key = hashlib.sha256(json.dumps(found).encode()).digest(), names, strategy
+        if there := self._look_up(key):
+            return there
+        if at_once:
+            raise Uncompiled
+        with self._compiling:  # one after the other
+            if there := self._look_up(key):  # another thread was first
+                return there
+            assert config.model is not None
+            try:
+                made = make(found, tokenizer, row_names=names, size=config.model.vocab_size, strategy=strategy)
+                method.given(made.given)
+                made.grammar(strategy, [None])
+            except UserError as error:
+                self._keep(self._refused, key, str(error), KEPT_REFUSALS)
+                raise
+            self._keep(self._found, key, made, KEPT)
+            return made
+
+    def _look_up(self, key: tuple[object, ...]) -> Schema | None:
+        """Raises a UserError if it was refused."""
+        if said := self._refused.get(key):
+            raise UserError(said)
         with self._lock:
             if key in self._found:
                 self._found[key] = self._found.pop(key)  # the last to go
-            else:
-                assert config.model is not None
-                size, (_, times) = config.model.vocab_size, strategy.places
-                made = make(found, tokenizer, row_names=names, eos=strategy.eos, size=size, times=times)
-                method.given(made.given)
-                made.grammar(strategy, [None])
-                while len(self._found) >= KEPT:
-                    del self._found[next(iter(self._found))]
-                self._found[key] = made
-            return self._found[key]
+            return self._found.get(key)
+
+    def _keep(self, kept: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
+        with self._lock:
+            kept[key] = value
+            if len(kept) > most:
+                del kept[next(iter(kept))]
 
 
 def check(method: Method, config: Config) -> None:
@@ -147,7 +177,7 @@ def read(given: Mapping[str, object] | str | Path) -> object:
 
 
 def make(
-    schema: object, tokenizer: Tokenizer | None, *, row_names: Sequence[str], eos: int, size: int, times: int
+    schema: object, tokenizer: Tokenizer | None, *, row_names: Sequence[str], size: int, strategy: Strategy
 ) -> Schema:
     """Compiles a schema.
 
@@ -155,31 +185,30 @@ def make(
       schema: its JSON.
       tokenizer: of the model.
       row_names: with which rows begin in the model's training; a property has the one that is its name.
-      eos: the id that ends a row.
       size: of the model's vocabulary.
-      times: tokens of a row, at the most.
 
     Raises:
       UserError: rows cannot follow it, or this tokenizer cannot write them.
     """
     if tokenizer is None:
         raise UserError("schema: found one, but the checkpoint has no tokenizer; expected none")
-    made, spelled = Expressions(), _spelled(tokenizer, size)
+    made, spelled, (rows, times) = Expressions(), _spelled(tokenizer, size), strategy.places
+    longest = times * max(map(len, spelled))
     try:
-        found = json_schema.read_properties(schema, made, "schema", longest=times * max(map(len, spelled)))
-    except RecursionError as error:
-        raise UserError("schema: found groups or lists in too many others; expected fewer") from error
-    named = {name.rstrip(MARKS): (i, name) for i, name in enumerate(row_names)}
-    if strange := [name for name in found if name not in named] if named else []:
+        found = json_schema.read_properties(schema, made, "schema", longest=longest, most=rows)
+    except (TooLarge, RecursionError) as error:
+        raise _too_large() from error
+    learned = {name.rstrip(MARKS): (i, name) for i, name in enumerate(row_names)}
+    if strange := [name for name in found if name not in learned] if learned else []:
         logger.warning(
-            f"schema: properties.{strange[0]}: found no such name in grid.row_names = {list(row_names)}; the model has "
-            "not learned to write that row"
+            f"schema: properties.{named(strange[0])}: found no such name in grid.row_names = {list(row_names)}; the "
+            "model has not learned to write that row"
         )
-    known = sorted(found, key=lambda name: named[name][0] if not strange and named else 0)
-    texts = [named[name][1] if name in named else f"{name}:" for name in known]
-    begun = [prefix_ids(tokenizer, text, "schema: properties", eos) for text in texts]
+    known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
+    texts = [learned[name][1] if name in learned else f"{name}:" for name in known]
+    begun = [prefix_ids(tokenizer, text, "schema: properties", strategy.eos) for text in texts]
     if twice := next((ids for ids in begun if begun.count(ids) > 1), ()):
-        same = [name for name, ids in zip(known, begun, strict=True) if ids == twice]
+        same = [named(name) for name, ids in zip(known, begun, strict=True) if ids == twice]
         raise UserError(
             f"schema: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
             "that this tokenizer tells apart"
@@ -187,17 +216,20 @@ def make(
     _warn_of_unspelled(found, spelled)
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)
-        parts = [[int(automaton.kinds[byte]) for byte in token] for token in spelled]
-        table = Table.lift(automaton.moves, automaton.accepts, parts, most=ENTRIES)
+        table = Table.lift(automaton[1:], spelled, most=ENTRIES)
     except (TooLarge, RecursionError):
         table = None
     if table is None:
-        raise UserError(
-            f"schema: found one of more than {STATES} states, or of a table of more than {ENTRIES} entries; expected "
-            "shorter bounds and patterns"
-        )
-    rows = (Row(*row, found[row[0]].read) for row in zip(known, begun, automaton.starts, strict=True))
-    return Schema(json.dumps(schema), tuple(found), tuple(rows), table, spelled)
+        raise _too_large()
+    made_rows = (Row(*row, found[row[0]].read) for row in zip(known, begun, automaton.starts, strict=True))
+    return Schema(json.dumps(schema), tuple(found), tuple(made_rows), table, spelled)
+
+
+def _too_large() -> UserError:
+    return UserError(
+        f"schema: found one of more than {STATES} states, of a table of more than {ENTRIES} entries, of groups in too "
+        "many others, or that takes too long to compile; expected shorter bounds and patterns"
+    )
 
 
 @functools.lru_cache(maxsize=2)
@@ -221,4 +253,6 @@ def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence
         lost = [text for text in texts.literals if not any(can_spell(f"{space}{text}".encode()) for space in ("", " "))]
         if lost:
             more = f" and {len(lost) - 1} others" if lost[1:] else ""
-            logger.warning(f"schema: properties.{name}: found {lost[0]!r}{more}, which this tokenizer cannot write")
+            logger.warning(
+                f"schema: properties.{named(name)}: found {shown(lost[0])}{more}, which this tokenizer cannot write"
+            )

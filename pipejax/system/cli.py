@@ -149,8 +149,9 @@ LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}  # prefixes of
 
 
 def line_of(record: logging.LogRecord) -> str:
-    """A log record as a line for the user."""
-    return LEVELS.get(record.levelno, "") + record.getMessage()
+    """A log record as a line for the user, whatever strangers wrote into it: what cannot be seen is escaped."""
+    text = LEVELS.get(record.levelno, "") + record.getMessage()
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class _Lines(logging.Handler):

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import os
+import reprlib
 import types
 import typing
 from typing import Any
@@ -82,9 +83,19 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value of any type in at most 100 characters of one line."""
-    text = " ".join(repr(value).split())
+    """A value of any type in at most 100 characters of one line; of deep and long ones the beginning is read alone."""
+    text = " ".join(_short.repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def named(text: str) -> str:
+    """A stranger's name in a line: as it is if it is short and can be seen, else quoted and cut."""
+    return text if text.isprintable() and len(text) <= 60 else shown(text)
+
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxlong, _short.maxother = 6, 100, 100, 100
+_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 50
 
 
 def types_of(cls: type) -> dict[str, Kind]:

@@ -1,11 +1,13 @@
 """A small vocabulary of pieces as T5's, a model of random weights for it, and JSON schemas that rows can follow."""
 
 import dataclasses
+import datetime
 import json
 import string
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -21,6 +23,10 @@ from support.tiny import IN_BLOCKS
 WORDS = ("▁", "true", "▁fal", "se", "null", "▁null", "▁20", "19", "202", "-0", "▁red", "▁a", "ab", ",▁", "é", "ö", '"')
 PIECES = ("<pad>", "</s>", "<unk>", *WORDS, *string.ascii_letters, *string.digits, *"-+.,:@_ ;")
 NAMES = [f"n{i}:" for i in range(9)]
+
+FORMATS = jsonschema.FormatChecker(("date", "email", "uuid"))
+FORMATS.checks("time", ValueError)(lambda text: bool(datetime.time.fromisoformat(text).tzinfo))
+FORMATS.checks("date-time", ValueError)(lambda text: bool(datetime.datetime.fromisoformat(text).tzinfo))
 
 DATE = {"type": "string", "format": "date"}
 PROPERTIES: dict[str, dict[str, Any]] = {

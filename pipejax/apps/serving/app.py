@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from pipejax import methods
@@ -26,6 +26,7 @@ from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses,
 from pipejax.apps.serving.refusals import Refused
 from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
+from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import template_of
 from pipejax.system.extras import extra
 
@@ -44,9 +45,8 @@ logger = logging.getLogger(__name__)
 SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
 DISCARDED = 16  # times the largest body, that is read and thrown away so that the client gets to read the refusal
 GONE = 499  # nobody sees it but the counters
-READERS, SCHEMAS = 4, 2  # threads that read requests, and those with a schema, which may have to be compiled
+READERS = 4  # threads that read requests; a schema is compiled in one of its own
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # that a client may give
-TEXT = {"type": "text"}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -57,6 +57,7 @@ class Limits:
     body: int  # bytes
     seconds: float  # until its last byte
     answers: int  # of one request
+    schemas: bool = True  # whether it may have one
 
 
 class Post(NamedTuple):
@@ -94,7 +95,7 @@ class Service:
         self.access_log = access_log
         self.counters = Counters()
         self._readers = ThreadPoolExecutor(READERS, "reader")
-        self._schemas = ThreadPoolExecutor(SCHEMAS, "schema")
+        self._schemas = ThreadPoolExecutor(1, "schema")
         self.active = 0  # requests for answers
         self.draining = False
         self._told_of_turns = False
@@ -117,7 +118,7 @@ class Service:
                 raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
-            wanted = await self._read(body, form)
+            wanted: Asked = await _race(self._read(body, form), receive, begun + self.limits.seconds)
             self._tell_of_turns(wanted)
             generator = self.models[wanted.model]
             completion = Completion(wanted, generator, self.engine, self.counters)
@@ -144,12 +145,14 @@ class Service:
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
     async def _read(self, body: bytes, form: Form) -> Asked:
-        """The request in a body; one with a schema keeps none without one waiting."""
-        run = asyncio.get_running_loop().run_in_executor
+        """The request; a new schema is compiled in a thread that does nothing else, one at a time."""
+        run, limits = asyncio.get_running_loop().run_in_executor, self.limits
         given = await run(self._readers, asked.parse, body)
-        found = given.get("response_format") or given.get("text")
-        pool = self._readers if not found or found in (TEXT, {"format": TEXT}) else self._schemas
-        return await run(pool, partial(asked.read, given, form, self.models, most=self.limits.answers))
+        read = partial(asked.read, given, form, self.models, most=limits.answers, schemas=limits.schemas)
+        try:
+            return await run(self._readers, partial(read, at_once=True))
+        except Uncompiled:
+            return await run(self._schemas, read)
 
     def _tell_of_turns(self, wanted: Asked) -> None:
         """Says once that a part of a conversation was not read."""
@@ -381,7 +384,7 @@ async def _stream(
                 await say(*objects.fail(_note(error)), more=False)
 
 
-async def _race(work: Awaitable[None], receive: Receive, ends: float) -> None:
+async def _race(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
     """Does the work, unless the client goes away or the time is over."""
 
     async def leave() -> None:

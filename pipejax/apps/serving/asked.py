@@ -96,8 +96,10 @@ def _no_number(name: str) -> None:
     raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
-def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int) -> Asked:
-    """The request in a body."""
+def read(
+    body: Object, form: Form, models: Mapping[str, Generator], *, most: int, schemas: bool, at_once: bool = False
+) -> Asked:
+    """The request in a body; the last three: see `app.Limits.answers` and `response_format.read`."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in [*given.items()]:
         if (neutral := form.neutral.get(name)) is not None:
@@ -143,7 +145,8 @@ def read(body: Object, form: Form, models: Mapping[str, Generator], *, most: int
     prompts, unread = form.read(given, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
-    under, bound = response_format.read(given, generator, strategy), _most_tokens(given, form.most_tokens)
+    under = response_format.read(given, generator, strategy, schemas=schemas, at_once=at_once)
+    bound = _most_tokens(given, form.most_tokens)
     row_tokens = response_format.row_tokens(under, strategy, *bound)
     sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
     return Asked(

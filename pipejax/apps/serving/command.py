@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--access-log", action="store_true", help="a line for each request: no prompts, no answers")
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is logged (default: info)")
     parser.add_argument("--log-json", action="store_true", help="write each line to standard error as a JSON object")
+    parser.add_argument("--no-schemas", action="store_true", help="refuse every response_format but text")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
     logging.getLogger("pipejax").setLevel(flags.log_level.upper())
@@ -113,7 +114,7 @@ def start(flags: argparse.Namespace) -> int:
         generator,
         engine,
         name=name,
-        limits=Limits(body=flags.max_body, seconds=flags.timeout, answers=flags.places + flags.queue),
+        limits=Limits(flags.max_body, flags.timeout, flags.places + flags.queue, schemas=not flags.no_schemas),
         keys=keys,
         origins=flags.allow_origin,
         access_log=flags.access_log,

@@ -1,7 +1,8 @@
 """The server's answer when it does not do what is asked: OpenAI's error object with the status that says who errs."""
 
-import reprlib
 from collections.abc import Mapping
+
+from pipejax.system.fields import shown
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -31,12 +32,8 @@ class Refused(Exception):
 
 def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
     """The refusal of a field of the body that holds something else than it must."""
-    shown = found if isinstance(found, Shown) else _short.repr(found)
-    return Refused(status, f"{place}: found {shown}; expected {expected}", field=place.partition(" ")[0], code=code)
-
-
-_short = reprlib.Repr()  # of deep and long values the beginning
-_short.maxstring = _short.maxlong = _short.maxother = 60
+    said = found if isinstance(found, Shown) else shown(found)
+    return Refused(status, f"{place}: found {said}; expected {expected}", field=place.partition(" ")[0], code=code)
 
 
 class Shown(str):

@@ -5,22 +5,31 @@ from collections.abc import Mapping
 from pipejax.apps.serving.refusals import Refused, unsuitable
 from pipejax.data.lines import Object
 from pipejax.inference.generator import Generator
+from pipejax.inference.schema import MARKS
 from pipejax.system.errors import UserError
 
-TYPES = "json_schema", "text"
+TYPES = "json_schema", "json_object", "text"
 FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, "schema": Mapping, "strict": bool}
 
 
-def read(given: Object, generator: Generator, strategy: str) -> Generator:
-    """The generator under the schema of a request, or as it is if the request has none."""
+def read(given: Object, generator: Generator, strategy: str, *, schemas: bool, at_once: bool) -> Generator:
+    """The generator under the schema of a request, if `schemas` allows one, or as it is if the request has none."""
     field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or kind not in TYPES:
         raise unsuitable(field, found, f"an object whose type is one of {', '.join(TYPES)}")
     if kind == "text":
         return generator
-    named = found.get("json_schema") if field == "response_format" else found
-    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not schemas:
+        raise unsuitable(field, kind, 'none or {"type": "text"}, as this server follows no schemas')
+    if kind == "json_object":
+        if not (names := generator.config.grid.row_names):
+            expected = '{"type": "json_schema", ...} with the properties of the object, as this model names no rows'
+            raise unsuitable(field, kind, expected)
+        schema: object = {"type": "object", "properties": {name.rstrip(MARKS): {"type": "string"} for name in names}}
+    else:
+        named = found.get("json_schema") if field == "response_format" else found
+        schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
         raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
     for name in ("stop", "logprobs"):
@@ -29,7 +38,7 @@ def read(given: Object, generator: Generator, strategy: str) -> Generator:
     if given.get("stream") and given.get("rows"):
         raise unsuitable("rows", True, "none with a schema and stream: the chunks are JSON made of rows")
     try:
-        return generator.under(schema, strategy)
+        return generator.under(schema, strategy, at_once=at_once)
     except UserError as error:
         raise Refused(400, f"{field}: {error}", field=field) from error
 
