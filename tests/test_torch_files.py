@@ -153,9 +153,9 @@ def test_numbers_that_are_not_plain_are_refused(kind: str, tmp_path: Path) -> No
         open_tensors(tmp_path)
 
 
-def archive(file: Path, pickled: bytes, packing: int = zipfile.ZIP_STORED, **members: bytes) -> None:
+def archive(file: Path, pickled: bytes, *packing: int, **members: bytes) -> None:
     """Writes a file as torch's, of a pickle and members."""
-    with zipfile.ZipFile(file, "w", packing) as out:
+    with zipfile.ZipFile(file, "w", packing[0] if packing else zipfile.ZIP_STORED) as out:
         for name, content in {"data.pkl": pickled, "data/0": bytes(24), **members}.items():
             out.writestr(f"x/{name}", content)
 

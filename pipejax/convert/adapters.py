@@ -38,7 +38,7 @@ FOLLOWED = (
 # Keys that change no logits of a trained adapter.
 NEUTRAL = (
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout", "ensure_weight_tying"),
-    *("megatron_core", "megatron_config", "qalora_group_size", "runtime_config", "eva_config", "corda_config"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "corda_config"),
     *("loftq_config", "lora_ga_config", "fan_in_fan_out"),  # the last is of other layers than T5's
 )
 # The values that these must have; all other keys have to be null, false or empty.

@@ -205,7 +205,7 @@ def _open_msgpack(file: Path) -> dict[str, Stored]:
         stem, _, kind = path.rpartition(".")
         if not isinstance(array, np.ndarray) or kind not in ("kernel", "embedding", "weight"):
             raise UserError(
-                f"{file}: {path}: found {type(array).__name__}; expected an array whose name "
+                f"{file}: {path:.60}: found {type(array).__name__}; expected an array whose name "
                 "ends in kernel, embedding or weight"
             )
         array = array.T if kind == "kernel" else array

@@ -120,7 +120,7 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
     """The object that a pickle makes; raises a UserError for a name, or a ValueError for an operation, of others."""
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
 
     def popped(count: int = 0) -> list[Any]:
         """The last items, or those since the last mark."""
@@ -156,9 +156,9 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "GLOBAL" | "STACK_GLOBAL" as name:
-                stack.append(_named(*(argument.split(" ") if name == "GLOBAL" else popped(2)), file))
+                stack.append(_named(file, *(str(argument).split(" ") if name == "GLOBAL" else popped(2))))
             case "REDUCE":
-                stack.append(_called(*popped(2), file))
+                stack.append(_called(file, *popped(2)))
             case "BUILD":  # attributes of an ordered dict
                 popped(1)
             case "BINPERSID":
@@ -172,7 +172,7 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
     return found
 
 
-def _named(module: object, name: object, file: Path) -> Name:
+def _named(file: Path, module: object, name: object) -> Name:
     """The function or the class that a pickle names, if tensors are made by it."""
     if not isinstance(module, str) or not isinstance(name, str):
         raise ValueError("a name that is no text")
@@ -184,7 +184,7 @@ def _named(module: object, name: object, file: Path) -> Name:
     return Name(name)
 
 
-def _called(name: object, given: object, file: Path) -> object:
+def _called(file: Path, name: object, given: Any) -> object:
     """In the place of the functions that a pickle names."""
     match name if isinstance(name, Name) else "", given:
         case "OrderedDict", ():
