@@ -1,4 +1,4 @@
-"""The encoder's attention in int8, on heads made by hand, equals softmax. Its C++ runs here as on a processor with VNNI.
+"""The encoder's attention in int8, on heads made by hand, equals softmax; its C++ runs as with VNNI.
 
 Where this processor has no VNNI, `support/vnni/immintrin.h` computes its instructions.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def attend(kernel_cache: Path) -> Callable[..., np.ndarray]:
-    """attend(queries, keys, values [N, K], bias [2 N - 1]) -> found [N, K]."""
+    """Of queries, keys, values [N, K] and a bias [2 N - 1] it gives [N, K]."""
     files = [*kernels.SOURCES, *sorted(SUPPORT.iterdir())]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + FLAGS.encode()).hexdigest()[:16]
     library = kernel_cache / f"attention-{digest}.so"
@@ -96,6 +96,14 @@ def below(power: float) -> float:
 def test_small_powers_count_with_their_own_values(attend: Callable[..., np.ndarray], levels: list) -> None:
     head = by_level(*levels)
     np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.015 * np.abs(head[2]).max())
+
+
+def test_queries_side_by_side_keep_digits_of_their_own(attend: Callable[..., np.ndarray]) -> None:
+    """Of six queries that are computed together some need a second digit, and each other powers."""
+    queries, keys, values, bias = by_level((1, 10, 10), (255, 3.7, 10), (255, -40, -10))
+    queries[:, 0] = np.resize([0, 1, 0.95, 0, 1.1, 0.9, 1.05], len(queries))
+    head = queries, keys, values, bias
+    np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.15)
 
 
 def random(n: int = 150, width: int = 64) -> Head:

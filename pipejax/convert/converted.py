@@ -7,7 +7,7 @@ from pipejax.convert.huggingface import from_hf, locate
 from pipejax.system import compile_cache
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
-from pipejax.system.files import look, new_directory
+from pipejax.system.files import absolute, look, new_directory
 
 
 def find(source: str | Path) -> Path:
@@ -25,7 +25,7 @@ def find(source: str | Path) -> Path:
         return path
     cache = compile_cache.safe_directory()
     directory = path if is_hugging_face else _downloaded(str(source))
-    kept = cache and directory and _place(cache, path.absolute().name, directory)
+    kept = cache and directory and _place(cache, absolute(path).name, directory)
     if directory is None or (is_name and not (kept and look(kept) == "directory")):
         directory = locate(str(source))
     if cache is None:
@@ -33,7 +33,7 @@ def find(source: str | Path) -> Path:
             f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
             f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
         )
-    target = _place(cache, path.absolute().name, directory)
+    target = _place(cache, absolute(path).name, directory)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:

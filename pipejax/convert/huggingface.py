@@ -29,7 +29,7 @@ from pipejax.model.interface import Backbone
 from pipejax.model.parameters import check_shape
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import look, new_directory
+from pipejax.system.files import absolute, look, new_directory
 
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
 Model = TypeVar("Model", bound=Backbone)
@@ -101,7 +101,7 @@ def _write(
     origin: description.Origin,
 ) -> None:
     """Writes a directory, completely or not at all."""
-    out = Path(out).absolute()
+    out = absolute(out)
     require_free(out)
     try:
         with new_directory(out) as staging:

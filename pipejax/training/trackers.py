@@ -10,7 +10,7 @@ from pipejax.config import TrainConfig
 from pipejax.system import distributed
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module
-from pipejax.system.files import writing
+from pipejax.system.files import absolute, writing
 from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
@@ -107,4 +107,4 @@ def _mlflow(experiment: str, directory: Path) -> tuple[Write, Callable[[], None]
 
 def _name_of(directory: Path) -> str:
     """The same for the same directory, so that a resumed run goes on in its own curve."""
-    return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+    return hashlib.sha256(str(absolute(directory)).encode()).hexdigest()[:16]
