@@ -20,6 +20,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Store, arrays, check_place, open_run, save_params
 from pipejax.checkpoint.__main__ import main
 from pipejax.checkpoint.manifest import Damaged, on_host
+from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
@@ -48,6 +49,33 @@ def test_a_path_that_is_not_utf_8_and_one_that_is_not_read_so(name, words):
     """With PYTHONUTF8=0 Python keeps the bytes of a good name as halves of surrogate pairs."""
     with pytest.raises(UserError, match=words):
         check_place(Path("/runs") / name)
+
+
+@pytest.mark.parametrize("spelling", ["../runs/x", "away/../y/.", "./z//", "link/../w", "../runs/link/../v"])
+def test_a_directory_by_any_of_its_names(tmp_path, monkeypatch, spelling):
+    """`link/..` is the parent of the link's target, as for the system."""
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    for made in (runs / "away", elsewhere / "inside"):
+        made.mkdir(parents=True)
+    (runs / "link").symlink_to(elsewhere / "inside")
+    monkeypatch.chdir(runs)
+    save_params(spelling, CONFIG, tree(1)["params"])
+    plain = (elsewhere if "link" in spelling else runs) / Path(spelling).name
+    for name in (Path(spelling), plain):
+        assert Store(name / "checkpoints").restore(0).path == plain / "checkpoints" / "0"
+        assert main(["verify", str(name)]) == 0
+        assert RunDirectory(name / ".." / "new").path == plain.parent / "new"
+
+
+@pytest.mark.parametrize("spelling", ["../runs/cache", "away/../cache", "link/../cache"])
+def test_a_cache_by_any_of_its_names(tmp_path, monkeypatch, spelling):
+    (tmp_path / "runs" / "away").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "inside").mkdir(parents=True)
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere" / "inside")
+    monkeypatch.chdir(tmp_path / "runs")
+    monkeypatch.setenv(compile_cache.VARIABLE, spelling)
+    expected = tmp_path / ("elsewhere" if "link" in spelling else "runs") / "cache"
+    assert compile_cache.safe_directory() == expected and expected.is_dir()
 
 
 @pytest.mark.parametrize("keep, keep_every, expected", [(2, 0, [5, 4]), (1, 3, [5, 3]), (None, 0, [5, 4, 3, 2, 1])])

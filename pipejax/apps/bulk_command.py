@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipejax.system import cli
+from pipejax.system.files import absolute
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
 
     files, output = bulk.find(flags.input), Output(Path(flags.output))
     work = bulk.Work(
-        checkpoint=os.path.abspath(flags.checkpoint),
-        output=os.path.abspath(flags.output),
+        checkpoint=str(absolute(flags.checkpoint)),
+        output=str(absolute(flags.output)),
         root=os.getcwd(),
         best=flags.best,
         overrides=tuple(flags.overrides),

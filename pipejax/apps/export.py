@@ -39,7 +39,7 @@ from pipejax.model.sharding import path_of
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
-from pipejax.system.files import new_directory
+from pipejax.system.files import absolute, new_directory
 
 logger = logging.getLogger(__name__)
 Unpacked = Callable[[Sequence[jax.Array]], Ready]  # makes the weights of the arrays of a file
@@ -76,7 +76,7 @@ def export(
         key, _, value = map(str.strip, assignment.partition("="))
         if key.partition(".")[0] not in KEYS and not config_lib.brings_backbone(key, value):
             raise UserError(f"--set {assignment}: cannot change in an export; expected a key of {' or '.join(KEYS)}")
-    out = Path(out).absolute()
+    out = absolute(out)
     checkpoint.require_free(out)
     with extra("export", "export"):
         import flatbuffers  # noqa: F401  JAX writes its programs with it

@@ -22,7 +22,7 @@ from pipejax.checkpoint.manifest import Damaged
 from pipejax.checkpoint.trouble import reading
 from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
-from pipejax.system.files import UTF_8, is_misread
+from pipejax.system.files import UTF_8, absolute, is_misread
 
 # Orbax and TensorStore read these parts of a path as patterns, as "/", or as the scheme of a URL.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
@@ -41,7 +41,7 @@ class Writes(Protocol):
 
 def check_place(path: Path) -> None:
     """Raises a UserError if Orbax would take the path of this directory for another one."""
-    place = str(path.absolute())
+    place = str(absolute(path))
     try:
         place.encode()
     except UnicodeEncodeError:
@@ -131,7 +131,7 @@ def _part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
 def _open(place: Path, template: Tree) -> list[ts.TensorStore]:
     """The arrays of an item in the order of the template's, as they lie on disk."""
     os.stat(place / "_METADATA")  # Orbax's; it is not needed, but a step that lacks it is not whole
-    base = {"driver": "file", "path": f"{place.absolute()}/"}
+    base = {"driver": "file", "path": f"{absolute(place)}/"}
     kept, context = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#nodes"}, ts.Context(_LIMITS)
     wanted = {
         jax.tree_util.keystr(keys, simple=True, separator="."): leaf

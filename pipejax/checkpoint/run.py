@@ -14,7 +14,7 @@ from pipejax.data.tokenizer import Tokenizer, check_special_ids
 from pipejax.model import lora, quantization
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
-from pipejax.system.files import look, new_directory, write_text
+from pipejax.system.files import absolute, look, new_directory, write_text
 
 
 def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
@@ -46,7 +46,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
             if any(map(look, (directory / "config.json", directory / "adapter_config.json")))
             else ""
         )
-        for above in directory.absolute().parents[:2]:
+        for above in absolute(directory).parents[:2]:
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
                 hint = f"; it is a part of {above}: give that directory, and --best for its best step"
         raise UserError(f"{directory}: found no {kind}/; expected a checkpoint or run directory{hint}")
@@ -78,7 +78,7 @@ def save_params(directory: str | Path, config: Config, params: Tree, *, tokenize
     Args:
       tokenizer_source: the directory of the tokenizer files to copy; None: the run has no tokenizer.
     """
-    directory = Path(directory).absolute()
+    directory = absolute(directory)
     check_place(directory)
     require_free(directory)
     try:

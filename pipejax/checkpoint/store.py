@@ -24,7 +24,7 @@ from pipejax.config import Config
 from pipejax.data.tokenizer import check_digests, digests
 from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
-from pipejax.system.files import look, make_directories, read_small, writing
+from pipejax.system.files import absolute, look, make_directories, read_small, writing
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Store:
           keep_every: multiples of this step are kept as well; 0: none.
         """
         environment.check()
-        self.directory = directory.absolute()
+        self.directory = absolute(directory)
         self._steps = Steps(self.directory, keep, keep_every)
         self._writable, self._first_save_checked = writable, False
         self._saving: Saving | None = None

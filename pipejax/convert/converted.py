@@ -14,7 +14,7 @@ from pipejax.data import hub
 from pipejax.system import VERSION, compile_cache
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
-from pipejax.system.files import look, new_directory, require_own
+from pipejax.system.files import absolute, look, new_directory, require_own
 
 # The small files that a conversion is made of.
 SETTINGS = ("config.json", generation.FILE, description.FILE, adapters.CONFIG, *TOKENIZER_FILES)
@@ -39,7 +39,7 @@ def find(source: str | Path) -> Path:
         return path
     cache = compile_cache.safe_directory()
     directory = _downloaded(*of_hub) if of_hub else path
-    kept = cache and directory and _place(cache, path.resolve().name, directory)
+    kept = cache and directory and _place(cache, absolute(path).name, directory)
     if directory is None or (of_hub and not (kept and look(kept) == "directory")):
         directory = locate(str(source))
     if cache is None:
@@ -47,7 +47,7 @@ def find(source: str | Path) -> Path:
             f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
             f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
         )
-    target = _place(cache, path.resolve().name, directory)
+    target = _place(cache, absolute(path).name, directory)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:

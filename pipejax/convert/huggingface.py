@@ -29,7 +29,7 @@ from pipejax.model.interface import Backbone
 from pipejax.model.parameters import check_shape
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import VOCABULARY, look, new_directory, read_small, require_own
+from pipejax.system.files import VOCABULARY, absolute, look, new_directory, read_small, require_own
 
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
 Model = TypeVar("Model", bound=Backbone)
@@ -115,7 +115,7 @@ def _write(
     origin: description.Origin,
 ) -> None:
     """Writes a directory, completely or not at all."""
-    out = Path(out).absolute()
+    out = absolute(out)
     require_free(out)
     try:
         with new_directory(out) as staging:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import jax
 
+from pipejax.system.files import absolute
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
@@ -20,9 +22,9 @@ def directory() -> Path | None:
     if chosen == "off":
         return None
     if chosen:
-        return Path(chosen)
+        return absolute(chosen)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "pipejax"
+    return absolute(home) / "pipejax"
 
 
 def safe_directory() -> Path | None:

@@ -38,6 +38,12 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
+def absolute(path: str | Path) -> Path:
+    """The path from the root, without ".." (Orbax refuses it): `link/..` is the parent of the link's target."""
+    path = Path(path).absolute()
+    return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
 @contextlib.contextmanager
 def writing(place: str | Path) -> Iterator[None]:
     """A block that writes to a place; an OSError in it becomes a UserError that names the place."""

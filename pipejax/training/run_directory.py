@@ -24,6 +24,7 @@ from pipejax.data.tokenizer import Tokenizer, digests
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.files import (
+    absolute,
     free_name,
     lock,
     make_directories,
@@ -70,7 +71,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         """Nothing is created or touched yet."""
-        self.path, self.writes = Path(path).absolute(), distributed.first()
+        self.path, self.writes = absolute(path), distributed.first()
         self._waiting: list[str] = []  # lines of the log that the disk did not take
         self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
         self._lock: IO[str] | None = None

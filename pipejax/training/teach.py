@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from pipejax.inference.loading import DECODING_KEYS, load
 from pipejax.methods import tells_rows_apart
 from pipejax.model import sharding
 from pipejax.system.errors import UserError
-from pipejax.system.files import write_text
+from pipejax.system.files import absolute, write_text
 from pipejax.system.progress import Progress
 from pipejax.training import labels
 from pipejax.training.labels import Labels
@@ -110,7 +109,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     train = dataclasses.replace(
         full,
         objective="pipelined",
-        init_from=os.path.abspath(checkpoint),
+        init_from=str(absolute(checkpoint)),
         init_best=best,
         batch_size=PART * full.batch_size,
         accumulate=PART * full.accumulate,

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
+from pipejax.system.files import absolute
 from pipejax.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 def start(flags: argparse.Namespace) -> int:
     """Reads the checkpoint, and serves it."""
-    keys, name = read_keys(flags.api_key_file), flags.name or Path(os.path.abspath(flags.checkpoint)).name
+    keys, name = read_keys(flags.api_key_file), flags.name or absolute(flags.checkpoint).name
     adapters = read_adapters(flags.adapter, name)
     listener = listen(flags.host, flags.port)
     from pipejax.apps.serving.app import Limits, Service

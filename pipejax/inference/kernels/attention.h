@@ -162,15 +162,15 @@ struct Int8 {
 
   Int8(Lanes largest, Lanes bad) : scale(largest / 127.0f + bad), by(largest < kLeast ? Lanes{} : 127.0f / largest) {}
 
-  // Writes a row [width] and returns its scale and the sum of its whole numbers; `put` gets so many at a time.
-  template <typename Put>
-  static std::pair<float, int32_t> Row(const float* x, int64_t width, Put put) {
+  // Writes a row [width], x(0) ..., and returns its scale and the sum of its whole numbers; `put` gets so many at a time.
+  template <typename Numbers, typename Put>
+  static std::pair<float, int32_t> Row(Numbers x, int64_t width, Put put) {
     Lanes most = {}, bad = {};
-    for (int64_t k = 0; k < width; k += kLanes) Measure(Load(x + k), most, bad);
+    for (int64_t k = 0; k < width; k += kLanes) Measure(x(k), most, bad);
     const Int8 number(Lanes{} + Most(most), Lanes{} + Sum(bad));
     Ints sum = {};
     for (int64_t k = 0; k < width; k += kLanes) {
-      const Ints whole = Whole(Load(x + k) * number.by);
+      const Ints whole = Whole(x(k) * number.by);
       put(k / 4, __builtin_convertvector(whole, Bytes));
       sum += whole;
     }
@@ -178,16 +178,17 @@ struct Int8 {
   }
 };
 
-// Lays the keys [length, width] of a head in panels of int8, each key with a scale of its own; of what comes past them zeros.
-inline void PackKeysInInt8(const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels,
-                           float* scales) {
+// Lays a head's keys [length, width], key(l, k) ..., in panels of int8, each with a scale of its own; of what comes past them
+// zeros.
+template <typename Key>
+void PackKeysInInt8(Key key, int64_t length, int64_t whole, int64_t width, int32_t* panels, float* scales) {
   for (int64_t l = 0; l < whole; ++l) {
     int32_t* at = panels + l / kPanel * width / 4 * kPanel + l % kPanel;
     auto put = [&](int64_t group, Bytes bytes) {
       for (int j = 0; j < kLanes / 4; ++j) std::memcpy(at + (group + j) * kPanel, reinterpret_cast<const int8_t*>(&bytes) + 4 * j, 4);
     };
     if (l < length) {
-      scales[l] = Int8::Row(keys + l * stride, width, put).first;
+      scales[l] = Int8::Row([&](int64_t k) { return key(l, k); }, width, put).first;
       continue;
     }
     scales[l] = 0.0f;

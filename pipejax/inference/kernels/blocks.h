@@ -4,9 +4,12 @@
 // score up to now, the sum of the powers, and the values that these weigh. (Milakov and Gimelshein, arXiv 1805.02867; Dao
 // et al., arXiv 2205.14135.)
 //
-// Each query, each key and each output of a block's values has a scale of its own. The powers of a query in a block are
-// whole numbers, 255 the largest. All that rounding takes from them weighs the mean of the block's values, so the
-// mass of many small powers is kept, though not which values they weigh.
+// Each query, each key and each output of a block's values has a scale of its own. A channel that is large in keys and small
+// in queries would make all others coarse, so before that both are balanced, which changes no product.
+//
+// The powers of a query in a block are whole numbers, 255 the largest. All that rounding takes from them weighs the mean of
+// the block's values. Where that is more than a 24th of the powers they have a second digit, lest many small ones of
+// one kind count as the mean of all.
 #pragma once
 
 #include "attention.h"
@@ -18,9 +21,36 @@ namespace pipejax {
 constexpr int64_t kBlock = 512;  // keys of a block
 constexpr int kAsking = 24;      // queries that a block meets while the cache holds it
 constexpr int kTogether = 6;     // of them at a time: with four panels 24 of 32 registers hold sums
+constexpr float kTaken = 1.0f / 24;   // of a query's powers in a block that rounding may take
+constexpr int32_t kSteps = 254;  // of a second digit in a step of the first; it is without a sign, 128 too many
 
 // GCC keeps sums in memory between loops that it leaves as they are, and products are as short as a head is wide.
 #define UNROLLED _Pragma("GCC unroll 8")
+
+// What a head's keys and queries are multiplied with, so that both are as large in a channel on average, which a single token
+// hardly changes. Before that keys lose their mean, which adds as much to all scores of a query.
+struct Balance {
+  Floats32 mean, of_keys, of_queries;  // [width]
+
+  void Set(const float* queries, const float* keys, int64_t stride, int64_t length, int64_t width) {
+    for (auto* x : {&mean, &of_keys, &of_queries}) x->resize(width);
+    for (int64_t k = 0; k < width; k += kLanes) {
+      auto average = [&](auto number) {
+        Lanes sum = {};
+        for (int64_t l = k; l < length * stride; l += stride) sum += number(l);
+        return sum / static_cast<float>(length);
+      };
+      auto size = [](Lanes x) { return (Lanes)_mm512_abs_ps((__m512)x); };
+      const Lanes middle = average([&](int64_t at) { return Load(keys + at); });
+      const Lanes key = average([&](int64_t at) { return size(Load(keys + at) - middle); });
+      const Lanes query = average([&](int64_t at) { return size(Load(queries + at)); });
+      const Lanes root = (Lanes)_mm512_sqrt_ps((__m512)key), other = (Lanes)_mm512_sqrt_ps((__m512)query);
+      Store(mean.data() + k, middle);
+      Store(of_keys.data() + k, key < kLeast ? Lanes{} : other / root);
+      Store(of_queries.data() + k, query < kLeast ? Lanes{} : root / other);
+    }
+  }
+};
 
 // Some queries in int8, and where their softmax is.
 struct Asking {
@@ -28,33 +58,46 @@ struct Asking {
   float scale[kAsking];
   int32_t offset[kAsking];                 // -128 times the sum of a query's numbers: keys are without a sign, 128 too many
   float most[kAsking], total[kAsking];     // the highest score, and the sum of the powers
-  alignas(64) float scores[kTogether * kBlock];
-  alignas(64) int32_t powers[kTogether * kBlock / 4];  // in bytes
+  alignas(64) float scores[kTogether * kBlock];        // then powers
+  alignas(64) int32_t digits[kTogether * kBlock / 4];  // of powers, in bytes
 
-  void Set(const float* queries, int64_t stride, int64_t count, int64_t width) {
+  void Set(const float* queries, int64_t stride, int64_t count, int64_t width, const Balance& balance) {
     numbers.resize(kAsking * width / 4);
     for (int64_t c = 0; c < count; ++c) {
       auto put = [&](int64_t group, Bytes bytes) { std::memcpy(numbers.data() + c * width / 4 + group, &bytes, sizeof bytes); };
-      const auto [own, sum] = Int8::Row(queries + c * stride, width, put);
+      auto query = [&](int64_t k) { return Load(queries + c * stride + k) * Load(balance.of_queries.data() + k); };
+      const auto [own, sum] = Int8::Row(query, width, put);
       scale[c] = own, offset[c] = -128 * sum, most[c] = -INFINITY, total[c] = 0.0f;
     }
   }
+};
+
+// What digits of a query's powers add: where, for how much each counts, and so often the mean of the values.
+struct Share {
+  float *found, weight, lost;
 };
 
 // Keys and values of a block.
 class KeyBlock {
  public:
   // Keys and values [length, width] of the block, laid in panels; then zeros, up to a multiple of 64.
-  void Set(const float* keys, const float* values, int64_t stride, int64_t length, int64_t width) {
+  void Set(const float* keys, const float* values, int64_t stride, int64_t length, int64_t width, const Balance& balance) {
     length_ = length, whole_ = (length + 63) / 64 * 64, width_ = width;
     keys_.resize(whole_ * width / 4), values_.resize(whole_ * width / 4);
-    key_scales_.resize(whole_), value_scales_.resize(width), means_.resize(width);
-    PackKeysInInt8(keys, stride, length, whole_, width, keys_.data(), key_scales_.data());
+    key_scales_.resize(whole_), value_scales_.resize(width), means_.resize(width), sums_.resize(width);
+    auto key = [&](int64_t l, int64_t k) {
+      return (Load(keys + l * stride + k) - Load(balance.mean.data() + k)) * Load(balance.of_keys.data() + k);
+    };
+    PackKeysInInt8(key, length, whole_, width, keys_.data(), key_scales_.data());
     PackValuesInInt8(values, stride, length, whole_, width, values_.data(), value_scales_.data());
     for (int64_t k = 0; k < width; k += kLanes) {
       Lanes sum = {};
       for (int64_t l = 0; l < length; ++l) sum += Load(values + l * stride + k);
       Store(means_.data() + k, sum / static_cast<float>(length));
+      const Ints* groups = reinterpret_cast<const Ints*>(values_.data()) + k / kPanel * whole_ / 4;
+      Ints numbers = {};
+      for (int64_t g = 0; g < whole_ / 4; ++g) numbers = Dot<kInt8>(numbers, Ints{} + 0x01010101, groups[g]);
+      *reinterpret_cast<Ints*>(sums_.data() + k) = numbers;
     }
   }
 
@@ -64,19 +107,24 @@ class KeyBlock {
     Lanes high[C];
     std::fill(high, high + C, Lanes{} - INFINITY);
     for (int64_t key = 0; key < whole_; key += 4 * kPanel) Score<C>(asking, first, bias, key, high);
-    float weight[C], lost[C];  // of a power's unit; of all that rounding took
+    Share shares[C], finer[C];
+    int count = 0;  // of queries with a second digit
+    int of[C];
     for (int c = 0; c < C; ++c) {
       float &most = asking.most[first + c], &total = asking.total[first + c];
       const float highest = Most(high[c]), now = std::max(most, highest), fade = std::exp(most - now);
-      const auto [sum, units] = Raise(asking, c, highest);
-      weight[c] = std::exp(highest - now), lost[c] = (sum - units) * weight[c];
-      most = now, total = total * fade + sum * weight[c];
-      for (float* at = found + c * found_stride; at < found + c * found_stride + width_; at += kLanes) Store(at, Load(at) * fade);
+      const Raised raised = Raise(asking, c, highest);
+      const float weight = std::exp(highest - now), lost = (raised.sum - raised.units) * weight;
+      const bool fine = raised.taken > raised.sum * kTaken;
+      shares[c] = {found + c * found_stride, weight, fine ? 0.0f : lost};
+      if (fine) finer[count] = {shares[c].found, weight / kSteps, 0.0f}, of[count++] = c;
+      most = now, total = total * fade + raised.sum * weight;
+      for (float* at = shares[c].found; at < shares[c].found + width_; at += kLanes) Store(at, Load(at) * fade);
     }
-    for (int64_t panel = 0; panel < width_ / kPanel; panel += 4)
-      WithConstant<4>(std::min<int64_t>(4, width_ / kPanel - panel), [&](auto p) {
-        Weigh<p(), C>(asking, panel, weight, lost, found, found_stride);
-      });
+    WeighAll<C>(asking, shares, 0);
+    if (!count) return;
+    for (int i = 0; i < count; ++i) Refine(asking, of[i], i);
+    WithConstant<C>(count, [&](auto n) { WeighAll<n()>(asking, finer, 128); });
   }
 
  private:
@@ -110,57 +158,87 @@ class KeyBlock {
     }
   }
 
-  // 255 e^(a query's scores - the highest), to 1e-4 of it; returns the sum, and the sum of the whole numbers next to them.
-  std::pair<float, int32_t> Raise(Asking& asking, int c, float highest) const {
+  // Of powers the sum, and the sizes of all that rounding takes; the sum of the whole numbers next to them.
+  struct Raised {
+    float sum, taken;
+    int32_t units;
+  };
+
+  static Lanes Rest(Lanes power) {
+    return (Lanes)_mm512_reduce_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+
+  static void PutDigits(Lanes number, int32_t* at) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)number)));
+  }
+
+  // 255 e^(a query's scores - the highest), to 1e-4 of it, in place of the scores; the whole numbers become digits.
+  Raised Raise(Asking& asking, int c, float highest) const {
     constexpr float kLog2E = 1.44269504f, kLog2Of255 = 7.99435344f;
     const Lanes offset = Lanes{} + (kLog2Of255 - highest * kLog2E);
-    Lanes sum = {};
+    Lanes sum = {}, taken = {};
     Ints units = {};
     for (int64_t key = 0; key < whole_; key += 4 * kPanel) {
-      int8_t* bytes = reinterpret_cast<int8_t*>(asking.powers + (c * kBlock + key) / 4);
+      int32_t* digits = asking.digits + (c * kBlock + key) / 4;
       UNROLLED for (int p = 0; p < 4; ++p) {
-        const Lanes exponent = Fma(Load(asking.scores + c * kBlock + key + p * kPanel), kLog2E, offset);
+        float* at = asking.scores + c * kBlock + key + p * kPanel;
+        const Lanes exponent = Fma(Load(at), kLog2E, offset);
         const Lanes rest = (Lanes)_mm512_reduce_ps((__m512)exponent, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         Lanes root = Lanes{} + 7.8024521e-2f;
         for (float factor : {2.2606716e-1f, 6.9583356e-1f, 9.9992522e-1f}) root = Fma(root, rest, Lanes{} + factor);
-        const __m512 power = _mm512_scalef_ps((__m512)root, (__m512)exponent);
-        _mm_store_si128(reinterpret_cast<__m128i*>(bytes + p * kPanel), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(power)));
-        sum += (Lanes)power;
+        const Lanes power = (Lanes)_mm512_scalef_ps((__m512)root, (__m512)exponent);
+        Store(at, power);
+        PutDigits(power, digits + p * kPanel / 4);
+        sum += power, taken += (Lanes)_mm512_abs_ps((__m512)Rest(power));
       }
-      units = Dot<kInt8>(units, *reinterpret_cast<const Ints*>(bytes), Ints{} + 0x01010101);
+      units = Dot<kInt8>(units, *reinterpret_cast<const Ints*>(digits), Ints{} + 0x01010101);
     }
-    return {Sum(sum), Sum(units)};
+    return {Sum(sum), Sum(taken), Sum(units)};
   }
 
-  // Adds the values of P panels, weighed by the queries' powers.
+  // The second digits of a query's powers, to where the first ones of a query are that has been weighed.
+  void Refine(Asking& asking, int c, int to) const {
+    for (int64_t key = 0; key < whole_; key += kPanel)
+      PutDigits(Fma(Rest(Load(asking.scores + c * kBlock + key)), kSteps, Lanes{} + 128.0f), asking.digits + (to * kBlock + key) / 4);
+  }
+
+  template <int C>
+  void WeighAll(const Asking& asking, const Share* shares, int32_t zero) const {
+    for (int64_t panel = 0; panel < width_ / kPanel; panel += 4)
+      WithConstant<4>(std::min<int64_t>(4, width_ / kPanel - panel),
+                      [&](auto p) { Weigh<p(), C>(asking, panel, shares, zero); });
+  }
+
+  // Adds the values of P panels, weighed by digits of the queries' powers less `zero`.
   template <int P, int C>
-  void Weigh(const Asking& asking, int64_t panel, const float* weight, const float* lost, float* found,
-             int64_t found_stride) const {
+  void Weigh(const Asking& asking, int64_t panel, const Share* shares, int32_t zero) const {
     const int64_t depth = whole_ / 4;
     const Ints* groups = reinterpret_cast<const Ints*>(values_.data()) + panel * depth;
     Ints sum[P][C];
-    UNROLLED for (int c = 0; c < C; ++c)
-      UNROLLED for (int p = 0; p < P; ++p) sum[p][c] = Ints{};
+    UNROLLED for (int p = 0; p < P; ++p) {
+      const Ints nothing = *reinterpret_cast<const Ints*>(sums_.data() + (panel + p) * kPanel) * -zero;
+      UNROLLED for (int c = 0; c < C; ++c) sum[p][c] = nothing;
+    }
     for (int64_t g = 0; g < depth; ++g) {
       Ints values[P];
       UNROLLED for (int p = 0; p < P; ++p) values[p] = groups[p * depth + g];
       UNROLLED for (int c = 0; c < C; ++c) {
-        const Ints power = Ints{} + asking.powers[c * kBlock / 4 + g];
-        UNROLLED for (int p = 0; p < P; ++p) sum[p][c] = Dot<kInt8>(sum[p][c], power, values[p]);
+        const Ints digits = Ints{} + asking.digits[c * kBlock / 4 + g];
+        UNROLLED for (int p = 0; p < P; ++p) sum[p][c] = Dot<kInt8>(sum[p][c], digits, values[p]);
       }
     }
     UNROLLED for (int p = 0; p < P; ++p) {
       const int64_t k = (panel + p) * kPanel;
       const Lanes scales = Load(value_scales_.data() + k), means = Load(means_.data() + k);
       UNROLLED for (int c = 0; c < C; ++c) {
-        float* at = found + c * found_stride + k;
-        Store(at, Load(at) + (__builtin_convertvector(sum[p][c], Lanes) * (scales * weight[c]) + means * lost[c]));
+        float* at = shares[c].found + k;
+        Store(at, Load(at) + (__builtin_convertvector(sum[p][c], Lanes) * (scales * shares[c].weight) + means * shares[c].lost));
       }
     }
   }
 
   int64_t length_, whole_, width_;
-  Ints32 keys_, values_;
+  Ints32 keys_, values_, sums_;  // the latter of an output's whole numbers
   Floats32 key_scales_, value_scales_, means_;
 };
 
@@ -172,13 +250,15 @@ inline void AttendBlocks(const float* queries, const float* keys, const float* v
 #ifdef __AVX512VNNI__
   thread_local std::vector<KeyBlock> blocks;
   thread_local Asking asking;
+  thread_local Balance balance;
+  if (length) balance.Set(queries, keys, stride, length, width);
   blocks.resize(std::max<size_t>(blocks.size(), (length + kBlock - 1) / kBlock));
   for (int64_t from = 0; from < length; from += kBlock)
-    blocks[from / kBlock].Set(keys + from * stride, values + from * stride, stride, std::min(kBlock, length - from), width);
+    blocks[from / kBlock].Set(keys + from * stride, values + from * stride, stride, std::min(kBlock, length - from), width, balance);
   for (int64_t q = 0; q < length; q += kAsking) {
     const int64_t count = std::min<int64_t>(kAsking, length - q);
     float* at = found + q * found_stride;
-    asking.Set(queries + q * stride, stride, count, width);
+    asking.Set(queries + q * stride, stride, count, width, balance);
     for (int64_t c = 0; c < count; ++c) std::fill_n(at + c * found_stride, width, 0.0f);
     for (int64_t from = 0; from < length; from += kBlock)
       for (int64_t first = 0; first < count; first += kTogether)

@@ -329,7 +329,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
       const float* at = projected.data() + first[b] * 2 * inner + h * width;
       int32_t *own_keys = keys + i * memory * width / depth, *own_values = values + i * memory * width / depth;
       if (in_int8) {
-        PackKeysInInt8(at, 2 * inner, real, memory, width, own_keys, key_scales + i * memory);
+        auto key = [&](int64_t l, int64_t k) { return Load(at + l * 2 * inner + k); };
+        PackKeysInInt8(key, real, memory, width, own_keys, key_scales + i * memory);
         PackValuesInInt8(at + inner, 2 * inner, real, memory, width, own_values, value_scales + i * width);
       } else {
         PackKeys(kind, at, 2 * inner, real, memory, width, own_keys);

@@ -1,0 +1,87 @@
+// The instructions of AVX-512 and VNNI that the kernel's level "vnni" uses, as a compiler's own vectors: with this folder before
+// the system's, and `-D__AVX512F__ -D__AVX512VNNI__`, that level runs on any processor.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+typedef float __m512 __attribute__((vector_size(64)));
+typedef long long __m512i __attribute__((vector_size(64)));
+typedef long long __m128i __attribute__((vector_size(16)));
+typedef uint16_t __mmask16;
+typedef int32_t IntsOf512 __attribute__((vector_size(64)));
+
+enum { _MM_FROUND_TO_NEAREST_INT = 0, _MM_FROUND_TO_NEG_INF = 1, _MM_FROUND_NO_EXC = 8, _CMP_GT_OQ, _CMP_NLT_UQ };
+
+template <typename To, typename From>
+inline To InEach(From from) {  // from(lane), of 16
+  To x;
+  for (int i = 0; i < 16; ++i) x[i] = from(i);
+  return x;
+}
+
+inline __m512 _mm512_set1_ps(float x) { return __m512{} + x; }
+inline __m512 _mm512_fmadd_ps(__m512 x, __m512 y, __m512 z) { return x * y + z; }
+inline __m512 _mm512_abs_ps(__m512 x) { return (__m512)((IntsOf512)x & 0x7fffffff); }
+inline __m512 _mm512_sqrt_ps(__m512 x) { return InEach<__m512>([&](int i) { return std::sqrt(x[i]); }); }
+inline __m512 Floor(__m512 x) {  // of numbers of a moderate size
+  const __m512 whole = __builtin_convertvector(__builtin_convertvector(x, IntsOf512), __m512);
+  return whole > x ? whole - 1.0f : whole;
+}
+inline __m512 _mm512_scalef_ps(__m512 x, __m512 y) {
+  const __m512 least = __m512{} - 126.0f, power = Floor(y < least ? least : y);
+  const __m512 found = x * (__m512)((__builtin_convertvector(power, IntsOf512) + 127) << 23);
+  return y != y ? y : y < least ? __m512{} : found;
+}
+inline __m512 _mm512_reduce_ps(__m512 x, int how) {
+  const __m512 magic = _mm512_set1_ps(12582912.0f), rest = x - (how & 3 ? Floor(x) : (x + magic) - magic);
+  return x == -INFINITY ? __m512{} : rest;
+}
+inline float _mm512_reduce_max_ps(__m512 x) {
+  float most = x[0];
+  for (int i = 1; i < 16; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+inline __m512 _mm512_mask_loadu_ps(__m512 other, __mmask16 mask, const float* at) {
+  return InEach<__m512>([&](int i) { return mask >> i & 1 ? at[i] : other[i]; });
+}
+inline __mmask16 _mm512_cmp_ps_mask(__m512 x, __m512 y, int how) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= (how == _CMP_GT_OQ ? x[i] > y[i] : !(x[i] < y[i])) << i;
+  return mask;
+}
+inline __mmask16 _mm512_test_epi32_mask(__m512i x, __m512i y) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= (((IntsOf512)x)[i] & ((IntsOf512)y)[i] ? 1 : 0) << i;
+  return mask;
+}
+inline int32_t _mm512_reduce_add_epi32(__m512i x) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += ((IntsOf512)x)[i];
+  return sum;
+}
+inline __m512i _mm512_abs_epi8(__m512i x) {
+  int8_t bytes[64];
+  std::memcpy(bytes, &x, 64);
+  for (int8_t& byte : bytes) byte = std::abs(byte);
+  std::memcpy(&x, bytes, 64);
+  return x;
+}
+inline __m512i _mm512_cvtps_epi32(__m512 x) {  // what is no such number becomes the least one
+  return (__m512i)InEach<IntsOf512>([&](int i) { return std::fabs(x[i]) < 0x1p31f ? (int32_t)std::nearbyint(x[i]) : INT32_MIN; });
+}
+inline __m128i _mm512_cvtepi32_epi8(__m512i x) {
+  int8_t bytes[16];
+  for (int i = 0; i < 16; ++i) bytes[i] = (int8_t)((IntsOf512)x)[i];
+  __m128i found;
+  std::memcpy(&found, bytes, 16);
+  return found;
+}
+inline void _mm_store_si128(__m128i* at, __m128i x) { std::memcpy(at, &x, 16); }
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {  // bytes without a sign times bytes with one
+  IntsOf512 total = (IntsOf512)sum;
+  for (int j = 0; j < 32; j += 8) total += ((IntsOf512)x >> j & 255) * ((IntsOf512)y << (24 - j) >> 24);
+  return (__m512i)total;
+}

@@ -1,0 +1,153 @@
+"""The encoder's attention in int8, on heads made by hand, equals softmax; its C++ runs as with VNNI.
+
+Where this processor has no VNNI, `support/vnni/immintrin.h` computes its instructions.
+"""
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipejax.inference import kernels
+
+SUPPORT = Path(__file__).parent / "support" / "vnni"
+FLAGS = "-O1 -ffp-contract=off -fno-gnu-unique -std=c++17 -shared -fPIC -w -Wno-psabi"
+VNNI = "-D__AVX512F__ -D__AVX512VNNI__"
+Head = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+UNLIKE = 0.01, 0.06  # of the largest value: root of the mean square, and the most, of a head of random numbers
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("g++"), reason="an x86's kernel, and GCC's vectors"
+)
+
+
+@pytest.fixture(scope="module")
+def attend(kernel_cache: Path) -> Callable[..., np.ndarray]:
+    """Of queries, keys, values [N, K] and a bias [2 N - 1] it gives [N, K]."""
+    files = [*kernels.SOURCES, *sorted(SUPPORT.iterdir())]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + FLAGS.encode()).hexdigest()[:16]
+    library = kernel_cache / f"attention-{digest}.so"
+    if not library.exists():
+        folders = [f"-I{SUPPORT}", f"-I{kernels.SOURCES[0].parent}"]
+        made = library.with_suffix(".made")
+        command = [
+            "g++",
+            *f"{FLAGS} -mavx2 -mfma {VNNI}".split(),
+            *folders,
+            str(SUPPORT / "attention.cc"),
+            "-o",
+            str(made),
+        ]
+        subprocess.run(command, check=True, timeout=300)
+        made.replace(library)
+    function = ctypes.CDLL(str(library)).attend
+    numbers, size = np.ctypeslib.ndpointer(np.float32, flags="C"), ctypes.c_int64
+    function.argtypes, function.restype = [numbers, numbers, numbers, size, size, numbers, numbers], None
+
+    def run(*head: np.ndarray) -> np.ndarray:
+        queries, keys, values, bias = (np.ascontiguousarray(x, np.float32) for x in head)
+        found = np.zeros_like(queries)
+        function(queries, keys, values, *queries.shape, bias, found)
+        return found
+
+    return run
+
+
+def softmax(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    n = len(queries)
+    scores = queries @ keys.T + bias[np.arange(n) - np.arange(n)[:, None] + n - 1]
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return powers @ values / powers.sum(axis=1, keepdims=True)
+
+
+def by_level(*levels: tuple[int, float, float], width: int = 32) -> Head:
+    """A head whose queries are one: so many keys each with a score, and a value of which a hundredth differs."""
+    scores, values = (np.repeat([level[i] for level in levels], [level[0] for level in levels]) for i in (1, 2))
+    queries, keys = np.zeros((len(scores), width)), np.zeros((len(scores), width))
+    queries[:, 0], keys[:, 0] = 1, scores
+    channels = 1 + np.arange(width) / 100 / width
+    return queries, keys, values[:, None] * channels, np.zeros(2 * len(scores) - 1)
+
+
+def below(power: float) -> float:
+    """The score at which a power is so many steps of 255, beside one of 10."""
+    return 10 - float(np.log(255 / power))
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param([(1, 10, 10), (255, 3.7, 10), (255, -40, -10)], id="a tail beside keys that do not count"),
+        pytest.param([(1, 10, 6), (255, 3.7, -6), (255, -40, 6)], id="the tail has the opposite value"),
+        pytest.param([(1, 10, 1), (255, below(0.6), 1), (255, below(0.4), -1)], id="rounded up and to nothing"),
+        pytest.param([(1, 10, 1), (255, below(1.45), 1), (255, below(1.55), -1)], id="rounded to one and to two"),
+        pytest.param([(1, 10, 1), (1000, below(0.3), -1), (40, -40, 5)], id="a tail over several blocks"),
+        pytest.param([(1, 10, 1), (600, below(0.45), -1), (1, 10, 1), (90, below(0.45), 3)], id="two peaks"),
+        pytest.param([(1, 10, 1), (20, 2, 1), (500, -1e9, -30)], id="masked keys"),
+        pytest.param([(1, 10, 1)], id="a single key"),
+    ],
+)
+def test_small_powers_count_with_their_own_values(attend: Callable[..., np.ndarray], levels: list) -> None:
+    head = by_level(*levels)
+    np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.015 * np.abs(head[2]).max())
+
+
+def test_queries_side_by_side_keep_digits_of_their_own(attend: Callable[..., np.ndarray]) -> None:
+    """Of six queries that are computed together some need a second digit, and each other powers."""
+    queries, keys, values, bias = by_level((1, 10, 10), (255, 3.7, 10), (255, -40, -10))
+    queries[:, 0] = np.resize([0, 1, 0.95, 0, 1.1, 0.9, 1.05], len(queries))
+    head = queries, keys, values, bias
+    np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.15)
+
+
+def random(n: int = 150, width: int = 64) -> Head:
+    rng = np.random.default_rng(0)
+    queries, keys, values = rng.standard_normal((3, n, width))
+    return queries / 2, keys, values, rng.standard_normal(2 * n - 1)
+
+
+def spoil(head: Head, which: int, rows: object, channels: object, factor: float, add: float = 0.0) -> None:
+    head[which][rows, channels] = head[which][rows, channels] * factor + add
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([], id="random"),
+        pytest.param([(1, 5, 100.0, 0.0), (0, 5, 0.01, 0.0)], id="keys"),
+        pytest.param([(1, [5, 40], 1e4, 0.0), (0, [5, 40], 1e-4, 0.0)], id="two channels of keys"),
+        pytest.param([(0, 5, 100.0, 0.0), (1, 5, 0.01, 0.0)], id="queries"),
+        pytest.param([(2, 5, 100.0, 0.0)], id="values"),
+        pytest.param([(1, 5, 1.0, 100.0)], id="keys have an offset"),
+        pytest.param([(0, 5, 100.0, 0.0), (1, 5, 0.0, 0.0)], id="queries that meet no keys"),
+        pytest.param([(1, 5, 100.0, 0.0), (0, 5, 0.0, 0.0)], id="keys that meet no queries"),
+    ],
+)
+def test_a_channel_may_be_a_hundred_times_the_others(attend: Callable[..., np.ndarray], changes: list) -> None:
+    head = random()
+    for which, channel, factor, add in changes:
+        spoil(head, which, slice(None), channel, factor, add)
+    off = (attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0)
+    assert np.sqrt((off**2).mean()) < UNLIKE[0] and np.abs(off).max() < UNLIKE[1]
+
+
+def test_a_token_may_be_a_hundred_times_the_others(attend: Callable[..., np.ndarray]) -> None:
+    """Others keep their digits: a channel's size is that of most tokens, not of its largest number."""
+    head = random()
+    spoil(head, 1, 7, 3, 100.0)
+    off = ((attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0))[np.abs(head[0][:, 3]) < 0.05]
+    assert len(off) and np.sqrt((off**2).mean()) < 2 * UNLIKE[0]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("trouble", [np.nan, np.inf])
+def test_what_is_not_finite_shows(attend: Callable[..., np.ndarray], which: int, trouble: float) -> None:
+    head = random(40)
+    head[which][11, 3] = trouble
+    assert not np.isfinite(attend(*head)[11, 3])
