@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,9 @@ def below(power: float) -> float:
         pytest.param([(1, 10, 1)], id="a single key"),
     ],
 )
-def test_small_powers_count_with_their_own_values(attend: Callable[..., np.ndarray], levels: list) -> None:
+def test_small_powers_count_with_their_own_values(
+    attend: Callable[..., np.ndarray], levels: list[tuple[int, float, float]]
+) -> None:
     head = by_level(*levels)
     np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.015 * np.abs(head[2]).max())
 
@@ -112,7 +115,7 @@ def random(n: int = 150, width: int = 64) -> Head:
     return queries / 2, keys, values, rng.standard_normal(2 * n - 1)
 
 
-def spoil(head: Head, which: int, rows: object, channels: object, factor: float, add: float = 0.0) -> None:
+def spoil(head: Head, which: int, rows: Any, channels: Any, factor: float, add: float = 0.0) -> None:
     head[which][rows, channels] = head[which][rows, channels] * factor + add
 
 
@@ -129,7 +132,9 @@ def spoil(head: Head, which: int, rows: object, channels: object, factor: float,
         pytest.param([(1, 5, 100.0, 0.0), (0, 5, 0.0, 0.0)], id="keys that meet no queries"),
     ],
 )
-def test_a_channel_may_be_a_hundred_times_the_others(attend: Callable[..., np.ndarray], changes: list) -> None:
+def test_a_channel_may_be_a_hundred_times_the_others(
+    attend: Callable[..., np.ndarray], changes: list[tuple[int, Any, float, float]]
+) -> None:
     head = random()
     for which, channel, factor, add in changes:
         spoil(head, which, slice(None), channel, factor, add)
