@@ -160,6 +160,7 @@ def archive(file: Path, pickled: bytes, *packing: int, **members: bytes) -> None
             out.writestr(f"x/{name}", content)
 
 
+TYPE = b"ctorch\nFloatStorage\n"
 GLOBAL, SIX = b"ctorch._utils\n_rebuild_tensor_v2\n", b"K\x06"
 
 
@@ -185,6 +186,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a persistent id of nested tuples": ((b"\x80\2" + deep() + b"Q.",), "damaged file"),
     "nested tuples for a kind": ((one(deep(), deep()),), "outside of its storage"),
     "nested tuples for a key": ((b"\x80\2}" + deep() + b"Ns.",), "a key that is no text"),
+    "nested tuples for a storage's kind": ((one().replace(TYPE, deep()),), "a persistent id"),
+    "a text for a storage's kind": ((one().replace(TYPE, b"X\x0c\0\0\0FloatStorage"),), "a persistent id"),
     "nested tuples for a storage's key": ((one(key=deep()),), "a persistent id"),
     "metadata of nested tuples": ((one(metadata=b"}X\1\0\0\0x" + deep() + b"s"),), "'x' beside its numbers"),
     "a set": ((b"\x80\4\x8f(" + deep() + b"\x90.",), "the operation EMPTY_SET"),

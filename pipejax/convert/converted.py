@@ -70,7 +70,7 @@ def _place(cache: Path, name: str, directory: Path) -> Path:
     places = [(directory, WHOLE)]
     if adapters.is_adapter(directory):
         places = [(directory, ADAPTER), (locate(adapters.base_of(directory)), WHOLE)]
-    facts: list[object] = [VERSION, name]
+    facts: list[object] = [VERSION]
     for place, openers in places:
         known = [file for file in (place / name for name in SETTINGS) if look(file) == "file"]
         for file in [*known, *weight_files(place, openers)]:
