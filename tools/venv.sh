@@ -63,7 +63,7 @@ install() {
     begin
     rm -f "$record"
     set -- --no-input --disable-pip-version-check -r "$requirements"
-    test -t 2 || set -- --quiet "$@"
+    test -t 2 || set -- --progress-bar off "$@" # a line for each package, so that nobody waits in silence
     # Compilers for devices that are not here lie beside .venv's packages, where no JAX looks for devices.
     test "$requirements" != requirements/programs.txt || set -- --no-deps --upgrade --target "$venv/programs" "$@"
     PIP_USER=0 "$venv/bin/python" -m pip install "$@" >&2 || {

@@ -301,7 +301,9 @@ class Programs:
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds
-                logger.info(f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}")
+                level = logging.INFO if logger.hasHandlers() else logging.WARNING  # a bare Python shows no other lines
+                line = f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}"
+                logger.log(level, line)
             mesh, specs = self._mesh(across), (P(), *[P("each")] * (len(arguments) - 1))
             own = partial(_by_itself, function)
             each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
