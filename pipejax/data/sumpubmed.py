@@ -31,13 +31,9 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 def _records(split: str, numbers: list[str], articles: Mapping[str, File], summaries: Mapping[str, File]) -> Records:
     for number in numbers:
-        article, summary = articles[f"text_{number}.txt"], summaries[f"abst_{number}.txt"]
-        record = {"id": number, "article": _text(article), "summary": _text(summary)}
-        yield str(summary), number, record
-
-
-def _text(file: File) -> str:
-    return "\n".join(line for _, line in decode_lines(file.read().splitlines(), str(file)))
+        files = articles[f"text_{number}.txt"], summaries[f"abst_{number}.txt"]
+        texts = ["\n".join(line for _, line in decode_lines(x.read().splitlines(), str(x))) for x in files]
+        yield str(files[1]), number, {"id": number, "article": texts[0], "summary": texts[1]}
 
 
 TASK = Published(
