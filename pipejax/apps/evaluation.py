@@ -159,11 +159,10 @@ def peak_memory() -> dict[str, int]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = cli.Parser(prog="pipejax evaluate", description=__doc__)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR")
+    parser.add_checkpoint()
     parser.add_argument("--task", help="default: the one that it was trained on")
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
     parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
-    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_number("--batch-size", "documents decoded together (1)", most=2**16, default=1)
     parser.add_number("--limit", "only the first so many documents")
     parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
-from pipejax.system.errors import UserError, first_line
+from pipejax.system.errors import UserError, described, first_line
 from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         else:
             inner = _read_sentencepiece(transformers, directory)
     except Exception as error:  # for a bad file the libraries raise exceptions of many kinds
-        reason = _damage(directory) or _summary(error).replace(str(directory), str(named))
+        reason = _damage(directory) or described(error).replace(str(directory), str(named))
         raise UserError(
             f"{named}: found tokenizer files that cannot be read ({reason}); expected those of a transformers tokenizer"
         ) from error
@@ -381,7 +381,3 @@ def import_transformers() -> types.ModuleType:
     """Imports transformers late, as that takes seconds, and without its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return importlib.import_module("transformers")
-
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
