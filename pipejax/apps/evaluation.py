@@ -43,21 +43,12 @@ def evaluate(
     batch_size: int = 8,
     tick: Callable[[int], None] = lambda count: None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Decodes the examples and compares rows with targets.
+    """Decodes the examples, of which there are some, and compares rows with targets by one of `metrics.HEADLINES`.
 
-    Args:
-      generator: holds the weights and the settings.
-      examples: not empty.
-      strategy: None: the generator's default.
-      metric: one of `metrics.HEADLINES`; None: that of the generator's config.
-      batch_size: examples decoded together.
-      tick: called with the number of examples done since the last call.
-
-    Returns:
-      metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's are the
-      ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation left
-      out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch size
-      is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
+    Returns metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's
+    are the ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation
+    left out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch
+    size is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
     """
     name = strategy or generator.default_strategy
     records, report = _decode(generator, examples, name, batch_size, tick)

@@ -87,20 +87,18 @@ def export(
         if field.name not in FOLLOWED and found != field.default:
             raise UserError(f"decode.{field.name}: found {found}; expected {field.default}, all that an export knows")
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
-    names = tuple(dict.fromkeys(strategies)) or (methods.default(config),)
-    for name in names:
-        methods.make(name, config).require("export")
+    used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
+    for name, method in used.items():
+        method.require("export")
         for line in methods.doubts(name, config, restored.config):
             logger.warning(line)
-    made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
+    made = {f"{name}-{platform}.jax": (name, platform) for name in used for platform in platforms}
     model, backend, ready = _prepare(config, restored.items["params"], platforms)
-    plain = {
-        name: methods.make_strategy(methods.make(name, config), config.decode, Ids.of(model.config)) for name in names
-    }
-    costs = call_costs(ready.decoding)
+    ids, costs = Ids.of(model.config), call_costs(ready.decoding)
+    plain = {name: methods.make_strategy(method, config.decode, ids) for name, method in used.items()}
     chosen = {file: plain[name].suit(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
-    rows = {name: rows_of(Source("any", ""), methods.make(name, config), spells) for name in names}
+    rows = {name: rows_of(Source("any", ""), method, spells) for name, method in used.items()}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
     stored, unpacked = _store(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]

@@ -287,7 +287,10 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     transformers = import_transformers()
     try:
         _check_sentencepiece(directory)
-        if look(directory / "tokenizer.json") or _names_a_class(directory):
+        settings = directory / "tokenizer_config.json"  # of the oldest T5 files, the model's config.json has the class
+        if look(directory / "tokenizer.json") or (
+            look(settings) == "file" and "tokenizer_class" in json.loads(settings.read_text(encoding="utf-8"))
+        ):
             inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
         else:
             inner = _read_sentencepiece(transformers, directory)
@@ -317,12 +320,6 @@ def _not_followed(directory: Path) -> list[str]:
 
     model = proto.ModelProto.FromString((directory / "spiece.model").read_bytes())  # type: ignore[attr-defined]
     return _NOT_T5S.findall(f"{model.trainer_spec}{model.normalizer_spec}")
-
-
-def _names_a_class(directory: Path) -> bool:
-    """Whether the files name their tokenizer class. The oldest T5 files leave that to the model's config.json."""
-    file = directory / "tokenizer_config.json"
-    return look(file) == "file" and "tokenizer_class" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> "PreTrainedTokenizerBase":
