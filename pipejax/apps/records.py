@@ -158,11 +158,7 @@ class _Output:
         if self._out is None:
             begins = None if self._resumable else self._unfinished
             cleared = begins is not None and begins.note({})
-            kept = self.kept.size
-            with writing(f"--output {self.target}"):
-                if kept:
-                    os.truncate(self.target, kept)
-                self._out = open(self.target, "ab" if kept else "wb", buffering=0)  # noqa: SIM115
+            self._out = _open(self.target, self.kept.size)
             if begins and cleared:  # what an output of other work held is gone by now
                 self._resumable = begins.note(begins.settings)
         _write(self._out, record, self.target)
@@ -226,6 +222,14 @@ def _show(generator: Generator, sources: Iterable[Source], strategy: str, report
                 config, tokenizer = generator.config, generator.tokenizer
                 count(event, generator.method(strategy), report, config=config, tokenizer=tokenizer)
                 yield event
+
+
+def _open(target: str, kept: int) -> BinaryIO:
+    """The output, to be written after so many bytes of it."""
+    with writing(f"--output {target}"):
+        if kept:
+            os.truncate(target, kept)
+        return open(target, "ab" if kept else "wb", buffering=0)
 
 
 def _write(out: BinaryIO, record: Record, target: str) -> None:
