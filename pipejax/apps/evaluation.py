@@ -43,21 +43,12 @@ def evaluate(
     batch_size: int = 8,
     tick: Callable[[int], None] = lambda count: None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Decodes the examples and compares rows with targets.
+    """Decodes the examples, of which there are some, and compares rows with targets by one of `metrics.HEADLINES`.
 
-    Args:
-      generator: holds the weights and the settings.
-      examples: not empty.
-      strategy: None: the generator's default.
-      metric: one of `metrics.HEADLINES`; None: that of the generator's config.
-      batch_size: examples decoded together.
-      tick: called with the number of examples done since the last call.
-
-    Returns:
-      metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's are the
-      ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation left
-      out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch size
-      is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
+    Returns metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's
+    are the ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation
+    left out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch
+    size is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
     """
     name = strategy or generator.default_strategy
     records, report = _decode(generator, examples, name, batch_size, tick)
@@ -159,11 +150,10 @@ def peak_memory() -> dict[str, int]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = cli.Parser(prog="pipejax evaluate", description=__doc__)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR")
+    parser.add_checkpoint()
     parser.add_argument("--task", help="default: the one that it was trained on")
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
     parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
-    parser.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
     parser.add_number("--batch-size", "documents decoded together (1)", most=2**16, default=1)
     parser.add_number("--limit", "only the first so many documents")
     parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")

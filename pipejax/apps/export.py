@@ -68,9 +68,7 @@ def export(
 ) -> None:
     """Writes the programs, their weights, a description and the tokenizer's files: completely or not at all.
 
-    Args:
-      batch: B; None: `decode.batch_size`.
-      length: L; None: `data.max_source`.
+    `batch`: B; None: `decode.batch_size`. `length`: L; None: `data.max_source`.
     """
     for assignment in overrides:
         key, _, value = map(str.strip, assignment.partition("="))
@@ -89,16 +87,18 @@ def export(
         if field.name not in FOLLOWED and found != field.default:
             raise UserError(f"decode.{field.name}: found {found}; expected {field.default}, all that an export knows")
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
-    names = tuple(dict.fromkeys(strategies)) or (methods.default(config),)
-    for name in names:
-        methods.make(name, config).require("export")
+    used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
+    for name, method in used.items():
+        method.require("export")
         for line in methods.doubts(name, config, restored.config):
             logger.warning(line)
-    made = {f"{name}-{platform}.jax": (name, platform) for name in names for platform in platforms}
+    made = {f"{name}-{platform}.jax": (name, platform) for name in used for platform in platforms}
     model, backend, ready = _prepare(config, restored.items["params"], platforms)
-    chosen = {file: _strategy(config, *of, ready.decoding) for file, of in made.items()}
+    ids, costs = Ids.of(model.config), call_costs(ready.decoding)
+    plain = {name: methods.make_strategy(method, config.decode, ids) for name, method in used.items()}
+    chosen = {file: plain[name].suit(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
-    rows = {name: rows_of(Source("any", ""), methods.make(name, config), spells) for name in names}
+    rows = {name: rows_of(Source("any", ""), method, spells) for name, method in used.items()}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
     stored, unpacked = _store(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
@@ -113,21 +113,15 @@ def export(
             (partial_out / file).write_bytes(exported.serialize())
             outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
             described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
-        np.savez(partial_out / WEIGHTS, allow_pickle=False, **{name: _plain(x) for name, x in stored.items()})
+        # NumPy's files know no bfloat16: they get the same bits in another dtype.
+        bits = {name: x.view(np.uint16) if x.dtype == jax.numpy.bfloat16 else x for name, x in stored.items()}
+        np.savez(partial_out / WEIGHTS, allow_pickle=False, **bits)
         facts = _description(config, restored, model, batch, length) | {"programs": described}
         (partial_out / DESCRIPTION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         if tokenizer:
             shutil.copytree(tokenizer, partial_out / "tokenizer")
     for file in (*made, WEIGHTS):
         print(f"{out / file}: {(out / file).stat().st_size / 1e6:.1f} MB")
-
-
-def _strategy(config: Config, name: str, platform: str, weights: Tree) -> Strategy:
-    assert config.model is not None  # `open_run` checks it
-    method = methods.make(name, config)
-    ids = Ids.of(config.model)
-    made = methods.make_strategy(method, config.decode, ids)
-    return made.suit(platform, costs=call_costs(weights), skips_fillers=False)
 
 
 def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
@@ -169,11 +163,6 @@ def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Unpacked]:
     return stored, unpacked
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
-    """The same bits in a dtype that NumPy's files know."""
-    return array.view(np.uint16) if array.dtype == jax.numpy.bfloat16 else array
-
-
 def _decode(
     model: Module,
     backend: Backend,
@@ -185,13 +174,7 @@ def _decode(
     source: jax.Array,
     length: jax.Array,
 ) -> dict[str, jax.Array]:
-    """A program, whose arguments are the last three; the others are static.
-
-    Args:
-      forced: tokens that are the same in every answer, as `forced_of` gives them.
-      source: i32 [B, L].
-      length: i32 [B], real tokens of each source.
-    """
+    """A program, whose arguments are the last three, with source i32 [B, L], length i32 [B]; the others are static."""
     ready = unpacked(weights)
     memory = programs.encode_batch(model, ready.encoding, source, length, backend=backend)
     sizes = programs.schedule(strategy, len(source), platform)

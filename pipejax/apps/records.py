@@ -78,10 +78,7 @@ def decode_file(
     full. Records are written as they come, whole lines at a time, so an interrupted run leaves a valid file; `resume`
     goes on after the records that are there, and `continued_by` says to people what will. A table is made of these
     lines in the end. With `live`, rows are shown on standard error as they are written, one source after the other.
-
-    Args:
-      strategy: the name of a method; None: the generator's default.
-      batch_size: None: the config's; for standard input 1.
+    `strategy` None is the generator's default; `batch_size` None is the config's, and for standard input 1.
     """
     name, config = strategy or generator.default_strategy, generator.config
     method, report = generator.method(name), Report()

@@ -7,7 +7,6 @@ pipejax.json holds what decoding needs and nothing else: no path, and no size or
 """
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from pipejax.convert import adapters, generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import OWN_FILES, PUBLISHED, make_task
+from pipejax.data.blocks import digest_of
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import InTorch, Method, prefix_ids, separator_ids, tells_rows_apart
@@ -113,7 +113,7 @@ def write(
     facts = json.loads(config_lib.to_json(kept(config)))
     sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
-    values = {"format": FORMAT, "weights": _digest(_weights(directory)), "config": sections}
+    values = {"format": FORMAT, "weights": digest_of(_weights(directory)), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     is_adapter = adapters.is_adapter(directory)
     text = card(name, config, tokenizer=tokenizer is not None, origin=origin, is_adapter=is_adapter)
@@ -188,7 +188,7 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
     lines = [
         f"{file}: followed for objective ({config.train.objective}), grid, template, separator and decode settings"
     ]
-    if look(weights) != "file" or _digest(weights) != values.get("weights"):
+    if look(weights) != "file" or digest_of(weights) != values.get("weights"):
         lines.append(f"{file}: was written beside other weights; right only if these were trained for the same")
     theirs, ours = generate.followed(), Generation(generate.file, generation.written(config)).followed()
     others = [key for key in theirs if key in generate.values and theirs[key] != ours.get(key)]
@@ -275,8 +275,3 @@ def _told(given: Mapping[str, object] | None, scores: Mapping[str, float]) -> st
 
 def _weights(directory: Path) -> Path:
     return directory / (adapters.WEIGHTS if adapters.is_adapter(directory) else WEIGHTS)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -41,13 +41,14 @@ def main(argv: Sequence[str]) -> int:
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.add_overrides("override a setting, such as grid.time_max=50 or data.train=train.jsonl (repeatable)")
     flags = parser.parse_args(argv)
+    known = PUBLISHED if flags.command == "prepare" else TASKS
+    if flags.task not in known:
+        hint = did_you_mean(flags.task, known)
+        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(known)}{hint}")
     return _prepare(flags) if flags.command == "prepare" else _stats(flags)
 
 
 def _prepare(flags: argparse.Namespace) -> int:
-    if flags.task not in PUBLISHED:
-        hint = did_you_mean(flags.task, PUBLISHED)
-        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(PUBLISHED)}{hint}")
     from pipejax.data import builders  # imported late: TFDS takes seconds
 
     published = PUBLISHED[flags.task]
@@ -56,9 +57,6 @@ def _prepare(flags: argparse.Namespace) -> int:
 
 
 def _stats(flags: argparse.Namespace) -> int:
-    if flags.task not in TASKS:
-        hint = did_you_mean(flags.task, TASKS)
-        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(TASKS)}{hint}")
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))
     if published := PUBLISHED.get(flags.task):
         data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)

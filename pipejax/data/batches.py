@@ -110,11 +110,7 @@ def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
 
 
 def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: Backbone) -> Shapes:
-    """Chooses the padded shapes by a random sample of the examples; every machine chooses the same.
-
-    Args:
-      model: the architecture, for its special tokens.
-    """
+    """Chooses the padded shapes by a random sample of the examples; every machine chooses the same."""
     sample, characters = list[Encoded](), 0
     for i in np.random.default_rng(0).permutation(len(examples))[:SAMPLE]:
         example = examples[int(i)]
@@ -160,12 +156,7 @@ class TrainingBatches(Sequence[Batch]):
         shapes: Shapes | None = None,
         share: Share | None = None,
     ) -> None:
-        """Reads no examples, except the sample of `choose_shapes` if no shapes are given.
-
-        Args:
-          model: the architecture, for its special tokens.
-          share: the part of each batch that this process encodes; None: all of it.
-        """
+        """Reads no examples, except the sample of `choose_shapes` if no shapes are given."""
         self.share = share or Share()
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)

@@ -68,14 +68,9 @@ _FETCHED = ("cnn_dailymail", "scientific_papers")  # data sets that TFDS can dow
 
 
 def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
-    """Writes a data set in the form that `PublishedTask` reads, unless it was prepared before.
+    """Writes a data set in the form that `PublishedTask` reads, unless it was prepared before; returns its directory.
 
-    Args:
-      manual_dir: the directory of the publisher's files; "": TFDS downloads them, if it can.
-      data_dir: the directory to write to; "": TFDS's own.
-
-    Returns:
-      The directory of the data set, within the data directory.
+    `manual_dir` has the publisher's files; "": TFDS downloads them, if it can. `data_dir` "" is TFDS's own.
     """
     root = data_root(data_dir)
     directory = root / published.directory

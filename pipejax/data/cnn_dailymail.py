@@ -11,7 +11,7 @@ from pipejax.config import GridConfig
 from pipejax.data.lines import decode_lines
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
-from pipejax.data.text import lines
+from pipejax.data.text import split
 
 _ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")  # the ends of a complete sentence
 
@@ -19,7 +19,7 @@ _ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")  # the ends of a
 def _read(manual: Manual) -> Mapping[str, Records]:
     lists = manual.splits({"train": ["all_train.txt"], "validation": ["all_val.txt"], "test": ["all_test.txt"]})
     stories = manual.inside("stories")
-    return {split: _records(urls, stories) for split, urls in lists.items()}
+    return {name: _records(urls, stories) for name, urls in lists.items()}
 
 
 def _records(urls: File, stories: Mapping[str, File]) -> Records:
@@ -59,7 +59,7 @@ TASK = Published(
     read=_read,
     splits={"train": "train", "dev": "validation", "test": "test"},
     source=lambda record: f"summarize: {record['article']}",
-    targets=lambda record: lines(record["highlights"]),
+    targets=lambda record: split(record["highlights"], "\n"),
     grid=GridConfig(delay=1, time_max=96, sub_max=20),
     max_target=512,
     max_length=256,

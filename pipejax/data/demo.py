@@ -19,12 +19,13 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import numpy as np
 
 from pipejax.data.examples import Example
 from pipejax.data.lines import Object, text_of
+from pipejax.data.published import PreparedExamples
 from pipejax.data.tokenizer import Tokenizer, import_transformers
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def examples(split: str, seed: int = 0, *, long: bool = False) -> Sequence[Examp
         raise ValueError(f"split: expected one of {', '.join(SIZES)}; got {split!r}")
     if seed < 0:
         raise ValueError(f"seed: expected at least 0; got {seed}")
-    return _Split(split, seed, long)
+    return PreparedExamples(range(SIZES[split]), functools.partial(_example, split, seed=seed, long=long))
 
 
 def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
@@ -115,30 +116,8 @@ class DemoTask:
             return Tokenizer.load(directory)
 
 
-class _Split(Sequence[Example]):
-    """The examples of one split, generated on access."""
-
-    def __init__(self, split: str, seed: int, long: bool) -> None:
-        self._make = functools.partial(_example, split, seed=seed, long=long)
-        self._indices = range(SIZES[split])
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self._make(index=i) for i in self._indices[index]]
-        return self._make(index=self._indices[index])
-
-
 @functools.cache
-def _example(split: str, *, index: int, seed: int, long: bool) -> Example:
+def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Example:
     """Draws notes until the hash of one belongs to the split."""
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])

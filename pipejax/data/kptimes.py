@@ -5,14 +5,14 @@ the release's JSON lines, or JSON arrays of objects whose "source" is `title <eo
 keyphrases separated by ";".
 """
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 
-from pipejax.config import GridConfig
 from pipejax.data import kp20k
 from pipejax.data.lines import read_array, read_objects, text_of
 from pipejax.data.manual import File, Manual
-from pipejax.data.published import Published, Record, Records
+from pipejax.data.published import Record, Records
 from pipejax.system.errors import UserError
 
 
@@ -34,11 +34,8 @@ def _records(name: str, file: File) -> Records:
             title, mark, text = text_of(value, "source", place).partition("<eos>")
             if not mark:
                 raise UserError(f'{place}: "source": found no <eos>; expected a title, <eos> and a text')
-            yield (
-                place,
-                f"{name}-{number}",
-                _record(f"{name}-{number}", title, text, kp20k.phrases_of(value, place, "target")),
-            )
+            key = f"{name}-{number}"
+            yield place, key, _record(key, title, text, kp20k.phrases_of(value, place, "target"))
         return
     with file.open() as lines:
         for place, value in read_objects(lines, str(file)):
@@ -50,18 +47,12 @@ def _record(key: str, title: str, text: str, phrases: list[str]) -> Record:
     return {"id": key, "title": title.strip(), "abstract": text.strip(), "keyphrases": phrases}
 
 
-TASK = Published(
+TASK = dataclasses.replace(
+    kp20k.TASK,
     name="kptimes",
     directory="kptimes/1.0.0",
     files="train.jsonl, valid.jsonl, and test.jsonl or test_NYTimes.jsonl and test_JPTimes.jsonl of KPTimes "
     "(https://github.com/ygorg/KPTimes), unpacked or in their zip",
     read=_read,
-    fields=kp20k.TASK.fields,
-    source=kp20k.source,
-    targets=kp20k.targets,
-    metric="keyphrases_kp20k",
-    separator="; ",
-    grid=GridConfig(delay=1, time_max=50, sub_max=20),
-    max_target=256,
-    max_length=128,
+    placeholders=(),
 )

@@ -6,15 +6,15 @@ import logging
 import lzma
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import BinaryIO, NamedTuple, NoReturn
 
 from pipejax.data.packed import open_file
+from pipejax.data.remote import Guarded
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WHOLE = 2**31  # bytes; every known file that is read as a whole is shorter
@@ -45,7 +45,15 @@ class File(NamedTuple):
         """Opens the file to read bytes; raises a UserError if that is impossible."""
         if not self.member:
             return open_file(self.path, "a publisher's file")
-        return io.BufferedReader(_Member(self), 2**20)
+        try:
+            return io.BufferedReader(Guarded(_archive(self.path).open(self.member), self._refusal), 2**20)
+        except _UNREADABLE as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> UserError:
+        """Of a member that cannot be read."""
+        said = str(error) or type(error).__name__
+        return UserError(f"{self}: cannot be read ({said}); expected a whole zip without a password")
 
     def read(self) -> bytes:
         """The whole content; raises a UserError if that is longer than WHOLE."""
@@ -55,31 +63,6 @@ class File(NamedTuple):
             if size > WHOLE:
                 raise UserError(f"{self}: found {size >> 30} GiB; expected a publisher's file of at most {WHOLE >> 30}")
             return file.read()
-
-
-class _Member(io.RawIOBase):
-    """The content of a zip's member; an error while reading it becomes a UserError."""
-
-    def __init__(self, file: File) -> None:
-        self._name = str(file)
-        self._inner = self._try(lambda: _archive(file.path).open(file.member))
-
-    def _try(self, act: Callable[[], T]) -> T:
-        try:
-            return act()
-        except _UNREADABLE as error:
-            said = str(error) or type(error).__name__
-            raise UserError(
-                f"{self._name}: cannot be read ({said}); expected a whole zip without a password"
-            ) from error
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._try(lambda: self._inner.read(len(buffer)))
-        buffer[: len(found)] = found
-        return len(found)
 
 
 class Manual:

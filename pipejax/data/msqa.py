@@ -29,17 +29,14 @@ def _read(manual: Manual) -> Mapping[str, Records]:
         raise UserError(f"{mixed}: found the official layout and another; expected one of them")
     splits: dict[str, Records] = {}
     if "train" in files:
-        dev = _dev_ids(files["train"])
+        ids = [record[1] for record in _records(files["train"])]
+        ids.sort(key=lambda name: hashlib.blake2b(name.encode()).digest())
+        dev = set(ids[: len(ids) // _DEV_SHARE])
         splits["train"] = (record for record in _records(files["train"]) if record[1] not in dev)
         splits["dev"] = (record for record in _records(files["train"]) if record[1] in dev)
     if "dev" in files:
         splits["test"] = _records(files["dev"])
     return splits or manual.missing("labelled train.json or valid.json")
-
-
-def _dev_ids(file: File) -> set[str]:
-    ids = [text_of(value, "id", place) for place, value in read_array(file.read(), str(file))]
-    return set(sorted(ids, key=lambda name: hashlib.blake2b(name.encode()).digest())[: len(ids) // _DEV_SHARE])
 
 
 def _records(file: File) -> Records:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -99,7 +99,8 @@ class PublishedTask:
 
     def _example(self, split: str, index: int, raw: Record) -> Example:
         """Converts a prepared record to an example; rows that are empty in plain spelling are left out."""
-        record: Record = {key: _text(value) for key, value in raw.items()}
+        # TFDS returns text as bytes, and a list of texts as a list or array of bytes.
+        record: Record = {k: x.decode() if isinstance(x, bytes) else [y.decode() for y in x] for k, x in raw.items()}
         spell = functools.partial(plain, placeholders=self.published.placeholders)
         rows = (spell(row) for row in self.published.targets(record))
         name = record.get("id") or f"{split}-{index}"
@@ -128,7 +129,7 @@ class _Braces(dict[str, str]):
 class PreparedExamples(Sequence[Example]):
     """The examples of a prepared split; each access reads a record and converts it."""
 
-    def __init__(self, source: Sequence[Record], make: Callable[[int, Record], Example]) -> None:
+    def __init__(self, source: Sequence[Any], make: Callable[[int, Any], Example]) -> None:
         """`make` converts (index, record of `source`) to an example; nothing is read yet."""
         self._source, self._make = source, make
 
@@ -146,8 +147,3 @@ class PreparedExamples(Sequence[Example]):
         if isinstance(places, range):
             return [self._make(i, self._source[i]) for i in places]
         return self._make(places, self._source[places])
-
-
-def _text(value: bytes | Iterable[bytes]) -> str | list[str]:
-    """Decodes a field: TFDS returns text as bytes, and a list of texts as a list or array of bytes."""
-    return value.decode() if isinstance(value, bytes) else [item.decode() for item in value]

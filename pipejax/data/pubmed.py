@@ -10,13 +10,13 @@ from pipejax.config import GridConfig
 from pipejax.data.lines import Object, kind, read_objects, text_of, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
-from pipejax.data.text import lines
+from pipejax.data.text import split
 from pipejax.system.errors import UserError
 
 
 def _read(manual: Manual) -> Mapping[str, Records]:
     names = {"train": ["train.txt"], "validation": ["val.txt"], "test": ["test.txt"]}
-    return {split: _records(file) for split, file in manual.splits(names).items()}
+    return {name: _records(file) for name, file in manual.splits(names).items()}
 
 
 def _records(file: File) -> Records:
@@ -45,7 +45,7 @@ TASK = Published(
     read=_read,
     splits={"train": "train", "dev": "validation", "test": "test"},
     source=lambda record: f"summarize: {record['article']}",
-    targets=lambda record: lines(record["abstract"]),
+    targets=lambda record: split(record["abstract"], "\n"),
     grid=GridConfig(delay=1, time_max=256, sub_max=24),
     max_target=1024,
     max_length=1024,

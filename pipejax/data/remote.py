@@ -3,10 +3,11 @@
 import glob
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from pipejax.system.errors import UserError, first_line
+from pipejax.system.errors import UserError, described
 from pipejax.system.extras import module
 
 HUB = "hub:"
@@ -41,34 +42,44 @@ def files_of(path: str) -> list[str]:
 def open_remote(url: str, expected: str) -> BinaryIO:
     """Opens a file at a URL to read bytes; raises a UserError, which says `expected`, if that is impossible."""
     system, name = _system_of(url)
+
+    def broken(error: Exception) -> UserError:
+        return UserError(f"{url}: cannot be read on ({described(error)})")
+
     try:
-        return cast(BinaryIO, io.BufferedReader(_File(url, system, system.open(name, "rb"))))
+        return cast(BinaryIO, io.BufferedReader(Guarded(system.open(name, "rb"), broken, system)))
     except Exception as error:  # each protocol has its own
-        raise UserError(f"{url}: cannot be read ({_words(error)}); expected {expected}") from error
+        raise UserError(f"{url}: cannot be read ({described(error)}); expected {expected}") from error
 
 
-class _File(io.RawIOBase):
-    """A file at a URL, with its file system: an archive is closed once nobody holds it."""
+class Guarded(io.RawIOBase):
+    """A file of a library, whose errors as it is read become UserErrors."""
 
-    def __init__(self, url: str, system: Any, file: Any) -> None:
-        self.url, self.system, self.file = url, system, file
+    def __init__(self, file: Any, refusal: Callable[[Exception], UserError], holder: Any = None) -> None:
+        """`holder`: a file system, as an archive is closed once nobody holds it."""
+        self.file, self.refusal, self.holder = file, refusal, holder
 
     def readable(self) -> bool:
+        """Yes."""
         return True
 
     def seekable(self) -> bool:
+        """Whether the library's own is."""
         return bool(self.file.seekable())
 
     def readinto(self, buffer: Any) -> int:
+        """Reads so many bytes at the most."""
         try:
             return int(self.file.readinto(buffer))
         except Exception as error:  # whatever a connection that breaks off may raise, or a damaged archive
-            raise UserError(f"{self.url}: cannot be read on ({_words(error)})") from error
+            raise self.refusal(error) from error
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """As of any file."""
         return int(self.file.seek(offset, whence))
 
     def close(self) -> None:
+        """Closes the library's own, too."""
         super().close()
         self.file.close()
 
@@ -101,7 +112,7 @@ def _list(pattern: str, path: str) -> list[str]:
         after = parts[len(caches) + 1 :]
         return ["::".join([*caches, system.unstrip_protocol(file), *after]) for file in found]
     except Exception as error:  # as in `open_remote`
-        raise UserError(f"{path}: cannot be listed ({_words(error)}); expected files at a URL") from error
+        raise UserError(f"{path}: cannot be listed ({described(error)}); expected files at a URL") from error
 
 
 def _system_of(url: str) -> tuple[Any, str]:
@@ -110,9 +121,5 @@ def _system_of(url: str) -> tuple[Any, str]:
     try:
         system, name = fsspec.core.url_to_fs(url)
     except Exception as error:  # a protocol that needs a library or that nobody knows, or an archive that is none
-        raise UserError(f"{url}: {_words(error)}; expected a URL that fsspec can open") from error
+        raise UserError(f"{url}: {described(error)}; expected a URL that fsspec can open") from error
     return system, name
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"[:200]

@@ -117,11 +117,7 @@ class Shapes:
 
 
 def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair) -> Shapes:
-    """Chooses at most `most` pairs for batches of examples with these lengths.
-
-    Args:
-      lengths: i64 [n, 2], source tokens and slots of a sample of the examples.
-    """
+    """Chooses at most `most` pairs for batches, by the lengths i64 [n, 2] of a sample: source tokens and slots."""
     rng, together = np.random.default_rng(0), group * size
     draws = max(min(TRIED // group, EXAMPLES // together), 1)
     epochs = [rng.permutation(len(lengths)) for _ in range(-(-draws * together // len(lengths)))]
@@ -154,12 +150,9 @@ def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarra
 
 
 def deal(lengths: Sequence[int], size: int) -> list[int]:
-    """An order of the examples in which each run of `size` neighbours has nearly the same total length.
+    """The indices of `lengths` in an order in which each run of `size` neighbours has nearly the same total length.
 
     Greedy: the longest example goes first, and each goes to the run with the smallest sum that still has room.
-
-    Returns:
-      The indices of `lengths`, run after run.
     """
     runs: list[list[int]] = [[] for _ in range(len(lengths) // size)]
     open_runs = [(0, run) for run in range(len(runs))]  # a heap of sums

@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 
 from pipejax.data.examples import Example
-from pipejax.system.errors import UserError, first_line
+from pipejax.system.errors import UserError, described
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Shuffled:
         except UserError:
             raise
         except Exception as error:  # whatever a connection that breaks off may raise
-            raise UserError(f"data.train: cannot be read on ({type(error).__name__}: {first_line(error)})") from error
+            raise UserError(f"data.train: cannot be read on ({described(error)})") from error
         if examples is None:
             found = self._end - self._pass * (self._count or 0)
             if self._count not in (None, found):

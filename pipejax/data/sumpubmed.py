@@ -11,7 +11,7 @@ from pipejax.config import GridConfig
 from pipejax.data.lines import decode_lines
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
-from pipejax.data.text import lines
+from pipejax.data.text import split
 from pipejax.system.errors import UserError
 
 _SHARES = 20
@@ -26,18 +26,14 @@ def _read(manual: Manual) -> Mapping[str, Records]:
             raise UserError(f"{summaries[name]}: found no line_text/text_{number}.txt; expected its article")
         share = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest()) % _SHARES
         numbers[{0: "dev", 1: "test"}.get(share, "train")].append(number)
-    return {split: _records(split, part, articles, summaries) for split, part in numbers.items()}
+    return {name: _records(part, articles, summaries) for name, part in numbers.items()}
 
 
-def _records(split: str, numbers: list[str], articles: Mapping[str, File], summaries: Mapping[str, File]) -> Records:
+def _records(numbers: list[str], articles: Mapping[str, File], summaries: Mapping[str, File]) -> Records:
     for number in numbers:
-        article, summary = articles[f"text_{number}.txt"], summaries[f"abst_{number}.txt"]
-        record = {"id": number, "article": _text(article), "summary": _text(summary)}
-        yield str(summary), number, record
-
-
-def _text(file: File) -> str:
-    return "\n".join(line for _, line in decode_lines(file.read().splitlines(), str(file)))
+        files = articles[f"text_{number}.txt"], summaries[f"abst_{number}.txt"]
+        texts = ["\n".join(line for _, line in decode_lines(x.read().splitlines(), str(x))) for x in files]
+        yield str(files[1]), number, {"id": number, "article": texts[0], "summary": texts[1]}
 
 
 TASK = Published(
@@ -48,7 +44,7 @@ TASK = Published(
     read=_read,
     fields={"id": str, "article": str, "summary": str},
     source=lambda record: f"summarize: {record['article']}",
-    targets=lambda record: lines(record["summary"]),
+    targets=lambda record: split(record["summary"], "\n"),
     grid=GridConfig(delay=1, time_max=256, sub_max=24),
     max_target=1024,
     max_length=1024,

@@ -27,11 +27,6 @@ def normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", _SPACES.sub(" ", _CONTROLS.sub("", text))).split())
 
 
-def lines(text: str) -> list[str]:
-    """The lines that are not blank, stripped."""
-    return split(text, "\n")
-
-
 def split(text: str, delimiter: str) -> list[str]:
     """The parts between delimiters, stripped and without empty ones."""
     return [part for part in map(str.strip, text.split(delimiter)) if part]

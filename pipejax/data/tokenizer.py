@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
-from pipejax.system.errors import UserError, first_line
+from pipejax.system.errors import UserError, described, first_line
 from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in
 
 if TYPE_CHECKING:
@@ -287,12 +287,15 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     transformers = import_transformers()
     try:
         _check_sentencepiece(directory)
-        if look(directory / "tokenizer.json") or _names_a_class(directory):
+        settings = directory / "tokenizer_config.json"  # of the oldest T5 files, the model's config.json has the class
+        if look(directory / "tokenizer.json") or (
+            look(settings) == "file" and "tokenizer_class" in json.loads(settings.read_text(encoding="utf-8"))
+        ):
             inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
         else:
             inner = _read_sentencepiece(transformers, directory)
     except Exception as error:  # for a bad file the libraries raise exceptions of many kinds
-        reason = _damage(directory) or _summary(error).replace(str(directory), str(named))
+        reason = _damage(directory) or described(error).replace(str(directory), str(named))
         raise UserError(
             f"{named}: found tokenizer files that cannot be read ({reason}); expected those of a transformers tokenizer"
         ) from error
@@ -317,12 +320,6 @@ def _not_followed(directory: Path) -> list[str]:
 
     model = proto.ModelProto.FromString((directory / "spiece.model").read_bytes())  # type: ignore[attr-defined]
     return _NOT_T5S.findall(f"{model.trainer_spec}{model.normalizer_spec}")
-
-
-def _names_a_class(directory: Path) -> bool:
-    """Whether the files name their tokenizer class. The oldest T5 files leave that to the model's config.json."""
-    file = directory / "tokenizer_config.json"
-    return look(file) == "file" and "tokenizer_class" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> "PreTrainedTokenizerBase":
@@ -381,7 +378,3 @@ def import_transformers() -> types.ModuleType:
     """Imports transformers late, as that takes seconds, and without its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return importlib.import_module("transformers")
-
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

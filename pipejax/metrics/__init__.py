@@ -97,11 +97,7 @@ def gap(
 ) -> dict[str, tuple[float, float, float]]:
     """The gain in score of the second predictions over the first: (difference, low, high) of a paired bootstrap.
 
-    Args:
-      name: of the metric, as `score` takes it.
-      sources: the document texts.
-      gold: the rows of each document in the data.
-      first, second: the generated rows of each.
+    `first` and `second` are as the predicted rows of `score`; the other arguments as there.
     """
     before, after = (per_document(name, sources, gold, predicted) for predicted in (first, second))
     return bootstrap(before, after, functools.partial(combine, name))
@@ -117,12 +113,9 @@ def bootstrap(
     second: Sequence[Document],
     combine: Callable[[Mapping[str, float], int], dict[str, float]],
 ) -> dict[str, tuple[float, float, float]]:
-    """The gain in score of the second system over the first on the same documents, and its confidence interval.
+    """Of each score (difference, low, high): the gain of the second system over the first, and two percentiles of it.
 
     Samples are of as many documents, drawn with replacement; both systems have the same ones (Koehn 2004).
-
-    Returns:
-      of each score (difference, low, high), the latter two percentiles.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"expected the same documents twice; got {len(first)} and {len(second)}")

@@ -58,16 +58,9 @@ def join(
     alone: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
-    """Joins the processes of this run, if it has several. Must be called before anything uses a device.
+    """Joins the processes of this run; returns whether it has several. Must be called before anything uses a device.
 
-    Args:
-      processes: the number of processes; None: as the environment says.
-      process_id: the rank of this process, from 0; None: as the environment says.
-      heartbeat: seconds of silence after which a process counts as dead; the others then end themselves.
-      patience: seconds to wait for process 0 to listen.
-
-    Returns:
-      Whether the run has several processes.
+    None is as the environment says; `heartbeat` is in seconds, as HEARTBEAT, and so is the `patience` with process 0.
     """
     if alone:
         return False

@@ -29,3 +29,8 @@ def did_you_mean(found: object, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message; the name of its type if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def described(error: BaseException) -> str:
+    """The type of an exception and the first line of its message, in at most 200 characters."""
+    return f"{type(error).__name__}: {first_line(error)}"[:200]

@@ -42,14 +42,12 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
     kinds = types_of(type(node))
     for field in dataclasses.fields(node):
         key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
-        if kind is Any:  # what brings its own fields, or says what is wrong once it is used
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                check_fields(value, f"{key}.", where)
-            continue
-        if dataclasses.is_dataclass(value) and any(
-            isinstance(k, type) and isinstance(value, k) for k in alternatives(kind)
-        ):
+        classes = tuple(k for k in alternatives(kind) if isinstance(k, type))
+        nests = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if nests and isinstance(value, object if kind is Any else classes):
             check_fields(value, f"{key}.", where)
+            continue
+        if kind is Any:  # what says what is wrong once it is used
             continue
         # In Python a bool is an int. A setting of type int or float must not be a bool; a float may be given as an int.
         fits = type(value) in alternatives(kind) or (kind is float and type(value) is int)

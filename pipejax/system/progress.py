@@ -24,13 +24,7 @@ class Progress:
     def __init__(
         self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0, shown: bool = True
     ) -> None:
-        """Shows a bar if standard error is a terminal.
-
-        Args:
-          total: the number of units; None: unknown.
-          every: seconds between lines, without a terminal.
-          shown: False: count, but show nothing.
-        """
+        """Shows a bar if standard error is a terminal, else a line after `every` seconds; `shown` False: neither."""
         self.shown, self.note = shown, ""
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.is_first, self._took = True, dict[str, float]()

@@ -17,6 +17,18 @@ from jax.experimental import topologies
 
 from pipejax.system.errors import UserError, did_you_mean
 
+SAME = {  # for all of these GPUs
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 49152,
+    "fpus_per_core": 128,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -24,14 +36,14 @@ class Gpu:
 
     name: str
     capability: tuple[int, int]
-    cores: int
-    threads_per_core: int
+    core_count: int
+    threads_per_core_limit: int
     shared_memory_per_core: int
-    shared_memory_per_block: int
-    memory: int
-    bandwidth: int
-    l2_cache: int
-    clock_ghz: float
+    shared_memory_per_block_optin: int
+    device_memory_size: int
+    memory_bandwidth: int
+    l2_cache_size: int
+    clock_rate_ghz: float
 
     def devices(self, count: int) -> list[jax.Device]:
         """That many of them in one machine."""
@@ -44,27 +56,9 @@ class Gpu:
 
     def description(self) -> str:
         """A GpuTargetConfigProto in text form."""
-        facts = {
-            "threads_per_block_limit": 1024,
-            "threads_per_warp": 32,
-            "shared_memory_per_block": 49152,
-            "shared_memory_per_core": self.shared_memory_per_core,
-            "threads_per_core_limit": self.threads_per_core,
-            "core_count": self.cores,
-            "fpus_per_core": 128,
-            "block_dim_limit_x": 2**31 - 1,
-            "block_dim_limit_y": 65535,
-            "block_dim_limit_z": 65535,
-            "memory_bandwidth": self.bandwidth,
-            "l2_cache_size": self.l2_cache,
-            "clock_rate_ghz": self.clock_ghz,
-            "device_memory_size": self.memory,
-            "shared_memory_per_block_optin": self.shared_memory_per_block,
-            "registers_per_core_limit": 65536,
-            "registers_per_block_limit": 65536,
-        }
+        own = {key: value for key, value in vars(self).items() if key not in ("name", "capability")}
         major, minor = self.capability
-        info = " ".join(f"{key}: {value}" for key, value in facts.items())
+        info = " ".join(f"{key}: {value}" for key, value in (SAME | own).items())
         return (
             f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
             f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 patch: 0 }} '

@@ -26,11 +26,7 @@ def html(
     calls: Sequence[Sequence[Asked]] | None = None,
     title: str = "Pipelined decoding, step by step",
 ) -> str:
-    """One page that loads nothing from elsewhere and fills the grid step by step.
-
-    Args:
-      texts: the text of each row, shown beside it; default: its tokens with spaces between them.
-    """
+    """One page that loads nothing from elsewhere and fills the grid step by step; rows have their `texts` beside."""
     texts = [" ".join(row) for row in grid.rows] if texts is None else texts
     ends = {cell.row: cell.time for cell in grid.cells if cell.kind == "eos"}
     finished = [ends.get(i, grid.steps) for i in range(len(grid.rows))]

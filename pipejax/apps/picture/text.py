@@ -8,17 +8,12 @@ from collections.abc import Sequence
 INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
+_VISIBLE = {**{i: 0x2400 + i for i in range(32)}, **dict.fromkeys([*range(0xD800, 0xE000), 0xFFFE, 0xFFFF], 0xFFFD)}
+
 
 def escape(text: str) -> str:
     """Text for XML and HTML. Control characters, which XML forbids, become their pictures."""
-    return html.escape("".join(map(_visible, text)))
-
-
-def _visible(char: str) -> str:
-    code = ord(char)
-    if code < 32:
-        return chr(0x2400 + code)
-    return "\ufffd" if 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF) else char
+    return html.escape(text.translate(_VISIBLE))
 
 
 def text_width(text: str) -> float:

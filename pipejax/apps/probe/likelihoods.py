@@ -52,20 +52,12 @@ def of_rows(encoded: Encoded, row: np.ndarray) -> Target:
 
 
 def visible(row: Array, place: Array, delay: Array, without: Array) -> Array:
-    """Which keys a query may see under a condition, beside the mask of training: bool [..., N, N].
+    """Which keys a query may see under a condition, beside the mask of training: bool [..., N, N] of i32 [..., N].
 
     The beginning of a row is always seen: it tells which row one's own is, as bos does in decoding.
-
-    Args:
-      row: i32 [..., N].
-      place: i32 [..., N], within the row.
     """
-    query_row, query_place, key_row, key_place = (
-        row[..., None],
-        place[..., None],
-        row[..., None, :],
-        place[..., None, :],
-    )
+    query_row, query_place = row[..., None], place[..., None]
+    key_row, key_place = row[..., None, :], place[..., None, :]
     in_time = key_place <= query_place + delay * (query_row - key_row)  # Δt, by `grid.start` and `grid.visible`
     return (key_row == query_row) | (key_place == 0) | (in_time & (key_row != without))
 
@@ -73,13 +65,9 @@ def visible(row: Array, place: Array, delay: Array, without: Array) -> Array:
 def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Array, without: Array) -> Array:
     """Negative log-likelihoods f32 [B, P, N] of the targets, in nats; padding has numbers that mean nothing.
 
-    The copies of a target lie end to end as slots of one pass, so that one encoder pass serves all of them.
-
-    Args:
-      batch: source [B, L], source_length [B], slots [B], and of each slot inputs, targets, row, time, part, place
-        [B, N], of which row and time are those of training.
-      delay: i32 [P], of the conditions.
-      without: i32 [P].
+    The copies of a target lie end to end as slots of one pass, so that one encoder pass serves all of them. A batch has
+    source [B, L], source_length [B], slots [B], and of each slot inputs, targets, row, time, part, place [B, N], of
+    which row and time are those of training; delay and without are i32 [P], of the conditions.
     """
     inputs, row, time = batch["inputs"], batch["row"], batch["time"]
     (size, slots), count = inputs.shape, len(delay)

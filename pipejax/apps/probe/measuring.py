@@ -79,12 +79,7 @@ def prepare(
     lessons: int,
     overrides: Sequence[str],
 ) -> Work:
-    """Opens the checkpoint, and reads and encodes the examples; nothing is written or compiled.
-
-    Args:
-      learned: that of examples to learn from; None: there are none, and weights may be other than float32.
-      limit: examples to measure, the first so many; None: all.
-    """
+    """Opens the checkpoint, and reads and encodes the examples, and those of `learned`; nothing is written."""
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
             raise UserError(f"--set: {key} cannot change when rows are probed; expected one of {', '.join(FREE)}")

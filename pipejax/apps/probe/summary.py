@@ -34,17 +34,12 @@ class Cost(TypedDict):
 
 
 class Parts(Cost):
-    """A cost, and that of each row, of each place, and of the places of each row (cells), by name."""
+    """The costs of a condition: of all, of each row, of each place, and of the places of each row (cells), by name."""
 
     rows: dict[str, Cost]
     places: dict[str, Cost]
     cells: dict[str, dict[str, Cost]]
-
-
-class Told(Parts):
-    """The costs of a condition, and a text that says where most of them are."""
-
-    says: str
+    says: str  # where most of them are
 
 
 class Summary(TypedDict):
@@ -53,7 +48,7 @@ class Summary(TypedDict):
     examples: int
     tokens: int
     nll: dict[str, float]  # nats a token by condition
-    conditions: dict[str, Told]  # for each but the first
+    conditions: dict[str, Parts]  # for each but the first
     graph: list[list[Cost]]  # for each row its cost without each row above
     says: str  # the sentence
 
@@ -63,19 +58,19 @@ class Mean:
 
     def __init__(self) -> None:
         """Of none yet."""
-        self.nats, self.tokens, self.examples = 0.0, 0, list[tuple[float, int]]()
+        self.examples = list[tuple[float, int]]()
 
     def add(self, nats: float, tokens: int) -> None:
         """Adds the tokens of an example."""
-        self.nats, self.tokens = self.nats + nats, self.tokens + tokens
         self.examples.append((nats, tokens))
 
     def to_json(self) -> Cost:
         """The cost of a token, its error, and the tokens."""
-        mean, count = self.nats / max(self.tokens, 1), len(self.examples)
+        count, total = len(self.examples), sum(tokens for _, tokens in self.examples)
+        mean = math.fsum(nats for nats, _ in self.examples) / max(total, 1)
         squares = math.fsum((nats - mean * tokens) ** 2 for nats, tokens in self.examples)  # of a ratio of two sums
-        error = math.sqrt(squares * count / max(count - 1, 1)) / max(self.tokens, 1)
-        return {"cost": round(mean, 6), "error": round(error, 6), "tokens": self.tokens}
+        error = math.sqrt(squares * count / max(count - 1, 1)) / max(total, 1)
+        return {"cost": round(mean, 6), "error": round(error, 6), "tokens": total}
 
 
 def place_of(number: int, last: int) -> str:
@@ -113,15 +108,16 @@ def summary(lines: Iterable[Measured]) -> Summary:
     def places(name: str, of_row: str) -> dict[str, Cost]:
         return {place: means[name, of_row, place].to_json() for place in PLACES if (name, of_row, place) in means}
 
-    conditions = dict[str, Told]()
+    conditions = dict[str, Parts]()
     for name in NAMES[1:]:
-        found: Parts = {
+        conditions[name] = {
             **means[name, "", ""].to_json(),
             "rows": {of_row: means[name, of_row, ""].to_json() for of_row in names},
             "places": places(name, ""),
             "cells": {of_row: places(name, of_row) for of_row in names},
+            "says": "",
         }
-        conditions[name] = {**found, "says": said(name, found)}
+        conditions[name]["says"] = said(name, conditions[name])
     height = max((i + 1 for i, _ in graph), default=0)
     return {
         "examples": count,
@@ -172,7 +168,7 @@ def _rows(nats: Mapping[str, float], total: float) -> str:
     return f"rows {', '.join(others)} and {last}" if others else f"row {last}"
 
 
-def sentence(conditions: Mapping[str, Told]) -> str:
+def sentence(conditions: Mapping[str, Parts]) -> str:
     """The cost of Δt = 1 and its place, and the least Δt that costs nothing."""
     begun, hidden = conditions["delay_1"]["says"], conditions["hidden"]
     if is_told(conditions["delay_1"]):

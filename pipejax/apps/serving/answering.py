@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 
 from pipejax.apps.serving.asked import Asked
@@ -38,11 +37,7 @@ class Completion:
     """The answers to one request, all under way."""
 
     def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters) -> None:
-        """Asks the engine for all of them, or for none.
-
-        Args:
-          counters: get its tokens and reasons.
-        """
+        """Asks the engine for all of them, or for none."""
         self.asked, self._counters = asked, counters
         self._scored = asked.logprobs is not None or generator.config.decode.scores
         self._whole = generator.tokenizer is None or asked.rows  # with the record
@@ -80,12 +75,27 @@ class Completion:
     async def run(self, silence: float) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
         """Yields what was added to which choices, until all are complete; nothing after so many seconds of silence."""
         each = self.asked.stream or bool(self.asked.stop) or self.asked.logprobs is not None
-        inbox = _Inbox()
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[list[_Item]]()
+
+        def hear(i: int, found: Found) -> None:
+            """Called by the engine's thread."""
+            if i == 0 and not self._has_begun and found and not isinstance(found[0], BaseException):
+                self._has_begun = True
+                self._counters.first.observe(time.perf_counter() - self._begun)
+            if items := [(i, item) for item in found if each or not isinstance(item, Event)]:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody reads
+                    loop.call_soon_threadsafe(inbox.put_nowait, items)
+
         for i, answer in enumerate(self._answers):
-            answer.listen(functools.partial(self._hear, i, inbox, each))
+            answer.listen(functools.partial(hear, i))
         while any(choice.reason is None for choice in self.choices):
-            added: dict[int, list[Piece]] = {}
-            for i, item in await inbox.take(silence):
+            added, items = dict[int, list[Piece]](), list[_Item]()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(silence):
+                    items += await inbox.get()
+            while not inbox.empty():
+                items += inbox.get_nowait()
+            for i, item in items:
                 choice = self.choices[i]
                 if choice.reason is not None:
                     continue
@@ -119,13 +129,6 @@ class Completion:
                 answer.cancel()
                 self._end(choice, reason)
 
-    def _hear(self, i: int, inbox: "_Inbox", each: bool, found: Found) -> None:
-        """Called by the engine's thread."""
-        if i == 0 and not self._has_begun and found and not isinstance(found[0], BaseException):
-            self._has_begun = True
-            self._counters.first.observe(time.perf_counter() - self._begun)
-        inbox.put([(i, item) for item in found if each or not isinstance(item, Event)])
-
     def usage(self) -> dict[str, int]:
         """OpenAI's counts of tokens, and how many of the prompts were cut off."""
         written = sum(choice.tokens for choice in self.choices)
@@ -150,31 +153,6 @@ class Completion:
 
 
 _Item = tuple[int, Event | Record | BaseException]  # of the answer with that number
-
-
-class _Inbox:
-    """The findings that threads put in, for one coroutine."""
-
-    def __init__(self) -> None:
-        self._loop, self._filled = asyncio.get_running_loop(), asyncio.Event()
-        self._items: deque[_Item] = deque()
-
-    def put(self, items: list[_Item]) -> None:
-        """May be called in any thread."""
-        if not items:
-            return
-        self._items += items
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody reads
-            self._loop.call_soon_threadsafe(self._filled.set)
-
-    async def take(self, seconds: float) -> list[_Item]:
-        """All that is there; waits so long for something."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self._items:
-                    self._filled.clear()
-                    await self._filled.wait()
-        return [self._items.popleft() for _ in range(len(self._items))]
 
 
 def _request(asked: Asked, source: Source, *, log_probs: bool, adapter: str) -> Request:

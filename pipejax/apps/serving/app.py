@@ -119,7 +119,10 @@ class Service:
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
             wanted: Asked = await _race(self._read(body, form), receive, begun + self.limits.seconds)
-            self._tell_of_turns(wanted)
+            if wanted.unread and not self._told_of_turns:
+                self._told_of_turns = True
+                said = "no system message and no earlier turn (the first such request; later ones are not told)"
+                logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
             generator = self.models[wanted.model]
             completion = Completion(wanted, generator, self.engine, self.counters)
             objects = made(completion, model=wanted.model, fingerprint=generator.origin.get("params_fp"))
@@ -153,13 +156,6 @@ class Service:
             return await run(self._readers, partial(read, at_once=True))
         except Uncompiled:
             return await run(self._schemas, read)
-
-    def _tell_of_turns(self, wanted: Asked) -> None:
-        """Says once that a part of a conversation was not read."""
-        if wanted.unread and not self._told_of_turns:
-            self._told_of_turns = True
-            said = "no system message and no earlier turn (the first such request; later ones are not told)"
-            logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
 
     async def show_models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""

@@ -62,12 +62,7 @@ def _format(given: Object) -> tuple[str, object]:
 
 
 def row_tokens(generator: Generator, strategy: str, field: str, most: int | None) -> int | None:
-    """The tokens that each row of an answer may have, so that all have at most so many.
-
-    Args:
-      field: that bounds the tokens of the answer.
-      most: the bound; None: there is none.
-    """
+    """The tokens that each row of an answer may have, so that all have at most so many as the field bounds them to."""
     schema = generator.schema
     if schema is None or most is None:
         return None
