@@ -66,15 +66,7 @@ def make(
     metadata: Mapping[str, object],
     files: Mapping[str, str],
 ) -> Manifest:
-    """The sealed manifest of a step.
-
-    Args:
-      step: the number of updates made, which is the data position, too.
-      arrays: the fingerprints of the arrays, by item.
-      config: the run's config.
-      metadata: further facts, as `Store.save` got them.
-      files: digests of the items' small files, by path.
-    """
+    """The sealed manifest of a step, from fingerprints by item and digests of small files by path."""
     return cast(
         Manifest,
         _seal(

@@ -79,12 +79,7 @@ class Backend:
         return quantization.hold(params, model.dtype, self.weights)
 
     def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
-        """The memory of a batch of sources, of `memory_length(L)` slots.
-
-        Args:
-          source: i32 [B, L].
-          length: i32 [B], real tokens of each.
-        """
+        """The memory, of `memory_length(L)` slots, of sources i32 [B, L] with `length` i32 [B] real tokens each."""
         mask = jnp.arange(source.shape[1]) < length[:, None]
         memory: Memory = model.apply({"params": encoder}, source, mask, method="encode")
         return Backend.widen(self, memory, memory_length(source.shape[1]))
@@ -303,11 +298,7 @@ def portable(model: Module, weights: str = "auto") -> Backend:
 
 
 def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights: str) -> Backend:
-    """The backend that is wanted, but for XLA's one where that does not know the backbone.
-
-    Args:
-      wanted: None: the fastest.
-    """
+    """The backend that is wanted (None: the fastest), but for XLA's one where that does not know the backbone."""
     if wanted is None:
         return fastest(backbone, dtype, weights)
     return portable(backbone.module(dtype=dtype), wanted.weights) if type(wanted) is Xla else wanted

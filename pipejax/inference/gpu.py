@@ -165,12 +165,7 @@ def _holding(number: int, most: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("split", "relu", "dtype", "interpret"))
 def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, dtype: Any, interpret: bool) -> Array:
-    """[S, N, O]: x times the matrix's rows, in S parts that are to be added up.
-
-    Args:
-      rows: [O, I].
-      x: [N, I].
-    """
+    """[S, N, O]: x [N, I] times the matrix's rows [O, I], in S parts that are to be added up."""
     (outputs, inputs), queries = rows.shape, x.shape[0]
     high = _holding(queries, 64)
     wide = _power(outputs, 64 if outputs >= 8192 else 32 if high > 32 else 16)

@@ -60,13 +60,7 @@ def encode_batch(
     *,
     backend: Backend = XLA,
 ) -> Memory:
-    """Encodes one padded batch; `model` and `backend` are static under jit.
-
-    Args:
-      source: i32 [B, L].
-      length: i32 [B], real tokens of each source.
-      adapter: i32 [B], of each source; None: there are no adapters.
-    """
+    """The memory of sources i32 [B, L] with `length` and `adapter` i32 [B]; model and backend are static."""
     memory = backend.encode(model, lora.choose(encoder, adapter), source, length)
     return memory if adapter is None else dataclasses.replace(memory, adapter=adapter)
 
@@ -97,11 +91,7 @@ def decode_batch(
     backend: Backend = XLA,
     drafting: Drafting | None = None,
 ) -> Stretch:
-    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
-
-    Args:
-      wishes: how tokens are chosen.
-    """
+    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static."""
     if drafting:
         weights, small = weights
         assert source is not None
@@ -175,12 +165,7 @@ class Programs:
     ) -> Decoded:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
-        Args:
-          wishes: how the tokens of the sources are chosen, in NumPy.
-          adapter: of all sources; None: there are no adapters.
-
-        Returns:
-          NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
+        Wishes and results [E * B, ...] are NumPy's; copies of the last source fill the batch up.
         """
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)

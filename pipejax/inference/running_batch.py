@@ -153,11 +153,7 @@ class RunningBatch:
         self._slots, self._steps = self._sizes.slots[0], 1
 
     def give(self, forced: np.ndarray | None, schema: Schema | None = None) -> None:
-        """Says what is known of all answers, while nobody has a place.
-
-        Args:
-          forced: `Wishes.forced` of each, [R, W].
-        """
+        """Says what is known of all answers, `forced` [R, W] as in `Wishes`, while nobody has a place."""
         assert not self._in_use.any(), "answers of other rows are under way"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
         self.schema = schema
@@ -193,10 +189,7 @@ class RunningBatch:
     ) -> int:
         """Encodes a source unless that was just done, and returns its place; it begins with the next `advance`.
 
-        Args:
-          sampling: how its tokens are chosen.
-          row_tokens: of a row at the most, if it follows a schema; None: as many as the grid holds.
-          adapter: of the source; None: there are no adapters.
+        `row_tokens`: of a row at the most, if it follows a schema; None: as many as the grid holds.
         """
         place, self._adapter = self.free[0], adapter
         with precision(self._model.dtype):
@@ -315,13 +308,9 @@ class RunningBatch:
         self._ends[place] = True
 
     def advance(self, most: int = NO_END, *, often: bool = True) -> tuple[Decoded, np.ndarray]:
-        """Takes some steps: until an example is done.
+        """Takes steps until an example is done, or, `often` or where no switch is heard, for `SLICE` seconds.
 
-        Args:
-          often: pauses when `SLICE` seconds have passed; so it does in any case where no switch is heard.
-
-        Returns:
-          NumPy arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
+        Returns arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
         """
         begun = time.perf_counter()
         often = often or not self._backend.can_listen
@@ -338,10 +327,7 @@ class RunningBatch:
         return step - taken + max(-(-tokens // len(self.starts)), 0)
 
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
-        """Time, row and place in the row of each token that is not known yet, in the order of steps.
-
-        `known`: i32 [R], how many tokens of each row are.
-        """
+        """Time, row and place in it of each token beyond the `known` i32 [R] of each row, in the order of steps."""
         lengths = decoded.lengths[place]
         rows = np.flatnonzero(lengths > known)
         first, begin, end = (x[rows].tolist() for x in (self.starts, known, lengths))

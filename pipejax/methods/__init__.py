@@ -145,11 +145,7 @@ def check_training(config: Config) -> None:
 def make_strategy(
     method: Method, decode: DecodeConfig, ids: Ids, drafter: "Drafter | None" = None, *, drafts: bool = True
 ) -> "Strategy":
-    """The strategy that decodes by a method, with drafts if the settings say so.
-
-    Args:
-      drafts: False: none are verified, whatever the settings say.
-    """
+    """The strategy that decodes by a method, with drafts if the settings and `drafts` say so."""
     check(method, decode, drafts=drafter is not None)
     made = strategy_of(method, ids)
     if not drafts or (drafter is None and decode.draft == "none"):

@@ -68,10 +68,7 @@ class Sequential(Method):
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """One row. If it is too long, its last rows are left out, and the end after them is not learned.
-
-        Arguments as of `Method.target`.
-        """
+        """One row. If it is too long, its last rows are left out, and the end after them is not learned."""
         kept = [row for row in rows if not spells.vanishes(row)]
         joined, cut = _join(kept, lambda text: spell([text], spells, ids.eos)[0], self.separator, most - 1)
         flat = grid.flatten([joined[: most - 1]], delay=1, bos=ids.bos, eos=ids.eos, final=False)
@@ -84,10 +81,7 @@ class Sequential(Method):
         return most
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
-        """A separator ends the row before it. Its last token is fed where the next row begins, as bos is on the grid.
-
-        Arguments as of `Method.rows_of`.
-        """
+        """A separator ends the row before it. Its last token is fed where the next row begins, as bos is on the grid."""
         kept, whole = [row for row in rows if not spells.vanishes(row)], flat.targets.tolist()
         starts = []
         for count in range(1, len(kept)):

@@ -28,11 +28,7 @@ def is_factor(path: str) -> bool:
 
 
 def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], bool] = lambda path: True) -> Tree:
-    """The parameters with fresh factors beside each adapted kernel.
-
-    Args:
-      rank: of the factors; 0: none.
-    """
+    """The parameters with fresh factors of that rank (0: none) beside each adapted kernel."""
     if not rank:
         return params
     flat = flatten_dict(params, sep="/")

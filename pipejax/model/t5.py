@@ -199,13 +199,7 @@ class Decoder(nn.Module):
         self.relative_bias = RelativeBias(self.config, bidirectional=False)
 
     def bias(self, mask: Array, query: Array, key: Array) -> Any:
-        """The bias of self-attention that all layers are given, [B|1, H, Q, C].
-
-        Args:
-          mask: bool [B|1, Q, C].
-          query: positions i32 [B|1, Q].
-          key: positions i32 [B|1, C].
-        """
+        """The bias that all layers are given, [B|1, H, Q, C]; mask [B|1, Q, C], positions i32 [B|1, Q] and [B|1, C]."""
         return jnp.where(mask[:, None], self.relative_bias(query, key), MASKED)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:

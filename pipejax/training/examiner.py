@@ -70,11 +70,7 @@ class Examiner:
         best: Best | None,
         write: Callable[[Line], None],
     ) -> None:
-        """Encodes the dev examples once.
-
-        Args:
-          best: keeps the best parameters; None: nobody does.
-        """
+        """Encodes the dev examples once; `best` keeps the best parameters."""
         self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)

@@ -58,11 +58,7 @@ def batch_loss(
     loss: Loss = losses.cross_entropy,
     position: Position = grid.position,
 ) -> tuple[Array, Array]:
-    """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
-
-    Args:
-      dropout: a key; None: no dropout.
-    """
+    """Summed loss and target tokens of a batch of flat slots (paper section 3.3); `dropout`: a key; None: none."""
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
