@@ -139,10 +139,6 @@ class Programs:
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
         return strategy.suit(platform, costs=self._call_costs, skips_fillers=fillers)
 
-    def on_first(self) -> Ready:
-        """The weights on the first device."""
-        return self._on(1)
-
     def forget_params(self) -> None:
         """Gives their memory back, until `set_params`; what was compiled stays."""
         del self._ready
@@ -172,7 +168,7 @@ class Programs:
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
         source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
-        ready = self._on(across)
+        ready = self.on(across)
         adapters = None if adapter is None else np.full_like(lengths, adapter)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
@@ -183,7 +179,7 @@ class Programs:
             wide[..., : source.shape[2]] = source
             read = SourceIds(wide, lengths)
             if small := self._small(strategy):
-                own = small._on(across)
+                own = small.on(across)
                 found = small._run("encoder", 0, (own.encoding, source, lengths, None), source.shape, report)
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
@@ -210,7 +206,7 @@ class Programs:
     ) -> None:
         """Compiles all that batches of a size may need."""
         shape = 1, batch_size, bucket(length)
-        ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
+        ready, source = self.on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         adapters = None if adapter is None else lengths
         memory = self._program("encoder", 0, (ready.encoding, source, lengths, adapters), shape, report).out_info
@@ -220,7 +216,7 @@ class Programs:
         if strategy.reads_source:
             read = jax.eval_shape(SourceIds, jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
             if small := self._small(strategy):
-                own = small._on(1)
+                own = small.on(1)
                 found = small._program("encoder", 0, (own.encoding, source, lengths, None), shape, report).out_info
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         for slots in schedule(strategy, batch_size).slots:
@@ -234,7 +230,7 @@ class Programs:
         assert self.small is not None, "the generator saw to it"
         return self.small
 
-    def _on(self, across: int) -> Ready:
+    def on(self, across: int) -> Ready:
         """The weights, whole on each of the first devices; those of all numbers share one copy a device."""
         if across not in self._placed:
             for device in self.devices[:across]:

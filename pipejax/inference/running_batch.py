@@ -37,18 +37,13 @@ class Encodings:
     """Memories of sources by ids and adapter; the one that was not asked for the longest makes room for a new one.
 
     Of one model, and written by one thread; any may read the numbers.
-
-    Attributes:
-      hits: sources that were found.
-      misses: sources that had to be encoded.
-      bytes: that the kept memories take on the device.
     """
 
     def __init__(self, most: int) -> None:
         """Keeps the memories of at most so many sources; 0: of none."""
         self._most = most
         self._kept: OrderedDict[tuple[bytes, int | None], Memory] = OrderedDict()
-        self.hits = self.misses = self.bytes = 0
+        self.hits = self.misses = self.bytes = 0  # sources found, sources encoded, bytes of the kept memories
 
     def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
         """The memory of a source, i32 [L]: the very arrays that `encode` made of the same before, if they are kept."""
@@ -76,15 +71,12 @@ def _size(memory: Memory) -> int:
 
 
 class Switch:
-    """While it is thrown, batches pause after each step, those that decode already as well. For all threads.
-
-    Attributes:
-      address: u32 [2], of the i32 that is not 0 then, the low half first.
-    """
+    """While it is thrown, batches pause after each step, those that decode already as well. For all threads."""
 
     def __init__(self) -> None:
         """Not thrown."""
         self._thrown = np.zeros(1, np.int32)
+        # u32 [2], of the i32 that is not 0 then, the low half first.
         self.address = np.asarray([self._thrown.ctypes.data], np.uint64).view(np.uint32)
 
     def throw(self) -> None:
@@ -102,10 +94,6 @@ class RunningBatch:
     What an example is decoded to does not depend on the others. Programs are compiled as they are needed: an encoder
     for each padded length, a decoder for each power of two that holds the longest source and each size of the cache,
     and another one where tokens are sampled or scored.
-
-    Attributes:
-      cache_sizes: slots of the cache, as it grows.
-      lacks: for the next step, if `advance` could not take it as the programs of a larger cache are not compiled.
     """
 
     def __init__(
@@ -121,16 +109,16 @@ class RunningBatch:
         self.strategy = strategy
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
-        self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
+        self._model, self._backend, self._ready = programs.model, programs.backend, programs.on(1)
         self._sizes = schedule(strategy, places)
-        self.cache_sizes = self._sizes.slots
+        self.cache_sizes = self._sizes.slots  # as the cache grows
         self._forced: np.ndarray | None = None
         self._grammar: Grammar | None = None
         self.schema: Schema | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
         self._compiled, self._waits = compiled if compiled is not None else {}, compiled is None
-        self.lacks: Needs = {}
+        self.lacks: Needs = {}  # for a step that `advance` could not take: a larger cache's programs are not compiled
         self._adapter: int | None = None  # of the latest source
         self._functions: dict[str, Callable[..., Any]] = {
             "encode": partial(encode_batch, self._model, backend=self._backend),
