@@ -212,8 +212,7 @@ class Trainer:
         )
         self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        loss = partial(batch_loss, make(), dropout=None)
-        loss = partial(loss, **asked)
+        loss = partial(batch_loss, make(), dropout=None, **asked)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
     def _newborn(self, params: Tree) -> TrainState:
@@ -304,12 +303,9 @@ class Trainer:
             )
             for name, shape in batch.items()
         }
-        state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
-        )
         key = jax.ShapeDtypeStruct((), self.key.dtype, sharding=sharding.replicated(self.mesh))
         with precision(self.model.dtype):
-            return self._step.trace(state, arrays, key)
+            return self._step.trace(TrainState(*(self.templates()[name] for name in ("params", "state"))), arrays, key)
 
     def dev_loss(self, params: Tree, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""
