@@ -185,10 +185,7 @@ def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -
 
 
 def on_host() -> jax.sharding.Sharding:
-    """A sharding in the host's memory, because an item may exceed one accelerator's.
-
-    If JAX may not use the CPU, the sharding is that of the first device.
-    """
+    """The host's memory, as an item may exceed an accelerator's; the first device's if JAX may not use the CPU."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU

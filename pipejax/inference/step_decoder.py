@@ -104,9 +104,7 @@ class StepDecoder:
     ) -> tuple[Array, Array, Array]:
         """The values that queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
 
-        Args:
-          bias: f32 [B, H, Q, C].
-          start: i32 [B|1], the slot of each example's first query.
+        `bias`: f32 [B, H, Q, C]; `start`: i32 [B|1], the slot of each example's first query.
         """
         query, key, value = jnp.split(self._by_head(projected), 3, axis=1)
         key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])

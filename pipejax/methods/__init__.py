@@ -74,10 +74,7 @@ def default(config: Config) -> str:
 
 
 def trained(config: Config) -> Method:
-    """The method by which a run is trained; settings that matter to decoding alone are not looked at.
-
-    Of a run whose class is not imported, one that has its name and cannot do anything.
-    """
+    """The method by which a run is trained; if its class is not imported, one of its name that cannot do anything."""
     try:
         if own := _own(config):
             return own

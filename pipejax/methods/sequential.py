@@ -81,7 +81,7 @@ class Sequential(Method):
         return most
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
-        """A separator ends the row before it. Its last token is fed where the next row begins, as bos is on the grid."""
+        """A separator ends the row before it. Its last token is fed where the next row begins, as bos of a grid is."""
         kept, whole = [row for row in rows if not spells.vanishes(row)], flat.targets.tolist()
         starts = []
         for count in range(1, len(kept)):
@@ -178,10 +178,7 @@ def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[
 
 
 def separator_pattern(separator: str) -> str:
-    """A regular expression for the separator in decoded text.
-
-    Tokenizers change the number of spaces around the separator, and drop them at the ends of the text.
-    """
+    """An expression for the separator in decoded text, around which tokenizers change or drop spaces."""
     core = separator.strip(" ")
     before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
     after = r"(?:$| +)" if separator.endswith(" ") else ""
@@ -189,10 +186,7 @@ def separator_pattern(separator: str) -> str:
 
 
 def _join(rows: Sequence[str], spell: Callable[[str], list[int]], separator: str, most: int) -> tuple[list[int], bool]:
-    """The ids of the first rows, joined by the separator, that have at most `most` ids; and whether rows were left out.
-
-    The first row is always kept.
-    """
+    """The joined ids of the first rows, one at least, that have at most `most` ids; and whether rows were left out."""
 
     def joined(count: int) -> list[int]:
         return spell(separator.join(rows[:count]))

@@ -100,11 +100,9 @@ class Examiner:
     def evaluate(self, step: int, params: Tree, progress: Progress, stopped: Callable[[], bool]) -> bool:
         """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
 
-        `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
-        behind. The line in the log comes last: who is killed before it evaluates again, so no best step is missed.
-
-        Returns:
-          whether the evaluation came to its end.
+        `stopped` is asked before and after each batch: once it says True the evaluation is given up, which leaves
+        nothing behind, and this is False. The line in the log comes last: who is killed before it evaluates again, so
+        no best step is missed.
         """
         if stopped():
             return False
