@@ -263,12 +263,7 @@ class T5(nn.Module):
         return tuple(x * scale[named][..., None].astype(self.dtype) for x, named in zip(embedded, tokens, strict=True))
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
-        """Encodes sources once and for all.
-
-        Args:
-          tokens: i32 [B, L].
-          mask: bool [B, L], True at real tokens (never judged by id: 0 is a legal token).
-        """
+        """Encodes sources i32 [B, L] once and for all; mask bool [B, L], True at real tokens (0 is a legal one)."""
         (embedded,) = self.embed(tokens)
         encoded = self.encoder(embedded, mask, deterministic)
         return self.decoder.memorize(encoded, mask)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from pipejax import grid, methods
 from pipejax.config import Config
@@ -297,10 +297,9 @@ class Trainer:
 
     def trace(self, batch: ArrayShapes) -> Tree:
         """The step for such batches, not lowered yet."""
+        placed = sharding.batch_sharding(self.mesh)
         arrays = {
-            name: jax.ShapeDtypeStruct(
-                shape, jnp.float32 if name == "weights" else jnp.int32, sharding=self.batch_sharding
-            )
+            name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "weights" else jnp.int32, sharding=placed)
             for name, shape in batch.items()
         }
         key = jax.ShapeDtypeStruct((), self.key.dtype, sharding=sharding.replicated(self.mesh))
@@ -311,11 +310,6 @@ class Trainer:
         """Summed loss and token count of a host batch, without dropout."""
         with precision(self.model.dtype):
             return self._loss(params, sharding.put_batch(arrays, self.mesh))
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        """Of every array of a batch."""
-        return sharding.batch_sharding(self.mesh)
 
     def dropout_key(self, step: int) -> Array:
         """The key of a step (1-based)."""
