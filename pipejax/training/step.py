@@ -212,7 +212,8 @@ class Trainer:
         )
         self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        loss = partial(batch_loss, make(), dropout=None, **asked)
+        loss = partial(batch_loss, make(), dropout=None)
+        loss = partial(loss, **asked)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
     def _newborn(self, params: Tree) -> TrainState:
